@@ -10,7 +10,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from npu_runner.core.sequence import Sequence
-from npu_runner.core.state_slots import StateSlots, StateSpares
+from npu_runner.core.state_slots import StateSlots
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import ImageInput, Thinking
 from npu_runner.request.sampling_params import SamplingParams
@@ -146,7 +146,7 @@ class RunningTable:
     """
 
     def __init__(self, num_slots: int, block_size: int, *, loses_blocks: bool = False,
-                 state_spares: StateSpares | None = None):
+                 state_spares: range | None = None):
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self.block_size = block_size
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)

@@ -27,7 +27,6 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.drafts import Drafter
 from npu_runner.core.joining import Joining, chunk_length
 from npu_runner.core.sequence import Sequence, SequenceStatus
-from npu_runner.core.state_slots import StateSpares
 from npu_runner.core.steps_under_way import StepsUnderWay
 from npu_runner.request.outputs import FinishReason
 
@@ -43,7 +42,7 @@ class SchedulerLimits:
     max_image_tokens: int
     uses_mrope: bool = False
     state_alignment: int | None = None
-    state_spares: StateSpares | None = None
+    state_spares: range | None = None
 
     def __post_init__(self) -> None:
         least = self.least_batched_tokens

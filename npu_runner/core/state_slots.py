@@ -12,30 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
 
-class StateSpares(NamedTuple):
-    """Slots [first, first + num) of the state pool, for what drafts leave."""
-
-    first: int
-    num: int
-
-
 class StateSlots:
-    """By row of the running batch, `num_rows` of them; at first each row has the slot of its own number."""
+    """By row of the running batch, `num_rows` of them; at first each row has the slot of its own number.
+    `spares`: slots for what drafts leave."""
 
-    def __init__(self, num_rows: int, spares: StateSpares):
+    def __init__(self, num_rows: int, spares: range):
         self._num_rows, self._spares = num_rows, spares
         self.reset()
 
     def reset(self) -> None:
         """No row holds a state, and no step is under way, whatever stood here."""
-        first, num = self._spares
         self._slot_of_row = np.arange(self._num_rows, dtype=np.int32)
-        self._free = list(range(first + num - 1, first - 1, -1))
+        self._free = list(reversed(self._spares))
         self._lent: dict[int, list[int]] = {}
 
     @property

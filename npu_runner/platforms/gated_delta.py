@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 CHUNK_SIZE = 64
@@ -89,6 +90,10 @@ class GatedDeltaBackend(ABC):
     it starts from zeros, and the slot is not read. A decode step (`metadata.is_prefill` False) has one token a row and
     always continues. It must be capturable in a graph: it takes slots from `metadata.state_slots_B` (B,) int32 on the
     device, and nothing from the host. The slots of a step, those of padded rows and saves among them, all differ.
+
+    A decode step with drafts has `metadata.state_plan`, and a slot a token. A sequence's tokens follow one another. The
+    first continues the state in its slot, as without drafts, and each other one what the token before it has left. Each
+    leaves its own state in its own slot; what lay there is read of a sequence's first token only.
     """
 
     name: str
@@ -106,6 +111,11 @@ class GatedDeltaBackend(ABC):
 
         A row begins its sequence where its context length is its query length.
         """
+
+    def plan_drafts(self, query_lens_B: Sequence[int], device: torch.device) -> Any:
+        """Host-side preparation of a decode step with drafts, once for all layers: it comes back as
+        `metadata.state_plan`. Raises ConfigError where no drafts are verified (`Platform.most_state_drafts`)."""
+        raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts; leave speculative_config out")
 
     @abstractmethod
     def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -20,7 +20,9 @@ class StepInputs(NamedTuple):
 
     tokens: Tensor
     """A prefill's token ids (T,). In a decode step (S,): the last token of each running sequence's slot, written by the
-    step before. Rows look theirs up by `state_slots`."""
+    step before. Rows look theirs up by `token_slots`. A step with drafts brings tokens of its own."""
+    token_slots: Tensor
+    """(B,) where the tokens of a decode step's rows lie in `tokens`; padded rows of a graph find some valid one."""
     positions: Tensor
     """(T,), or (3, T) for a prefill of an M-RoPE model."""
     slot_mapping: Tensor
@@ -30,8 +32,8 @@ class StepInputs(NamedTuple):
     block_tables: Tensor
     """(B, W), W blocks of the longest sequence that may come. Entries behind a row's context are undefined."""
     state_slots: Tensor
-    """(B,) each sequence's slot, where its states lie and its last token; padded rows of a graph have slots of their
-    own."""
+    """(B,) where each sequence's states lie; padded rows of a graph have slots of their own. In a step with drafts a
+    row is a token, which leaves its state there."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
@@ -43,7 +45,8 @@ class StepInputs(NamedTuple):
 class AttentionMetadata:
     """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it.
 
-    `state_plan` likewise to the Gated DeltaNet backend: None in a decode step, and for models without such layers.
+    `state_plan` likewise to the Gated DeltaNet backend: None in a decode step without drafts, and for models without
+    such layers.
     """
 
     is_prefill: bool

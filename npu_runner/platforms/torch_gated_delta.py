@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
-from npu_runner.platforms.gated_delta_plan import ConvolutionPlan, Piece, PrefillPlan, plan_chunks, plan_convolution
+from npu_runner.platforms.gated_delta_plan import (
+    ConvolutionPlan,
+    DraftPlan,
+    Piece,
+    PrefillPlan,
+    plan_chunks,
+    plan_convolution,
+    plan_draft_steps,
+)
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -36,15 +44,18 @@ class TorchGatedDelta(GatedDeltaBackend):
             groups=plan_chunks(query_lens_B, context_lens_B, saves, device),
         )
 
+    def plan_drafts(self, query_lens_B: Sequence[int], device: torch.device) -> DraftPlan:
+        return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, device)
+
     # -- the convolution -------------------------------------------------------------------------------------------
 
     def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
         slots_B = _slots(metadata)
-        tails_BWC = conv_state.index_select(0, slots_B)
         if not metadata.is_prefill:
-            window_BWC = torch.cat([tails_BWC, x_TC[:, None]], dim=1)
-            self._write(conv_state, slots_B, window_BWC[:, 1:])
-            return F.silu((window_BWC.float() * weight_CW.t().float()).sum(1)).to(x_TC.dtype)
+            window_TWC = self._windows(x_TC, conv_state, slots_B, metadata.state_plan)
+            self._write(conv_state, slots_B, window_TWC[:, 1:])
+            return F.silu((window_TWC.float() * weight_CW.t().float()).sum(1)).to(x_TC.dtype)
+        tails_BWC = conv_state.index_select(0, slots_B)
         plan: ConvolutionPlan = metadata.state_plan.convolution
         # Not multiplied: what a new row finds in its slot may be no number.
         tails_BWC = torch.where(plan.is_old_B[:, None, None], tails_BWC, 0.0)
@@ -55,6 +66,14 @@ class TorchGatedDelta(GatedDeltaBackend):
             self._write(conv_state, plan.saved_slots, new_XWC[len(slots_B):])
         return _convolve(ext_LC, weight_CW).index_select(0, plan.places_T).to(x_TC.dtype)
 
+    def _windows(self, x_TC: Tensor, conv_state: Tensor, slots_T: Tensor, plan: DraftPlan | None) -> Tensor:
+        """(T, W, C): the inputs that each token of a decode step sees, itself at last."""
+        if plan is None:
+            return torch.cat([conv_state.index_select(0, slots_T), x_TC[:, None]], dim=1)
+        tails_BWC = conv_state.index_select(0, slots_T.index_select(0, plan.firsts_B))
+        ext_LC = torch.cat([x_TC, tails_BWC.flatten(0, 1)])
+        return ext_LC.index_select(0, plan.sources_TW.flatten()).unflatten(0, plan.sources_TW.shape)
+
     # -- the delta rule --------------------------------------------------------------------------------------------
 
     def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
@@ -63,6 +82,8 @@ class TorchGatedDelta(GatedDeltaBackend):
         beta_TV = b_TV.sigmoid().float()
         g_TV = neg_exp_A_V * F.softplus(a_TV.float() + dt_bias_V)
         if not metadata.is_prefill:
+            if metadata.state_plan is not None:
+                return self._decode_drafts(qkv_TC, beta_TV, g_TV, state, slots_B, metadata.state_plan)
             return self._decode(qkv_TC, beta_TV, g_TV, state, slots_B)
         out_TVD = qkv_TC.new_empty(len(qkv_TC), self.shape.num_v_heads, self.shape.head_v_dim)
         for group in metadata.state_plan.groups:
@@ -75,13 +96,27 @@ class TorchGatedDelta(GatedDeltaBackend):
         return out_TVD
 
     def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
-        states = state.index_select(0, slots_B)
-        out_BVD = self._step(qkv_BC, beta_BV, g_BV, states)
+        out_BVD, states = self._step(qkv_BC, beta_BV, g_BV, state.index_select(0, slots_B))
         self._write(state, slots_B, states)
         return out_BVD
 
-    def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> Tensor:
-        """One token a row, as the recurrence is defined; `states` (B, Nv, V, K), contiguous, are updated."""
+    def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
+                       plan: DraftPlan) -> Tensor:
+        """The first token of all sequences, then the second of those that have one, and so on."""
+        out_TVD = qkv_TC.new_empty(len(qkv_TC), self.shape.num_v_heads, self.shape.head_v_dim)
+        states = state.index_select(0, slots_T.index_select(0, plan.firsts_B))
+        for tokens, goes_on in ((plan.firsts_B, None), *plan.places):
+            if goes_on is not None:
+                states = states.index_select(0, goes_on)
+            qkv, beta, g, slots = (x.index_select(0, tokens) for x in (qkv_TC, beta_TV, g_TV, slots_T))
+            out, states = self._step(qkv, beta, g, states)
+            self._write(out_TVD, tokens, out)
+            self._write(state, slots, states)
+        return out_TVD
+
+    def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """One token a row, as the recurrence is defined: the output, and `states` (B, Nv, V, K), contiguous, behind it.
+        They may be updated in place."""
         q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
         group = self.shape.num_v_heads // self.shape.num_k_heads
         # Each head of each row is a product of its own.
@@ -89,7 +124,7 @@ class TorchGatedDelta(GatedDeltaBackend):
         s = states.view(-1, *states.shape[2:]).mul_(g_BV.exp().view(-1, 1, 1))
         d = torch.baddbmm(v_BVD.flatten(0, 1)[..., None], s, k, alpha=-1) * beta_BV.view(-1, 1, 1)
         s.baddbmm_(d, k.mT)
-        return torch.bmm(s, q).view(v_BVD.shape).to(qkv_BC.dtype)
+        return torch.bmm(s, q).view(v_BVD.shape).to(qkv_BC.dtype), states
 
     def _run_piece(self, piece: Piece, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor,
                    states_R: Tensor, out_TVD: Tensor) -> None:

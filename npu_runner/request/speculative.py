@@ -71,6 +71,10 @@ class SpeculativeConfig:
         """Of a step of up to `most_rows` rows, drafts included."""
         return max(num_rows * (1 + self.most_drafts(num_rows)) for num_rows in range(1, most_rows + 1))
 
+    def most_drafts_of_step(self, most_rows: int) -> int:
+        """Of all rows of a step of up to `most_rows`, together."""
+        return max(num_rows * self.most_drafts(num_rows) for num_rows in range(1, most_rows + 1))
+
     def to_json(self) -> dict[str, Any]:
         """What `of` makes the same of, without what is not there."""
         values = {name: getattr(self, name) for name in _FIELDS}

@@ -99,10 +99,11 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class StateInfo:
-    """Slots of the state pool that hold snapshots for the prefix cache."""
+    """Slots of the state pool that hold snapshots for the prefix cache, and spare ones for what drafts leave."""
 
     first_snapshot: int
     num_snapshots: int
+    spares: range
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     """
     steps, settings = parts.steps, parts.settings
     compiler = steps.platform.make_graph_compiler(_graph_settings(parts))
-    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, settings.most_drafted_rows)
+    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, settings.most_graph_rows)
     buckets = DecodeBuckets(sizes, compiler,
                             block_size=settings.block_size, last_tokens=steps.last_tokens_S, tables=steps.tables,
                             max_padding=steps.states.plan.num_padding if steps.states else None)

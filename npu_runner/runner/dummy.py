@@ -78,16 +78,21 @@ def dummy_decode(batch_size: int, context_len: int) -> ScheduledBatch:
     )
 
 
-def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int) -> ScheduledBatch:
-    """`dummy_decode`, for more rows than sequences, too: then they have drafts, and all of their tokens are rows."""
+def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int, spares: range | None = None) -> ScheduledBatch:
+    """`dummy_decode`, for more rows than sequences, too: then they have drafts, and all of their tokens are rows. Where
+    there are states there are as many drafts as `spares`, at most: slots that they leave theirs in."""
+    if spares is not None:
+        num_rows = min(num_rows, max_num_seqs + len(spares))
     if num_rows <= max_num_seqs:
         return dummy_decode(num_rows, context_len)
     query_lens = np.full(max_num_seqs, num_rows // max_num_seqs, dtype=np.int32)
     query_lens[: num_rows % max_num_seqs] += 1
+    places_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])
+    state_slots_T = (spares.start if spares else 0) + np.cumsum(places_T > 0, dtype=np.int32) - 1
+    state_slots_T[places_T == 0] = np.arange(max_num_seqs)
     return replace(
         dummy_decode(max_num_seqs, 1), token_ids_T=np.zeros(num_rows, dtype=np.int32), query_lens_B=query_lens,
-        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens]),
-        context_lens_B=query_lens,
+        positions=places_T, context_lens_B=query_lens, state_slots=state_slots_T,
     )
 
 

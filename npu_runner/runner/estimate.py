@@ -22,10 +22,9 @@ from npu_runner.platforms.ops import INT8
 from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import GIB, MIB
 from npu_runner.runner.base import MemoryProfile
-from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCachePlan, cache_window, fit_states, memory_left, plan_kv_cache
 from npu_runner.runner.on_meta import NetworkOnMeta
-from npu_runner.runner.settings import Settings, resolve_settings
+from npu_runner.runner.settings import Settings, resolve_settings, state_needs
 from npu_runner.runner.states import StatePlan, size
 from npu_runner.strategies import LoadStrategy
 from npu_runner.strategies.transformers_model import TransformersStrategy
@@ -174,16 +173,9 @@ def _num_seqs(found: Estimate, states: StatePlan | None) -> int:
 def _states(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> StatePlan | None:
     if network.state_shape is None:
         return None
-    cache, is_eager = config.cache, found.settings.graph_mode == "eager"
-
-    def padding_of(max_num_seqs: int) -> int:
-        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, config.graphs.graph_batch_sizes))
-
     return fit_states(
-        network.state_shape, found.profile, is_measured=True, memory_utilization=cache.memory_utilization,
-        reserved_bytes=found.reserved_bytes, max_num_seqs=found.settings.max_num_seqs,
-        is_given=config.scheduler.max_num_seqs is not None, padding_of=padding_of,
-        max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0,
+        network.state_shape, state_needs(config, found.settings, found.settings.max_num_seqs), found.profile,
+        is_measured=True, memory_utilization=config.cache.memory_utilization, reserved_bytes=found.reserved_bytes,
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.request.limits import GIB, MIB, size
 from npu_runner.runner.base import MemoryProfile
-from npu_runner.runner.states import StatePlan, StateShape, plan_states
+from npu_runner.runner.states import StateNeeds, StatePlan, StateShape, plan_states
 
 CPU_DEFAULT_KV_BYTES = GIB
 # Kept free on a device for what cannot be measured beforehand: fragmentation, graph pools, the vendor's workspaces.
@@ -91,28 +91,29 @@ def plan_kv_cache(
     return KVCachePlan(num_blocks, max_model_len, ledger)
 
 
-def fit_states(shape: StateShape, profile: MemoryProfile, *, is_measured: bool, memory_utilization: float,
-               reserved_bytes: int, max_num_seqs: int, is_given: bool, padding_of: Callable[[int], int],
-               max_snapshots: int | None) -> StatePlan:
+def fit_states(shape: StateShape, needs: StateNeeds, profile: MemoryProfile, *, is_measured: bool,
+               memory_utilization: float, reserved_bytes: int) -> StatePlan:
     """`plan_states` over half of what weights and activations leave; the other half is for the KV cache.
 
     Raises OutOfMemoryError, with the ledger, when not even one sequence's states fit, or not as many as were asked for.
     """
     left = memory_left(profile, memory_utilization, reserved_bytes) // 2 if is_measured else None
-    plan = plan_states(shape, budget=left, max_num_seqs=max_num_seqs, is_given=is_given, padding_of=padding_of,
-                       max_snapshots=max_snapshots)
+    plan = plan_states(shape, needs, budget=left)
     if plan.max_num_seqs:
         return plan
-    possible = plan_states(shape, budget=left, max_num_seqs=max_num_seqs, is_given=False, padding_of=padding_of,
-                           max_snapshots=0).max_num_seqs
+    # Each of fewer sequences as if they were asked for.
+    possible = next((num for num in range(needs.max_num_seqs - 1, 0, -1)
+                     if plan_states(shape, replace(needs, max_num_seqs=num, is_given=True, max_snapshots=0),
+                                    budget=left).max_num_seqs), 0)
     remedy = f"lower max_num_seqs to {possible} or less" if possible else "take more or larger devices"
-    wanted = max_num_seqs if is_given else 1
-    padding = padding_of(wanted)
-    need = (wanted + padding) * shape.bytes_per_slot
+    wanted = needs.max_num_seqs if needs.is_given else 1
+    padding, spares = needs.padding_of(wanted), needs.drafts_of_row
+    drafts = f", and {spares} for the drafts of one," if spares else ""
     raise OutOfMemoryError(
-        f"the states of {wanted} sequences and {padding} padded rows of decode graphs take {size(need)}; "
-        f"{size(max(0, left or 0))}, half of what weights and activations leave, is there for them; {remedy}, or raise "
-        f"memory_utilization\n{memory_ledger(profile, is_measured, reserved_bytes, kv_bytes=0)}"
+        f"the states of {wanted} sequences and {padding} padded rows of decode graphs{drafts} take "
+        f"{size((wanted + padding + spares) * shape.bytes_per_slot)}; {size(max(0, left or 0))}, half of what weights "
+        f"and activations leave, is there for them; {remedy}, or raise memory_utilization\n"
+        f"{memory_ledger(profile, is_measured, reserved_bytes, kv_bytes=0)}"
     )
 
 

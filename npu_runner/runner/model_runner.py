@@ -28,7 +28,6 @@ from npu_runner.platforms import pick_platform
 from npu_runner.request.limits import size
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
-from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.dummy import dummy_images, dummy_prefill, dummy_rows
@@ -36,7 +35,7 @@ from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cache_bytes, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
 from npu_runner.runner.pooling_step import PoolingStepRunner
-from npu_runner.runner.settings import model_needs, resolve_settings
+from npu_runner.runner.settings import model_needs, resolve_settings, state_needs
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
 from npu_runner.runner.states import StatePool, StateShape
 from npu_runner.runner.step import StepRunner, StepUnderWay
@@ -199,16 +198,14 @@ class ModelRunner(ModelRunnerBase):
         self._progress("allocating states")
         shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
                            element_bytes=self.dtype.itemsize)
-        cache = self.config.cache
+        needs = state_needs(self.config, self.settings, self._wanted_num_seqs)
         plan = fit_states(
-            shape, profile, is_measured=self.platform.memory.info() is not None,
+            shape, needs, profile, is_measured=self.platform.memory.info() is not None,
             memory_utilization=self.config.cache.memory_utilization, reserved_bytes=self._reserved_bytes,
-            max_num_seqs=self._wanted_num_seqs, is_given=self.config.scheduler.max_num_seqs is not None,
-            padding_of=self._most_padding,
-            max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0,
         )
         num_seqs = self.tp.minimum(plan.max_num_seqs, self.device)
-        plan = dataclasses.replace(plan, max_num_seqs=num_seqs, num_padding=self._most_padding(num_seqs),
+        plan = dataclasses.replace(plan, max_num_seqs=num_seqs, num_padding=needs.padding_of(num_seqs),
+                                   num_spares=self.tp.minimum(plan.num_spares, self.device),
                                    num_snapshots=self.tp.minimum(plan.num_snapshots, self.device))
         if self.states is None or self.states.plan != plan:
             self.states = self.steps.states = None
@@ -264,8 +261,9 @@ class ModelRunner(ModelRunnerBase):
         steps += [dummy_rows(batch_size, min(context_len, self.max_model_len), self.settings.max_num_seqs)
                   for context_len in range(first_len, first_len + num_decodes)]
         if self.settings.most_drafted_rows and not in_capturing and self.platform.memory.info() is not None:
-            steps.append(dummy_rows(self.settings.most_drafted_rows, 1, self.settings.max_num_seqs))
-        with torch.inference_mode(), self._serving_state_aside(batch_size):
+            steps.append(dummy_rows(self.settings.most_drafted_rows, 1, self.settings.max_num_seqs,
+                                    self.states.plan.spares if self.states else None))
+        with torch.inference_mode(), self._serving_state_aside(steps):
             for step in steps:
                 self.execute_model(step)
 
@@ -278,7 +276,7 @@ class ModelRunner(ModelRunnerBase):
                             is_measured=self.platform.memory.info() is not None)
 
     @contextmanager
-    def _serving_state_aside(self, batch_size: int) -> Iterator[None]:
+    def _serving_state_aside(self, made_up: Sequence[ScheduledBatch]) -> Iterator[None]:
         """Serving's counters, cached values and rules are put aside inside, and restored afterwards.
 
         Made-up steps take the slots of sequences that may run, and make the sampler count tokens: memory that many a
@@ -290,7 +288,7 @@ class ModelRunner(ModelRunnerBase):
         steps.sampler, steps.clock, self._matchers.asked = self._make_sampler(), PhaseClock(), {}
         steps.image_encoder = self._make_image_encoder(VisionCache(self.config.cache.vision_cache_bytes))
         try:
-            states_aside = self.states.aside(batch_size) if self.states and self._is_ready else nullcontext()
+            states_aside = self.states.aside(made_up) if self.states and self._is_ready else nullcontext()
             with steps.tables.aside(), states_aside:
                 yield
         finally:
@@ -328,7 +326,8 @@ class ModelRunner(ModelRunnerBase):
     def _state_info(self) -> StateInfo | None:
         if self.states is None:
             return None
-        return StateInfo(self.states.plan.first_snapshot, self.states.plan.num_snapshots)
+        plan = self.states.plan
+        return StateInfo(plan.first_snapshot, plan.num_snapshots, plan.spares)
 
     @property
     def _schedules_ahead(self) -> bool:
@@ -401,10 +400,6 @@ class ModelRunner(ModelRunnerBase):
 
     def _make_image_encoder(self, cache: VisionCache) -> ImageEncoder:
         return ImageEncoder(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
-
-    def _most_padding(self, max_num_seqs: int) -> int:
-        is_eager = self.settings.graph_mode == "eager"
-        return 0 if is_eager else most_padding(bucket_sizes(max_num_seqs, self.config.graphs.graph_batch_sizes))
 
     @property
     def _reserved_bytes(self) -> int:

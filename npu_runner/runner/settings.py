@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.platform import ModelNeeds, Platform
 from npu_runner.request.speculative import SpeculativeConfig
+from npu_runner.runner.buckets import bucket_sizes, most_padding
+from npu_runner.runner.states import StateNeeds
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 
@@ -36,6 +38,8 @@ class Settings:
     """Forms of quantised weights that are multiplied as they are."""
     speculative: SpeculativeConfig | None = None
     """None: one token a step."""
+    graphs_take_drafts: bool = True
+    """Else steps with drafts run without a graph: the model has layers with a state."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -48,6 +52,11 @@ class Settings:
         if self.speculative is None:
             return 0
         return min(self.max_num_batched_tokens, self.speculative.most_tokens(self.max_num_seqs))
+
+    @property
+    def most_graph_rows(self) -> int:
+        """Tokens of the largest step with drafts that a graph may run; 0: none does."""
+        return self.most_drafted_rows if self.graphs_take_drafts else 0
 
     def describe(self) -> dict[str, str]:
         """Of what shapes an answer, what is decided here."""
@@ -74,11 +83,13 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
-    scheduler, speculative = config.scheduler, _speculative(config.scheduler, model_config)
+    scheduler, speculative = config.scheduler, _speculative(config.scheduler, model_config, platform)
     check_expert_parallel(config, model_config)
     max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
     block_size = _block_size(config.cache, platform)
-    most_rows = max_num_seqs if speculative is None else speculative.most_tokens(max_num_seqs)
+    graphs_take_drafts = not model_config.state_layers
+    drafts = speculative if graphs_take_drafts else None
+    most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
     graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
     max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     _check_states(config.cache, model_config, max_num_batched_tokens, block_size)
@@ -98,7 +109,24 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         kv_cache_dtype=_kv_cache_dtype(config, platform, dtype),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
+        graphs_take_drafts=graphs_take_drafts,
     )
+
+
+def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> StateNeeds:
+    """Of a model with states, for `max_num_seqs` sequences."""
+    cache, speculative, most_tokens = config.cache, settings.speculative, settings.max_num_batched_tokens
+
+    def padding_of(num_seqs: int) -> int:
+        is_eager = settings.graph_mode == "eager"
+        return 0 if is_eager else most_padding(bucket_sizes(num_seqs, config.graphs.graph_batch_sizes))
+
+    needs = StateNeeds(max_num_seqs=max_num_seqs, is_given=config.scheduler.max_num_seqs is not None,
+                       padding_of=padding_of,
+                       max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0)
+    return needs if speculative is None else replace(
+        needs, drafts_of_row=min(most_tokens - 1, speculative.num_speculative_tokens),
+        drafts_of=lambda num_seqs: min(most_tokens - 1, speculative.most_drafts_of_step(num_seqs)))
 
 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
@@ -183,18 +211,21 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
     return graph_mode
 
 
-def _speculative(config: SchedulerConfig, model_config: ModelConfig) -> SpeculativeConfig | None:
-    """Refuses models whose drafts are not verified."""
+def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> SpeculativeConfig | None:
+    """Refuses models whose drafts are not verified, and more drafts a row than are."""
     speculative = config.speculative
     if speculative is None:
         return None
-    problem = None
+    problem, most = None, platform.most_state_drafts
     if model_config.pooling is not None:
-        problem = "the model pools its prompts, no token is drawn"
-    elif model_config.state_layers:
-        problem = f"{model_config.model_type} has layers with state, which go back to no earlier token yet"
+        problem = "the model pools its prompts, no token is drawn; leave it out"
+    elif model_config.state_layers and most is not None and speculative.num_speculative_tokens > most:
+        has_states = f"{model_config.model_type} has layers with state, and platform {platform.name} verifies"
+        problem = (f"{has_states} at most {most} drafts of a row for such, not {speculative.num_speculative_tokens}; "
+                   f"set num_speculative_tokens to {most} or less") if most else (
+                   f"{has_states} no drafts for such; leave it out")
     if problem is not None:
-        raise ConfigError(f"speculative_config: {problem}; or leave it out")
+        raise ConfigError(f"speculative_config: {problem}")
     return speculative
 
 

@@ -7,7 +7,9 @@ place of all rows, then the second of those whose first draft was drawn, and so 
 plain steps would have left: counts, penalties, bans, bad words, n-grams. The host waits for each place then. A draft
 that is not drawn never reaches the sampler, and what is drawn in its place is the row's last token of the step.
 
-To the network a token is a row of its own: it attends to its slot's blocks up to itself, as in a step of one token.
+To the network a token is a row of its own: it attends to its slot's blocks up to itself, as in a step of one token. A
+layer with a state goes from token to token of a row, and leaves the state of each in a slot of its own; which of them
+is the row's afterwards the scheduler knows (core/state_slots.py). Such a step runs without a graph.
 
 B sequences in the step, T tokens in the step, R rows that still draw.
 """
@@ -31,7 +33,7 @@ from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay, step_
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
-_OF_TOKENS = ("positions", "slot_mapping", "context_lens", "state_slots")
+_OF_TOKENS = ("positions", "slot_mapping", "context_lens", "token_slots", "state_slots")
 
 
 @dataclass
@@ -123,22 +125,23 @@ class SpeculativeStepRunner(StepRunner):
         self.tables.learn(batch.new_blocks_N3)
         rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
         query_lens, context_lens = batch.query_lens_B.tolist(), batch.context_lens_B.tolist()
+        token_slots_T = np.arange(len(rows_T), dtype=np.int32)
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW) | {
-            "context_lens": ends_of_tokens(query_lens, context_lens),
-            # Tokens are looked up by these, behind those of sequences, and none of them has a state.
-            "state_slots": np.arange(self.max_num_seqs, self.max_num_seqs + len(rows_T), dtype=np.int32)}
-        bucket = self.buckets.find(len(rows_T)) if self.buckets else None
+            "context_lens": ends_of_tokens(query_lens, context_lens), "token_slots": token_slots_T}
+        bucket = self.buckets.find(len(rows_T)) if self.buckets and self.gated_delta is None else None
         if bucket is not None:
+            # Their tokens lie behind those of sequences, and none of them has a state.
+            arrays["token_slots"] = arrays["state_slots"] = self.max_num_seqs + token_slots_T
             return self._prepare_graph(batch, number, bucket, arrays, batch.slots_B[rows_T])
-        arrays |= {"tokens": batch.token_ids_T, "rows": rows_T.astype(np.int32),
-                   "state_slots": np.arange(len(rows_T), dtype=np.int32)}
+        arrays |= {"tokens": batch.token_ids_T, "rows": rows_T.astype(np.int32)}
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
         tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
         tables_BW = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
         tensors["block_tables"] = tables_BW.index_select(0, tensors["rows"])
         on_host_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
         plan = self.attention.plan_drafts(query_lens, context_lens, on_host_BW, self.device)
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+        state_plan = self.gated_delta and self.gated_delta.plan_drafts(query_lens, self.device)
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
 
     def _prepare_graph(self, batch: ScheduledBatch, number: int, bucket: Bucket, arrays: dict[str, np.ndarray],
                        slots_T: np.ndarray) -> PreparedStep:

@@ -1,8 +1,9 @@
 """The states of Gated DeltaNet layers, in slots beside the KV cache: how many fit, and the pool that holds them.
 
-Slots [0, max_num_seqs) are those of sequences, then come those of padded rows in decode graphs, then snapshots. A state
-is not written twice the same way, as keys and values are: made-up steps keep those that serve aside. Knows slots and
-bytes, not sequences.
+Slots [0, max_num_seqs) are those of sequences, then come those of padded rows in decode graphs, spare ones for what
+drafts leave, and snapshots. Spare ones change places with those of sequences (core/state_slots.py). A state is not
+written twice the same way, as keys and values are: made-up steps keep those that serve aside. Knows slots and bytes,
+not sequences.
 
 L layers with states, W convolution kernel, C channels, Nv value heads, K and V their dims.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from npu_runner.core.batch import ScheduledBatch
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.pools import zeros
@@ -24,8 +26,8 @@ from npu_runner.request.limits import GIB, size
 
 UNMEASURED_STATE_BYTES = GIB
 """Where memory is not measured and max_num_seqs is not set."""
-# One slot in so many is for snapshots at least, where there are few.
-_SNAPSHOT_SHARE = 8
+# One slot in so many is for snapshots at least, and one for drafts, where there are few.
+_SNAPSHOT_SHARE, _SPARE_SHARE = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,34 @@ class StateShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateNeeds:
+    """What slots are wanted for. `is_given`: `max_num_seqs` is the user's, and no fewer will do.
+
+    `padding_of(max_num_seqs)` rows of a decode graph may be padded. A row may have `drafts_of_row` drafts, and a step
+    `drafts_of(max_num_seqs)`. `max_snapshots` None: what is left, and as many as sequences at most.
+    """
+
+    max_num_seqs: int
+    is_given: bool
+    padding_of: Callable[[int], int]
+    max_snapshots: int | None
+    drafts_of_row: int = 0
+    drafts_of: Callable[[int], int] = lambda max_num_seqs: 0
+
+    def least_spares(self, max_num_seqs: int, total: int) -> int:
+        """Of `total` slots: enough for the drafts of a row; and a share, where there may be fewer sequences."""
+        share = 0 if self.is_given else total // _SPARE_SHARE
+        return min(self.drafts_of(max_num_seqs), max(self.drafts_of_row, share))
+
+    def asked(self) -> int:
+        """Slots, where memory is not measured: spare ones and snapshots for as many as there are sequences."""
+        asked = self.max_num_seqs + self.padding_of(self.max_num_seqs)
+        snapshots = -(-asked // _SNAPSHOT_SHARE) if self.max_snapshots is None else self.max_snapshots
+        spares = min(self.drafts_of(self.max_num_seqs), max(self.drafts_of_row, self.max_num_seqs))
+        return asked + snapshots + spares
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatePlan:
     """Slots of each kind. `lowered_from`: the default max_num_seqs that did not fit."""
 
@@ -51,11 +81,20 @@ class StatePlan:
     num_padding: int
     num_snapshots: int
     bytes_per_slot: int
+    num_spares: int = 0
     lowered_from: int | None = None
 
     @property
-    def first_snapshot(self) -> int:
+    def first_spare(self) -> int:
         return self.max_num_seqs + self.num_padding
+
+    @property
+    def spares(self) -> range:
+        return range(self.first_spare, self.first_spare + self.num_spares)
+
+    @property
+    def first_snapshot(self) -> int:
+        return self.spares.stop
 
     @property
     def num_slots(self) -> int:
@@ -66,40 +105,37 @@ class StatePlan:
         return self.num_slots * self.bytes_per_slot
 
     def describe(self) -> list[str]:
+        spares = f"{self.num_spares} for drafts, " if self.num_spares else ""
         lines = [f"{self.num_slots} states of {size(self.bytes_per_slot)}: {self.max_num_seqs} sequences, "
-                 f"{self.num_padding} padded rows, {self.num_snapshots} snapshots for the prefix cache"]
+                 f"{self.num_padding} padded rows, {spares}{self.num_snapshots} snapshots for the prefix cache"]
         if self.lowered_from is not None:
             lines.append(f"max_num_seqs lowered from {self.lowered_from} to {self.max_num_seqs}: states take at most "
                          "half of what weights and activations leave")
         return lines
 
 
-def plan_states(shape: StateShape, *, budget: int | None, max_num_seqs: int, is_given: bool,
-                padding_of: Callable[[int], int], max_snapshots: int | None) -> StatePlan:
-    """The most sequences, up to `max_num_seqs`, whose states fit `budget` bytes (None: not measured).
+def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> StatePlan:
+    """The most sequences, up to those of `needs`, whose states fit `budget` bytes (None: not measured).
 
-    `padding_of(max_num_seqs)` rows of a decode graph may be padded. A plan of no sequences means that not even one
-    fits, or fewer than requested; the caller reports it. `max_snapshots` None: what is left, and as many as sequences
-    at most.
+    A plan of no sequences means that not even one fits, or fewer than requested; the caller reports it.
     """
     if budget is None:
-        asked = max_num_seqs + padding_of(max_num_seqs)
-        asked += -(-asked // _SNAPSHOT_SHARE) if max_snapshots is None else max_snapshots
-        budget = max(UNMEASURED_STATE_BYTES, asked * shape.bytes_per_slot if is_given else 0)
-    total = max(0, budget) // shape.bytes_per_slot
-    kept = 0 if is_given else total // _SNAPSHOT_SHARE
-    if max_snapshots is not None:
-        kept = min(kept, max_snapshots)
-    fits = max_num_seqs
-    while fits > 0 and fits + padding_of(fits) > total - kept:
+        budget = max(UNMEASURED_STATE_BYTES, needs.asked() * shape.bytes_per_slot if needs.is_given else 0)
+    total, max_snapshots = max(0, budget) // shape.bytes_per_slot, needs.max_snapshots
+    share = total // _SNAPSHOT_SHARE if max_snapshots is None else min(total // _SNAPSHOT_SHARE, max_snapshots)
+    kept, wanted = 0 if needs.is_given else share, needs.max_num_seqs
+    fits = wanted
+    while fits > 0 and fits + needs.padding_of(fits) + needs.least_spares(fits, total) > total - kept:
         fits -= 1
-    if is_given and fits < max_num_seqs:
-        fits = 0
-    padding = padding_of(fits) if fits else 0
+    if not fits or (needs.is_given and fits < wanted):
+        return StatePlan(max_num_seqs=0, num_padding=0, num_snapshots=0, bytes_per_slot=shape.bytes_per_slot)
+    padding = needs.padding_of(fits)
+    left = total - fits - padding
+    spares = min(needs.drafts_of(fits), max(needs.least_spares(fits, total), left - share))
     return StatePlan(
-        max_num_seqs=fits, num_padding=padding, bytes_per_slot=shape.bytes_per_slot,
-        num_snapshots=min(max(0, total - fits - padding), fits if max_snapshots is None else max_snapshots),
-        lowered_from=max_num_seqs if 0 < fits < max_num_seqs else None,
+        max_num_seqs=fits, num_padding=padding, bytes_per_slot=shape.bytes_per_slot, num_spares=spares,
+        num_snapshots=min(left - spares, fits if max_snapshots is None else max_snapshots),
+        lowered_from=wanted if fits < wanted else None,
     )
 
 
@@ -128,12 +164,16 @@ class StatePool:
         self.states.zero_()
 
     @contextmanager
-    def aside(self, num_seqs: int) -> Iterator[None]:
-        """What the first `num_seqs` slots hold is back afterwards. It waits in host memory: a device may have no room
-        for it."""
-        kept = [tensor[:, :num_seqs].to(HOST, copy=True) for tensor in (self.conv_states, self.states)]
+    def aside(self, made_up: Sequence[ScheduledBatch]) -> Iterator[None]:
+        """What lies in the slots of these made-up steps is back afterwards: of the first rows, and the first spare
+        ones. It waits in host memory: a device may have no room for it."""
+        num_seqs = max(batch.batch_size for batch in made_up)
+        num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in made_up)
+        parts = [tensor.narrow(1, first, num) for tensor in (self.conv_states, self.states)
+                 for first, num in ((0, num_seqs), (self.plan.first_spare, num_drafts))]
+        kept = [part.to(HOST, copy=True) for part in parts]
         try:
             yield
         finally:
-            for tensor, values in zip((self.conv_states, self.states), kept, strict=True):
-                tensor[:, :num_seqs].copy_(values)
+            for part, values in zip(parts, kept, strict=True):
+                part.copy_(values)

@@ -44,10 +44,11 @@ class DecodeStep(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: StepInputs, plan: Any = None) -> Tensor:
-        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step."""
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
-        input_ids_B = inputs.tokens.index_select(0, inputs.state_slots)
+    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
+        Gated DeltaNet backend for one with drafts."""
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False, state_plan=state_plan)
+        input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
         hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
         return self.model.compute_logits(hidden_BD)
 
@@ -57,7 +58,7 @@ class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
     `number` must return with its tokens. `plan` is the attention backend's for an eager step, `state_plan` the Gated
-    DeltaNet backend's for a prefill, `images` those of a prefill.
+    DeltaNet backend's for a prefill or a step with drafts, `images` those of a prefill.
     """
 
     batch: ScheduledBatch
@@ -262,7 +263,7 @@ class StepRunner:
         if step.bucket is not None:
             return Launched(step.bucket.forward(step.inputs)[: step.batch.num_tokens])
         if not step.batch.is_prefill:
-            return Launched(self.decode_step(step.inputs, step.plan))
+            return Launched(self.decode_step(step.inputs, step.plan, step.state_plan))
         return self._prefill(step)
 
     def sample(self, step: PreparedStep, logits_BV: Tensor) -> SamplerOutput | None:

@@ -45,7 +45,8 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
         "positions": np.ascontiguousarray(batch.positions),
         "slot_mapping": _slot_mapping(batch, block_size, tables_SW),
         "context_lens": batch.context_lens_B,
-        "state_slots": batch.slots_B,
+        "token_slots": batch.slots_B,
+        "state_slots": batch.slots_B if batch.state_slots is None else batch.state_slots,
         "slots": slots_B,
         **of_rows,
         "receipts": np.full(len(slots_B), number, dtype=np.int32),
@@ -63,9 +64,9 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
 def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int) -> np.ndarray | int:
     """What the decode rows `rows`, which hold no sequence, have in array `name`: one token in the null block.
 
-    Their states lie behind those of the `max_num_seqs` sequences that may run.
+    Their states, and the tokens that they look up, lie behind those of the `max_num_seqs` sequences that may run.
     """
-    if name == "state_slots":
+    if name in ("token_slots", "state_slots"):
         return max_num_seqs + np.arange(len(rows), dtype=np.int32)
     if name == "slot_mapping":
         return rows % block_size  # not all the same: kernels promise nothing for a slot that is written twice

@@ -17,7 +17,6 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import STATE_CHUNK, SnapshotCounters, StateSnapshots, state_alignment
-from npu_runner.core.state_slots import StateSpares
 from npu_runner.platforms.gated_delta import CHUNK_SIZE
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from tests.core.traffic import MAX_LEN, World
@@ -70,7 +69,7 @@ class StateWorld(World):
 
     @property
     def num_spares(self) -> int:
-        return 0 if self.limits.state_spares is None else self.limits.state_spares.num
+        return len(self.limits.state_spares or ())
 
     def _load_states(self, batch: ScheduledBatch) -> None:
         self._check_plan(batch)
@@ -121,7 +120,7 @@ class StateWorld(World):
 def make_world(*, block_size: int = 2, alignment: int = 4, num_blocks: int = 200, num_tokens: int = 100,
                num_snapshots: int = 8, seed: int = 0, max_image_tokens: int = 20,
                depth: int = 1, drafts: int = 0, num_spares: int = 0) -> StateWorld:
-    spares = StateSpares(FIRST_SPARE, num_spares) if drafts else None
+    spares = range(FIRST_SPARE, FIRST_SPARE + num_spares) if drafts else None
     limits = SchedulerLimits(max_num_seqs=MAX_SEQS, max_num_batched_tokens=num_tokens,
                              max_image_tokens=max_image_tokens, state_alignment=alignment, state_spares=spares)
     return StateWorld(random.Random(seed), block_size, num_blocks, limits, num_snapshots, depth, drafts)

@@ -19,5 +19,5 @@ def test_prompts_decoding_and_captured_steps(cann_version: str) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stderr[-4000:]
     results = json.loads(lines[0].removeprefix("RESULTS "))
-    assert len(results) == 6
+    assert len(results) == 7
     assert {name: text for name, text in results.items() if text != "ok"} == {}

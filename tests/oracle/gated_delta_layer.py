@@ -148,6 +148,22 @@ class Server:
             seq.num_done += 1
         return list(out_TVD[: len(rows)].split(1))
 
+    def decode_drafts(self, rows: Sequence[tuple[Request, list[int], int]]) -> list[Tensor]:
+        """Of each (sequence, slots for its drafts, how many of these are kept) its next token and drafts. Those that
+        are kept are its own next tokens, the others of no one's. Returns the outputs of what is kept, (T, Nv, V). The
+        slot of the last one is the sequence's afterwards."""
+        inputs, slots, lens = [], [], [1 + len(spares) for _, spares, _ in rows]
+        for seq, spares, num in rows:
+            inputs += [seq.inputs.part(seq.num_done, seq.num_done + 1 + num),
+                       Inputs.random(len(spares) - num, self.shape)]
+            slots += [seq.slot, *spares]
+        plan = self.backend.plan_drafts(lens, self.device)
+        outs = self._run(Inputs.cat(inputs), slots, is_prefill=False, plan=plan).split(lens)
+        for seq, spares, num in rows:
+            seq.num_done += 1 + num
+            seq.slot = [seq.slot, *spares][num]
+        return [out[: 1 + num] for out, (_, _, num) in zip(outs, rows, strict=True)]
+
     def _run(self, inputs: Inputs, slots: Sequence[int], *, is_prefill: bool, plan: object) -> Tensor:
         nothing = torch.empty(0)
         slots_B = torch.tensor(slots, dtype=torch.int32, device=self.device)

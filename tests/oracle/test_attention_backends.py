@@ -189,7 +189,7 @@ def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, window: int
     compiler = platform.make_graph_compiler(GraphSettings(mode=graph_mode))
     forward = compiler.compile(layer.forward, len(ones))
     numbers = {name: torch.zeros(len(ones), dtype=torch.int32, device=cache.device)
-               for name in ("tokens", "positions", "slot_mapping", "context_lens", "state_slots")}
+               for name in StepInputs._fields if name != "block_tables"}
     tables_BW = torch.from_numpy(cache.block_tables_BW).to(cache.device)
     with torch.inference_mode():
         for _ in range(3):

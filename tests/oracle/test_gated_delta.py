@@ -15,6 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as peer
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, StateSave
+from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
 from tests.oracle.gated_delta_layer import (
     GATES,
     NUM_SLOTS,
@@ -102,6 +103,39 @@ def test_rows_of_any_length_side_by_side_each_from_its_own_state(shape: GatedDel
             index = next(i for i, seq in enumerate(seqs) if seq.slot == own_slot)
             assert_slot(server, slot, defined[index], end)
     assert torch.isnan(server.state[12]).all(), "a slot that nobody has was written to"
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_each_draft_leaves_its_state_in_a_slot_of_its_own(shape: GatedDeltaShape, is_plain: bool,
+                                                          platform_name: str) -> None:
+    """Steps with up to three drafts a sequence, of which some are kept; plain steps between."""
+    server = make_server(platform_name, shape)
+    if is_plain:
+        server.backend = TorchGatedDelta(shape)
+    elif pick_platform(platform_name).most_state_drafts == 0:
+        pytest.skip("it verifies no drafts")
+    rng = random.Random(0)
+    seqs = [Request(Inputs.random(80, shape, gates), slot=slot)
+            for gates, slot in (("usual", 7), ("mixed", 0), ("open", 3), ("shut", 9))]
+    defined = [define(seq.inputs, server.weights, shape) for seq in seqs]
+    outs = [[out] for out in server.prefill([(seq, 1 + 5 * index) for index, seq in enumerate(seqs)])]
+    while min(seq.num_done for seq in seqs) < 60:
+        if rng.random() < 0.3:
+            found = server.decode(seqs)
+        else:
+            spares = [slot for slot in range(NUM_SLOTS - 1) if slot not in [seq.slot for seq in seqs]]
+            rng.shuffle(spares)
+            counts = [min(rng.randint(0, 3), 79 - seq.num_done) for seq in seqs]
+            rows = [(seq, [spares.pop() for _ in range(num)], rng.randint(0, num))
+                    for seq, num in zip(seqs, counts, strict=True)]
+            found = server.decode_drafts(rows)
+        for seq, own, out, expected in zip(seqs, outs, found, defined, strict=True):
+            own.append(out)
+            assert_slot(server, seq.slot, expected, seq.num_done)
+    for seq, own, expected in zip(seqs, outs, defined, strict=True):
+        assert_close(torch.cat(own), expected.out_TVD[: seq.num_done])
+    assert torch.isnan(server.state[NUM_SLOTS - 1]).all(), "a slot that no token had was written to"
 
 
 def choose_saves(rows: list[tuple[Request, int]], rng: random.Random) -> list[tuple[int, int, int]]:

@@ -95,7 +95,8 @@ def test_drafts_stop_at_the_sizes_that_say_so(checkpoint: Any) -> None:
 
 
 @pytest.mark.full("more families; what differs between them is computed for a token as in plain steps")
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe", "olmo2", "glm4v", "qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe", "olmo2", "glm4v", "qwen2_5_vl", "qwen3_vl_moe",
+                                        "qwen3_5_text", "qwen3_next"])
 def test_other_families_with_drafts_answer_as_without(model_type: str, checkpoint: Any) -> None:
     path: Path = checkpoint(model_type)
     params = [params.replace(logprobs=None) for params in FREE]
@@ -124,7 +125,10 @@ def test_reasoning_and_its_budget_with_drafts_are_as_without(checkpoint: Any, tm
 
 
 @pytest.mark.parametrize(("model_type", "settings", "words"), [
-    ("qwen3_5_text", {}, "qwen3_5_text has layers with state"),
+    ("qwen3_5_text", {"platform": "cuda"}, "qwen3_5_text has layers with state, and platform cuda verifies no drafts"),
+    ("qwen3_5_text", {"platform": "npu", "speculative_config": FORCED}, "npu verifies at most 7 drafts of a row .* 8;"),
+    ("qwen3_5_text", {"graph_mode": "reduce-overhead", "graph_batch_sizes": [8, 12], "max_num_seqs": 8},
+     "no step has more than 8 rows"),
     ("qwen3", {"graph_mode": "reduce-overhead", "graph_batch_sizes": [8, 41], "max_num_seqs": 8},
      "no step has more than 40 rows"),
     ("qwen3", {"async_scheduling": True}, "async_scheduling: with speculative_config"),

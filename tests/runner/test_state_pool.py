@@ -18,7 +18,7 @@ from npu_runner.runner import states
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
-from npu_runner.runner.states import StatePlan, StatePool, StateShape, plan_states
+from npu_runner.runner.states import StateNeeds, StatePlan, StatePool, StateShape, plan_states
 from tests.oracle.running import SMALL, greedy, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
@@ -36,9 +36,9 @@ def test_a_state_of_a_9b_model_takes_what_its_shape_says() -> None:
 
 
 def plan(budget: int | None, max_num_seqs: int, *, is_given: bool, padding_of: Callable[[int], int] = graph_padding,
-         max_snapshots: int | None = None) -> StatePlan:
-    return plan_states(SHAPE, budget=budget, max_num_seqs=max_num_seqs, is_given=is_given, padding_of=padding_of,
-                       max_snapshots=max_snapshots)
+         max_snapshots: int | None = None, **drafts: Any) -> StatePlan:
+    return plan_states(SHAPE, StateNeeds(max_num_seqs=max_num_seqs, is_given=is_given, padding_of=padding_of,
+                                         max_snapshots=max_snapshots, **drafts), budget=budget)
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -74,6 +74,31 @@ def test_no_more_snapshots_than_were_asked_for(num: int, is_given: bool) -> None
     assert unmeasured.num_snapshots == num
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("slots", [0, 4, 5, 16, 64, 67, 68, 100, 257, 300, 2000])
+def test_a_plan_has_slots_for_the_drafts_of_a_row_at_least_and_no_more_than_a_step_may_have(slots: int,
+                                                                                             is_given: bool) -> None:
+    made = plan(slots * SHAPE.bytes_per_slot, 64, is_given=is_given, padding_of=lambda _: 0, drafts_of_row=4,
+                drafts_of=lambda num: 4 * num)
+    assert made.num_slots <= slots
+    assert (made.max_num_seqs > 0) == (slots >= (68 if is_given else 5))
+    if made.max_num_seqs:
+        assert 4 <= made.num_spares <= 4 * made.max_num_seqs
+        assert f", {made.num_spares} for drafts, " in made.describe()[0]
+    assert list(made.spares) == list(range(made.max_num_seqs, made.first_snapshot))
+
+
+def test_drafts_have_what_sequences_leave_but_for_an_eighth_of_snapshots() -> None:
+    few = plan(100 * SHAPE.bytes_per_slot, 40, is_given=True, padding_of=lambda _: 0, drafts_of_row=4,
+               drafts_of=lambda num: 4 * num)
+    assert (few.max_num_seqs, few.num_spares, few.num_snapshots) == (40, 48, 12)
+    lowered = plan(100 * SHAPE.bytes_per_slot, 256, is_given=False, padding_of=lambda _: 0, drafts_of_row=4,
+                   drafts_of=lambda num: 4 * num)
+    assert (lowered.max_num_seqs, lowered.num_spares, lowered.num_snapshots) == (63, 25, 12)
+    unmeasured = plan(None, 24, is_given=True, padding_of=lambda _: 0, drafts_of_row=4, drafts_of=lambda num: 4 * num)
+    assert (unmeasured.num_spares, unmeasured.num_snapshots) == (21, 6)
+
+
 def test_unmeasured_memory_takes_what_was_asked_for_and_little_of_what_was_not() -> None:
     assert plan(None, 256, is_given=True).max_num_seqs == 256
     lowered = plan(None, 256, is_given=False)
@@ -87,10 +112,10 @@ def test_the_most_rows_that_a_batch_is_padded_with(sizes: tuple[int, ...], most:
 
 
 def fit(profile: MemoryProfile, **changes: Any) -> StatePlan:
-    settings: dict[str, Any] = {"is_measured": True, "memory_utilization": 0.9, "reserved_bytes": GIB,
-                                "max_num_seqs": 256, "is_given": False, "padding_of": graph_padding,
-                                "max_snapshots": None, **changes}
-    return fit_states(SHAPE, profile, **settings)
+    needs: dict[str, Any] = {"max_num_seqs": 256, "is_given": False, "padding_of": graph_padding,
+                             "max_snapshots": None, **changes}
+    return fit_states(SHAPE, StateNeeds(**needs), profile, is_measured=True, memory_utilization=0.9,
+                      reserved_bytes=GIB)
 
 
 def test_states_take_at_most_half_and_the_ledger_adds_up() -> None:

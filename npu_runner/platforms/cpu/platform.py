@@ -27,6 +27,7 @@ class CpuPlatform(Platform):
         async_scheduling=False,  # there is no other device: a step launched early only ends later
     )
     rounds_weights = True  # float32 products are the reference that others are compared with
+    most_state_drafts = None
     ray_resource = "CPU"
 
     def why_unavailable(self) -> str | None:

@@ -62,6 +62,30 @@ def check_prompts_in_chunks_and_what_follows_them() -> None:
             assert_close(here.state[12], defined[0].states[64], tolerance)
 
 
+def check_drafts_leave_a_state_each() -> None:
+    """Up to eight tokens of a sequence; through the fused operator where it is."""
+    is_fused = os.environ.get("CANN_EMU_CANN_VERSION") == "9.2.0"
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
+        here = server(dtype)
+        seqs = [Request(Inputs.random(40, SHAPE).to(dtype), slot) for slot in (5, 0, 9)]
+        defined = [define(seq.inputs, here.weights, SHAPE) for seq in seqs]
+        outs = [[out] for out in here.prefill([(seq, num) for seq, num in zip(seqs, (9, 1, 4), strict=True)])]
+        for counts, kept in (((7, 0, 3), (7, 0, 1)), ((2, 3, 0), (0, 2, 0)), ((0, 5, 1), (0, 5, 0)), ((1, 1, 1),) * 2):
+            free = [slot for slot in range(15) if slot not in [seq.slot for seq in seqs]]
+            rows = [(seq, [free.pop() for _ in range(num)], keep)
+                    for seq, num, keep in zip(seqs, counts, kept, strict=True)]
+            reset_counters()
+            for own, out in zip(outs, here.decode_drafts(rows), strict=True):
+                own.append(out)
+            assert (FUSED in calls("launches")) == (is_fused and dtype == torch.bfloat16), calls("launches")
+            for own, out in zip(outs, here.decode(seqs, [15]), strict=True):
+                own.append(out)
+        for seq, own, expected in zip(seqs, outs, defined, strict=True):
+            assert_close(torch.cat(own), expected.out_TVD[: seq.num_done], tolerance)
+            assert_close(here.state[seq.slot], expected.states[seq.num_done], tolerance)
+            assert_close(here.conv_state[seq.slot], expected.tail(seq.num_done, 4), 1e-6)
+
+
 def check_long_decoding_keeps_its_state() -> None:
     """A state of 16 bits would be off by a hundredth after a thousand tokens; the inputs' rounding is the same here."""
     here = server(torch.bfloat16)
