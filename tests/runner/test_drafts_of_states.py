@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.platforms import pick_platform
 from npu_runner.request.outputs import RequestOutput
 from tests.oracle.running import need_devices, runner_of
@@ -41,11 +40,11 @@ def on_the_platform(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(SETTINGS, "platform", platform_name)
 
 
-def states_of(engine: LLMEngine) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
+def states_of(llm: LLM) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
     """Of each running sequence, by request, index and tokens that its state has seen: what lies in its slot."""
-    pool: Any = runner_of(engine).states
-    rows, found = engine.scheduler._table.states, {}
-    for seq in engine.scheduler.running:
+    pool: Any = runner_of(llm).states
+    rows, found = llm.engine.scheduler._table.states, {}
+    for seq in llm.engine.scheduler.running:
         assert seq.slot is not None
         slot = seq.slot if rows is None else int(rows._slot_of_row[seq.slot])
         key = seq.request_id, seq.index, seq.num_computed_tokens
@@ -60,19 +59,19 @@ def answers_and_states(llm: LLM, pairs: list[tuple[Any, SamplingParams]]) -> tup
         engine.add_request(f"r-{index}", prompt, params)
     while engine.has_unfinished_requests():
         outputs.update({output.request_id: output for output in engine.step()})
-        states.update(states_of(engine))
+        states.update(states_of(llm))
     return [outputs[f"r-{index}"] for index in range(len(pairs))], states
 
 
 def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any) -> None:
-    """Greedy and drawn rows with penalties, schemas and several answers, in few blocks: all of them are preempted."""
+    """Greedy and drawn rows with penalties, schemas and several answers, in few blocks: some are preempted."""
     path: Path = checkpoint("qwen3_5_text")
     settings = SETTINGS | few_blocks(path, SETTINGS["platform"])
-    params = [DRAWN.replace(ignore_eos=True), DRAWN.replace(temperature=0.0, max_tokens=30, ignore_eos=True),
-              DRAWN.replace(repetition_penalty=1.3, presence_penalty=0.5, n=2, max_tokens=40, ignore_eos=True),
+    long = DRAWN.replace(max_tokens=60, ignore_eos=True)
+    params = [long.replace(temperature=0.0), long.replace(repetition_penalty=1.3, presence_penalty=0.5, n=2),
               DRAWN.replace(structured_outputs={"regex": "[a-z]{4,9}(,[0-9]{3})*"}, max_tokens=30)]
     with LLM(path, **settings, async_scheduling=False) as llm:
-        prompts = [llm.engine.processor.from_text(text) for text in ("a b c", "which of the pictures " * 12, "d e")]
+        prompts = [llm.engine.processor.from_text(text) for text in ("a b c " * 3, "which of the pictures " * 4)]
         pairs = [(each, prompt) for each, prompt in itertools.product(params, prompts)]
         plain, expected = answers_and_states(llm, pairs)
     with LLM(path, speculative_config=FORCED, async_scheduling=False, **settings) as llm:
@@ -174,10 +173,10 @@ def test_made_up_steps_leave_the_states_of_moved_sequences_alone(checkpoint: Any
             llm.engine.step()
         rows: Any = llm.engine.scheduler._table.states
         assert max(rows._slot_of_row) >= SETTINGS["max_num_seqs"], "no draft was kept"
-        before = states_of(llm.engine)
+        before = states_of(llm)
         runner_of(llm).profile_run()
         runner_of(llm).dummy_run(64, 3, expected_decode_len=2)
-        after = states_of(llm.engine)
+        after = states_of(llm)
         assert all(torch.equal(mine, theirs) for key in before
                    for mine, theirs in zip(after[key], before[key], strict=True))
         found: list[RequestOutput] = []
