@@ -41,7 +41,7 @@ _METHODS: dict[str, dict[str, Any]] = {
 # the model chooses where they are, and only names are forced.
 _TASKS: dict[str, dict[str, Any] | None] = {"compact": {"disable_any_whitespace": True},
                                             "blanks": {"whitespace_pattern": " ?"}, "text": None}
-_EMBEDDED = "shapes-vl"
+_EMBEDDED = ("shapes-vl", "shapes-hybrid")
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", choices=_TASKS, default=list(_TASKS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--platform", default="cpu")
-    parser.add_argument("--model", default=_EMBEDDED, choices=[_EMBEDDED, *sorted(TEXT)])
+    parser.add_argument("--model", default=_EMBEDDED[0], choices=[*_EMBEDDED, *sorted(TEXT)])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def main() -> None:
 def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {"platform": arguments.platform, "max_num_seqs": max(arguments.rows)}
     model, tasks = arguments.model, arguments.task
-    if model == _EMBEDDED:
+    if model in _EMBEDDED:
         settings |= {"preprocessing_workers": 0, "max_model_len": 1024}
     else:
         path = make_text_model(Path(folder), model)

@@ -37,17 +37,17 @@ class DraftHistory:
     _pause: int = _FIRST_PAUSE
     _paused_until: int = 0
 
-    def look_up(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int], shortest: int,
-                longest: int, most: int) -> list[int]:
-        """`most` tokens at most that followed, earlier, what stands at the end: the sequence's `num_tokens` tokens and
-        `behind` them. `tokens(start, end)` reads the sequence."""
+    def look_up(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int],
+                find: Callable[[np.ndarray], list[int]]) -> list[int]:
+        """What `find` says that follows the sequence's `num_tokens` tokens and `behind` them, if it is asked at all.
+        `tokens(start, end)` reads the sequence."""
         if num_tokens < self._paused_until:
             return []
         self._read(num_tokens, tokens)
         end = num_tokens + len(behind)
         self._make_room(end)
         self._tokens[num_tokens:end] = behind  # written anew by the next reading
-        return followers(self._tokens[:end], shortest, longest, most)
+        return find(self._tokens[:end])
 
     def judge(self, num_drafts: int, num_kept: int, num_tokens: int) -> None:
         """A step has kept so many of these looked-up drafts; the sequence has `num_tokens` tokens now."""

@@ -1,7 +1,7 @@
 """Proposes the tokens that sequences may go on with, ahead of the step that draws them. Knows no model and no grammar.
 
 Two kinds. Forced tokens spell the only text that a grammar leaves; the step before reports them. Looked-up tokens
-followed, earlier in prompt and answer, the tokens that the sequence ends with now.
+followed, earlier in prompt and answer, the tokens that the sequence ends with now; or, with `suffix`, in other answers.
 
 What is proposed changes no answer: a step draws the token at each place as it would have without drafts, and keeps a
 draft that is equal. How many are proposed depends on counts alone, never on a clock.
@@ -10,12 +10,16 @@ draft that is equal. How many are proposed depends on counts alone, never on a c
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import NamedTuple
 
-from npu_runner.core.draft_history import DraftHistory
+import numpy as np
+
+from npu_runner.core.draft_history import DraftHistory, followers
 from npu_runner.core.sequence import Sequence
+from npu_runner.core.suffix_drafts import SuffixDrafts, SuffixSettings
 from npu_runner.request.outputs import DraftCounters
-from npu_runner.request.speculative import SpeculativeConfig
+from npu_runner.request.speculative import FORCED, SUFFIX, SpeculativeConfig
 
 
 class _Drafted(NamedTuple):
@@ -34,10 +38,23 @@ class Drafter:
         self._config = config
         self.counters = DraftCounters()
         self._under_way: list[_Drafted] = []
+        self._suffixes: SuffixDrafts | None = None
+        if config.method == SUFFIX:
+            self._suffixes = SuffixDrafts(SuffixSettings(
+                max_tree_depth=config.suffix_decoding_max_tree_depth,
+                max_cached_requests=config.suffix_decoding_max_cached_requests,
+                max_spec_factor=config.suffix_decoding_max_spec_factor,
+                min_token_prob=config.suffix_decoding_min_token_prob))
+            self.counters.suffix_cache_bytes = self._suffixes.num_bytes
 
     def reset(self) -> None:
         """No step is under way, whatever stood here."""
         self._under_way = []
+
+    def note_answer(self, seq: Sequence) -> None:
+        """`seq` has ended as it should: later ones may repeat it."""
+        if self._suffixes is not None:
+            self._suffixes.add(seq.output_token_ids)
 
     def note_forced(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]]) -> None:
         """What grammars force behind the tokens that a step has brought to its sequences."""
@@ -63,11 +80,15 @@ class Drafter:
         history = _history(seq)
         drafts, history.forced = history.forced[:num], []
         history.num_forced = len(drafts)
-        if self._config.looks_up and len(drafts) < num:
-            drafts += history.look_up(
-                seq.num_tokens, seq.tokens, behind=drafts, shortest=self._config.prompt_lookup_min,
-                longest=self._config.prompt_lookup_max, most=num - len(drafts))
+        if self._config.method != FORCED and len(drafts) < num:
+            drafts += history.look_up(seq.num_tokens, seq.tokens, behind=drafts,
+                                      find=partial(self._find, num - len(drafts)))
         return drafts
+
+    def _find(self, most: int, tokens_L: np.ndarray) -> list[int]:
+        if self._suffixes is not None:
+            return self._suffixes.propose(tokens_L, most)
+        return followers(tokens_L, self._config.prompt_lookup_min, self._config.prompt_lookup_max, most)
 
     def launch(self, running: SequenceOf[Sequence], drafts: SequenceOf[list[int]]) -> None:
         """A step with these drafts, maybe fewer than were proposed, is under way."""
@@ -89,8 +110,12 @@ class Drafter:
         counters.num_drafts += 1
         counters.num_forced_drafted += num_forced
         counters.num_forced_accepted += forced_kept
-        counters.num_ngram_drafted += num_drafts - num_forced
-        counters.num_ngram_accepted += num_kept - forced_kept
+        if self._config.method == SUFFIX:
+            counters.num_suffix_drafted += num_drafts - num_forced
+            counters.num_suffix_accepted += num_kept - forced_kept
+        else:
+            counters.num_ngram_drafted += num_drafts - num_forced
+            counters.num_ngram_accepted += num_kept - forced_kept
         if num_kept >= num_forced < num_drafts:  # else what was looked up was not reached
             history.judge(num_drafts - num_forced, num_kept - num_forced, seq.num_known_tokens)
         return num_kept

@@ -103,6 +103,8 @@ class Scheduler:
                 queue.remove(seq)
         if reason == "error":
             self.block_manager.withdraw(seq, seq.num_cached_tokens)
+        if self.drafter is not None and reason in ("stop", "length"):
+            self.drafter.note_answer(seq)
         self._release(seq)
         seq.finish(reason)
 

@@ -286,16 +286,21 @@ class DraftCounters:
     """By what a grammar forces, ..."""
     num_forced_accepted: int = 0
     num_ngram_drafted: int = 0
-    """... and by what followed the same tokens before."""
+    """... by what followed the same tokens before in prompt and answer, ..."""
     num_ngram_accepted: int = 0
+    num_suffix_drafted: int = 0
+    """... and by what did there or in earlier answers."""
+    num_suffix_accepted: int = 0
+    suffix_cache_bytes: int = 0
+    """What these answers take of the host's memory, full or not."""
 
     @property
     def num_draft_tokens(self) -> int:
-        return self.num_forced_drafted + self.num_ngram_drafted
+        return self.num_forced_drafted + self.num_ngram_drafted + self.num_suffix_drafted
 
     @property
     def num_accepted_tokens(self) -> int:
-        return self.num_forced_accepted + self.num_ngram_accepted
+        return self.num_forced_accepted + self.num_ngram_accepted + self.num_suffix_accepted
 
     @property
     def mean_acceptance_length(self) -> float:

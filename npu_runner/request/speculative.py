@@ -15,20 +15,27 @@ from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
 
 NAME = "speculative_config"
-FORCED, NGRAM = "forced", "ngram"
-_NOT_BUILT = ("mtp", "suffix")
+FORCED, NGRAM, SUFFIX = "forced", "ngram", "suffix"
+_METHODS = (NGRAM, SUFFIX, FORCED)
+_NOT_BUILT = ("mtp",)
 _NOT_SERVED = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu")
-_FIELDS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
-           "num_speculative_tokens_per_batch_size")
+_OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
+_OF_SUFFIX = ("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+              "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+_OF_ALL = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+_FIELDS = {FORCED: _OF_ALL, NGRAM: (*_OF_ALL, *_OF_NGRAM), SUFFIX: (*_OF_ALL, *_OF_SUFFIX)}
 MOST_TOKENS = 32
 """Of one row's drafts, as in vLLM."""
 _MOST_LOOKED_UP = 64
 _DEFAULT_LOOKED_UP, _DEFAULT_FORCED = 5, 8
+_MOST_DEPTH, _DEFAULT_DEPTH = 64, 24
+_MOST_CACHED, _DEFAULT_CACHED = 100_000, 10_000
+_MOST_FACTOR = 16.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """The settings, checked. `prompt_lookup_*` are 0 where nothing is looked up."""
+    """The settings, checked. `prompt_lookup_*` and `suffix_decoding_*` are 0 with other methods."""
 
     method: str
     num_speculative_tokens: int
@@ -36,6 +43,10 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 0
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     """(from, to, tokens): so many drafts a row in steps of from to to rows. Other steps have num_speculative_tokens."""
+    suffix_decoding_max_tree_depth: int = 0
+    suffix_decoding_max_cached_requests: int = 0
+    suffix_decoding_max_spec_factor: float = 0.0
+    suffix_decoding_min_token_prob: float = 0.0
 
     @classmethod
     def of(cls, given: Any) -> SpeculativeConfig:
@@ -44,21 +55,15 @@ class SpeculativeConfig:
             raise ConfigError(f'{NAME}: {shown(given)} is no object like {{"method": "ngram", '
                               '"num_speculative_tokens": 4}')
         method = _method(given.get("method"))
-        known = _FIELDS if method == NGRAM else tuple(name for name in _FIELDS if not name.startswith("prompt_"))
         for name in given:
-            if name not in known and given[name] is not None:
+            if name not in _FIELDS[method] and given[name] is not None:
                 raise ConfigError(f"{NAME}.{shown(name)}: not served with method {method}, which has "
-                                  f"{', '.join(known)}; leave it out")
-        default = _DEFAULT_FORCED if method == FORCED else None
-        most = _count(given, "num_speculative_tokens", MOST_TOKENS, default)
-        longest, shortest = _lookup(given) if method == NGRAM else (0, 0)
-        return cls(method=method, num_speculative_tokens=most, prompt_lookup_max=longest, prompt_lookup_min=shortest,
-                   num_speculative_tokens_per_batch_size=_by_batch_size(given, most))
-
-    @property
-    def looks_up(self) -> bool:
-        """Drafts are also the tokens that followed the same ones before."""
-        return self.method == NGRAM
+                                  f"{', '.join(_FIELDS[method])}; leave it out")
+        own: dict[str, Any] = {NGRAM: _lookup, SUFFIX: _suffix, FORCED: lambda given: {}}[method](given)
+        default = {FORCED: _DEFAULT_FORCED, SUFFIX: own.get(_OF_SUFFIX[0])}.get(method)
+        most = _count(given, "num_speculative_tokens", MOST_TOKENS, default and min(default, MOST_TOKENS))
+        return cls(method=method, num_speculative_tokens=most,
+                   num_speculative_tokens_per_batch_size=_by_batch_size(given, most), **own)
 
     def most_drafts(self, num_rows: int) -> int:
         """Drafts that each row of a step may have."""
@@ -77,9 +82,9 @@ class SpeculativeConfig:
 
     def to_json(self) -> dict[str, Any]:
         """What `of` makes the same of, without what is not there."""
-        values = {name: getattr(self, name) for name in _FIELDS}
-        values[_FIELDS[-1]] = [list(entry) for entry in self.num_speculative_tokens_per_batch_size]
-        return {name: value for name, value in values.items() if value}
+        values = {name: getattr(self, name) for name in _FIELDS[self.method]}
+        by_size = [list(entry) for entry in values.pop("num_speculative_tokens_per_batch_size")]
+        return values | ({"num_speculative_tokens_per_batch_size": by_size} if by_size else {})
 
     def describe(self) -> str:
         """For manifests."""
@@ -87,9 +92,9 @@ class SpeculativeConfig:
 
 
 def _method(method: Any) -> str:
-    if method in (NGRAM, FORCED):
+    if method in _METHODS:
         return str(method)
-    served = f"{NGRAM} and {FORCED} are served"
+    served = f"{', '.join(_METHODS[:-1])} and {_METHODS[-1]} are served"
     if method in _NOT_BUILT:
         raise ConfigError(f"{NAME}.method {method}: not built yet; {served}")
     if method in _NOT_SERVED:
@@ -97,7 +102,7 @@ def _method(method: Any) -> str:
     raise ConfigError(f"{NAME}.method: {shown(method)} is none; {served}")
 
 
-def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
+def _lookup(given: Mapping[str, Any]) -> dict[str, Any]:
     """prompt_lookup_max and _min; one that is not given is the other."""
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     either = _DEFAULT_LOOKED_UP if longest is None and shortest is None else None
@@ -105,7 +110,17 @@ def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
     shortest = _count(given, "prompt_lookup_min", _MOST_LOOKED_UP, longest)
     if shortest > longest:
         raise ConfigError(f"{NAME}.prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}; lower it")
-    return longest, shortest
+    return {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
+
+
+def _suffix(given: Mapping[str, Any]) -> dict[str, Any]:
+    depth, cached, factor, prob = _OF_SUFFIX
+    return {
+        depth: _count(given, depth, _MOST_DEPTH, _DEFAULT_DEPTH),
+        cached: _count(given, cached, _MOST_CACHED, _DEFAULT_CACHED, least=0),
+        factor: _share(given, factor, _MOST_FACTOR, 1.0),
+        prob: _share(given, prob, 1.0, 0.1),
+    }
 
 
 def _by_batch_size(given: Mapping[str, Any], most: int) -> tuple[tuple[int, int, int], ...]:
@@ -129,10 +144,17 @@ def _by_batch_size(given: Mapping[str, Any], most: int) -> tuple[tuple[int, int,
     return tuple(found)
 
 
-def _count(given: Mapping[str, Any], name: str, most: int, default: Any) -> int:
+def _share(given: Mapping[str, Any], name: str, most: float, default: float) -> float:
+    value = default if given.get(name) is None else given[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ConfigError(f"{NAME}.{name}: {shown(value)} is no number from 0 to {most:g}")
+    return float(value)
+
+
+def _count(given: Mapping[str, Any], name: str, most: int, default: Any, least: int = 1) -> int:
     value = default if given.get(name) is None else given[name]
     if value is None:
-        raise ConfigError(f"{NAME}.{name}: say how many, 1 to {most}")
-    if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{NAME}.{name}: {shown(value)} is no whole number from 1 to {most}")
+        raise ConfigError(f"{NAME}.{name}: say how many, {least} to {most}")
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{NAME}.{name}: {shown(value)} is no whole number from {least} to {most}")
     return value

@@ -388,7 +388,7 @@ class ModelRunner(ModelRunnerBase):
             "tp": self.tp, "block_size": self.settings.block_size, "max_num_seqs": self.settings.max_num_seqs,
             "max_model_len": self.max_model_len, "guard": self.guard, "gated_delta": self.gated_delta,
             "images": self._make_image_encoder(self.vision_cache), "states": self.states,
-            "most_rows": self.settings.most_drafted_rows,
+            "most_rows": self.settings.most_graph_rows,
         }
         if self.model_config.pooling is not None:
             return PoolingStepRunner(*placed, pooling=self.model_config.pooling,

@@ -77,13 +77,17 @@ def test_drafts_by_the_number_of_rows() -> None:
 def test_a_sequence_that_keeps_few_drafts_is_left_alone_for_longer_and_longer() -> None:
     history, pauses = DraftHistory(_paused_until=8), []
     tokens = [1, 2] * 2000
+
+    def find(tokens_L: np.ndarray) -> list[int]:
+        return followers(tokens_L, 1, 3, 4)
+
     for _ in range(6):
         num = history._paused_until
         pauses.append(num)
         for _ in range(6):
-            assert history.look_up(num, lambda start, end: tokens[start:end], behind=[], shortest=1, longest=3, most=4)
+            assert history.look_up(num, lambda start, end: tokens[start:end], behind=[], find=find)
             history.judge(4, 0, num)
-        assert not history.look_up(num, lambda start, end: tokens[start:end], behind=[], shortest=1, longest=3, most=4)
+        assert not history.look_up(num, lambda start, end: tokens[start:end], behind=[], find=find)
     assert np.diff(pauses).tolist() == [16, 32, 64, 128, 256]
     history.judge(24, 6, 1000)
     history.judge(24, 5, 1000)
@@ -190,9 +194,9 @@ def test_random_traffic_ends_with_the_tokens_of_one_at_a_time(seed: int, block_s
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("ngram", "is no object like"), ({}, "speculative_config.method: None is none; ngram and forced are served"),
+    ("ngram", "is no object like"), ({}, "method: None is none; ngram, suffix and forced are served"),
     ({"method": "mtp"}, "speculative_config.method mtp: not built yet"),
-    ({"method": "suffix"}, "suffix: not built yet"), ({"method": "eagle3"}, "there is no draft model here"),
+    ({"method": "eagle3"}, "there is no draft model here"),
     ({"method": "ngram"}, "num_speculative_tokens: say how many, 1 to 32"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "0 is no whole number from 1 to 32"),
     ({"method": "ngram", "num_speculative_tokens": True}, "True is no whole number"),

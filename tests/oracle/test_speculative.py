@@ -11,6 +11,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.bounds import known_limits
 from npu_runner.errors import ConfigError
+from npu_runner.platforms import pick_platform
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
@@ -22,6 +23,7 @@ from tests.oracle.thinking_checkpoints import OPENS, make_thinking
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 WINDOW = {"sliding_window": 20}
 FORCED: dict[str, Any] = {"method": "forced"}
+SUFFIX: dict[str, Any] = {"method": "suffix"}
 SETTINGS: dict[str, Any] = {"platform": "cpu", **SMALL, "kv_cache_bytes": 64 << 20, "preprocessing_workers": 0}
 
 
@@ -70,8 +72,40 @@ def assert_rules_leave_the_same_answers(path: Path, speculative: dict[str, Any])
     assert (stats.num_ngram_drafted > 0) == (speculative is NGRAM)
 
 
+def test_earlier_answers_are_drafts_of_later_ones(checkpoint: Any) -> None:
+    """The same prompts again, and others: rows of every kind answer as without, and the first ones in few steps."""
+    path: Path = checkpoint("qwen3")
+    params = [params.replace(logprobs=None) for params in FREE]
+    prompts = [WORDS[index % len(WORDS)] for index in range(len(params))]
+    found = []
+    for speculative in (None, SUFFIX):
+        with LLM(path, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
+            found.append([[each.token_ids for output in llm.generate(prompts, params) for each in output.completions]
+                          for _ in range(2)])
+            again = llm.generate("a b a b", greedy(), use_tqdm=False)[0].token_ids
+            before, again_steps = llm.stats(), llm.generate("a b a b", greedy(), use_tqdm=False)[0].token_ids
+            after = llm.stats()
+            assert again == again_steps
+    assert found[0] == found[1]
+    drafted = after.num_suffix_drafted - before.num_suffix_drafted
+    assert after.num_suffix_accepted - before.num_suffix_accepted > 0.8 * drafted > 0
+    assert after.num_decode_steps - before.num_decode_steps < MAX_NEW_TOKENS / 2
+    assert after.suffix_cache_bytes == 17 << 20
+
+
 def test_images_with_a_schema_and_drafts_are_answered_alike() -> None:
-    """The embedded model, which knows what it sees: most of its answer is forced."""
+    assert_images_are_answered_alike("shapes-vl")
+
+
+@pytest.mark.full("the other embedded model; states behind drafts are compared by themselves")
+def test_images_with_a_schema_and_drafts_of_states_are_answered_alike(platform_name: str) -> None:
+    if pick_platform(platform_name).most_state_drafts == 0:
+        pytest.skip("drafts of models with states are refused there")
+    assert_images_are_answered_alike("shapes-hybrid")
+
+
+def assert_images_are_answered_alike(model: str) -> None:
+    """An embedded model, which knows what it sees: most of its answer is forced."""
     params = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs={"json": SHAPE})
     conversations = []
     for number in range(4):
@@ -80,7 +114,7 @@ def test_images_with_a_schema_and_drafts_are_answered_alike() -> None:
         conversations.append([{"role": "user", "content": [*parts, {"type": "text", "text": example.question}]}])
     found = []
     for speculative in (None, NGRAM):
-        with LLM("shapes-vl", speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
+        with LLM(model, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
             found.append([output.token_ids for output in llm.chat(conversations, params)])
             stats = llm.stats()
     assert found[0] == found[1]

@@ -367,7 +367,8 @@ class JobSummary:
         if stats.num_drafts:
             lines.append(f"drafts    {stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens kept (forced "
                          f"{stats.num_forced_accepted} of {stats.num_forced_drafted}, looked up "
-                         f"{stats.num_ngram_accepted} of {stats.num_ngram_drafted}); "
+                         f"{stats.num_ngram_accepted + stats.num_suffix_accepted} of "
+                         f"{stats.num_ngram_drafted + stats.num_suffix_drafted}); "
                          f"{stats.mean_acceptance_length:.2f} tokens a row and step")
         lines += [replica.to_line() for replica in self.replicas]
         if tally.num_expected:
@@ -418,6 +419,7 @@ def _drafts(stats: EngineStats) -> dict[str, Any]:
         "by_method": {
             "forced": {"proposed": stats.num_forced_drafted, "accepted": stats.num_forced_accepted},
             "ngram": {"proposed": stats.num_ngram_drafted, "accepted": stats.num_ngram_accepted},
+            "suffix": {"proposed": stats.num_suffix_drafted, "accepted": stats.num_suffix_accepted},
         },
     }
 
