@@ -37,7 +37,8 @@ class StateSlots:
 
     def of(self, rows_B: np.ndarray) -> np.ndarray:
         """(B,) int32: where the states of these rows lie."""
-        return self._slot_of_row[rows_B]
+        slots_B: np.ndarray = self._slot_of_row[rows_B]
+        return slots_B
 
     def lend(self, rows_B: np.ndarray, num_drafts_B: Iterable[int]) -> np.ndarray:
         """(T,) int32: where a step with so many drafts of each row leaves the state of each token. `settle` ends it."""

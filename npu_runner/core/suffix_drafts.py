@@ -59,7 +59,8 @@ class SuffixSettings:
         return self._most_frequent(np.where(beyond_CP, _NONE, follows_CP).tolist())
 
     def _most_frequent(self, follows: list[list[int]]) -> Path:
-        tokens, score, share = [], 0.0, 1.0
+        tokens: list[int] = []
+        score, share = 0.0, 1.0
         for place in range(len(follows[0])):
             counts = Counter(path[place] for path in follows)
             # Of equally frequent ones that of the first path, which is the newest.
@@ -130,8 +131,8 @@ class SuffixDrafts:
 
     def _places(self, tokens_L: np.ndarray) -> np.ndarray:
         """Where answers have the last two tokens, newest first."""
-        chain, found = int(_chains(tokens_L[-2:])[0]), []
-        place, oldest = int(self._newest[chain]), self._starts[0]
+        found: list[int] = []
+        place, oldest = int(self._newest[int(_chains(tokens_L[-2:])[0])]), self._starts[0]
         while place > oldest and len(found) < _MOST_PLACES:
             found.append(place)
             place = int(self._before[place])
@@ -161,6 +162,7 @@ class SuffixDrafts:
 
 
 def _chains(tokens_L: np.ndarray) -> np.ndarray:
-    """Which chain each token but the first is in, with the one before it."""
+    """int64: which chain each token but the first is in, with the one before it."""
     pairs = tokens_L[:-1].astype(np.uint64) * np.uint64(31) + tokens_L[1:].astype(np.uint64)
-    return (pairs * np.uint64(_FACTOR) & np.uint64(0xFFFFFFFF)) >> np.uint64(_SHIFT)
+    chains: np.ndarray = ((pairs * np.uint64(_FACTOR) & np.uint64(0xFFFFFFFF)) >> np.uint64(_SHIFT)).astype(np.int64)
+    return chains

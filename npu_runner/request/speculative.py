@@ -59,8 +59,8 @@ class SpeculativeConfig:
             if name not in _FIELDS[method] and given[name] is not None:
                 raise ConfigError(f"{NAME}.{shown(name)}: not served with method {method}, which has "
                                   f"{', '.join(_FIELDS[method])}; leave it out")
-        own: dict[str, Any] = {NGRAM: _lookup, SUFFIX: _suffix, FORCED: lambda given: {}}[method](given)
-        default = {FORCED: _DEFAULT_FORCED, SUFFIX: own.get(_OF_SUFFIX[0])}.get(method)
+        own = _lookup(given) if method == NGRAM else _suffix(given) if method == SUFFIX else {}
+        default = _DEFAULT_FORCED if method == FORCED else own.get(_OF_SUFFIX[0])
         most = _count(given, "num_speculative_tokens", MOST_TOKENS, default and min(default, MOST_TOKENS))
         return cls(method=method, num_speculative_tokens=most,
                    num_speculative_tokens_per_batch_size=_by_batch_size(given, most), **own)

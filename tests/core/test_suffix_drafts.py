@@ -29,7 +29,8 @@ def path_by_definition(texts: list[list[int]], end: list[int], least: int, most:
             break
     else:
         return [], 0.0
-    found, path, share, score = found[::-1], [], 1.0, 0.0
+    found, share, score = found[::-1], 1.0, 0.0
+    path: list[int] = []
     while len(path) < min(most, int(rules.max_spec_factor * size)):
         counts = Counter(follows[len(path)] if len(path) < len(follows) else None for follows in found)
         best = max(counts, key=lambda token: counts[token])

@@ -174,7 +174,7 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
         ("ops.py", "torch_npu.npu_swiglu(", 'getattr(torch_npu, "npu_swish", None)(', "torch_npu.npu_swish is not in"),
         ("ops.py", "torch_npu.npu_rms_norm(x, weight, eps)", 'getattr(torch_npu, "npu_rms_norm", None)(x)',
          "torch_npu.npu_rms_norm: wants gamma"),
-        ("gated_delta.py", "ssm_state_indices=slots_B", "slots=slots_B",
+        ("gated_delta.py", "ssm_state_indices=slots_T", "slots=slots_T",
          "torch_npu.npu_recurrent_gated_delta_rule: no slots"),
     ],
 )  # fmt: skip

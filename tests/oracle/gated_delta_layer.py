@@ -152,7 +152,9 @@ class Server:
         """Of each (sequence, slots for its drafts, how many of these are kept) its next token and drafts. Those that
         are kept are its own next tokens, the others of no one's. Returns the outputs of what is kept, (T, Nv, V). The
         slot of the last one is the sequence's afterwards."""
-        inputs, slots, lens = [], [], [1 + len(spares) for _, spares, _ in rows]
+        inputs: list[Inputs] = []
+        slots: list[int] = []
+        lens = [1 + len(spares) for _, spares, _ in rows]
         for seq, spares, num in rows:
             inputs += [seq.inputs.part(seq.num_done, seq.num_done + 1 + num),
                        Inputs.random(len(spares) - num, self.shape)]

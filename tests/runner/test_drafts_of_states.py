@@ -43,7 +43,8 @@ def on_the_platform(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def states_of(llm: LLM) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
     """Of each running sequence, by request, index and tokens that its state has seen: what lies in its slot."""
     pool: Any = runner_of(llm).states
-    rows, found = llm.engine.scheduler._table.states, {}
+    rows = llm.engine.scheduler._table.states
+    found: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
     for seq in llm.engine.scheduler.running:
         assert seq.slot is not None
         slot = seq.slot if rows is None else int(rows._slot_of_row[seq.slot])
@@ -54,7 +55,9 @@ def states_of(llm: LLM) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
 
 def answers_and_states(llm: LLM, pairs: list[tuple[Any, SamplingParams]]) -> tuple[list[RequestOutput], dict[Any, Any]]:
     """Answers in order, and the states behind every step."""
-    engine, outputs, states = llm.engine, {}, {}
+    engine = llm.engine
+    outputs: dict[str, RequestOutput] = {}
+    states: dict[Any, Any] = {}
     for index, (params, prompt) in enumerate(pairs):
         engine.add_request(f"r-{index}", prompt, params)
     while engine.has_unfinished_requests():
@@ -130,7 +133,8 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str) -> None:
     with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
         knows(llm, plain, 3)
         steps: Any = runner_of(llm).steps
-        run, failures = getattr(steps, name), []
+        run = getattr(steps, name)
+        failures: list[str] = []
 
         def fail_once(*arguments: Any) -> Any:
             result = run(*arguments)
