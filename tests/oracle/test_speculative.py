@@ -82,14 +82,14 @@ def test_earlier_answers_are_drafts_of_later_ones(checkpoint: Any) -> None:
         with LLM(path, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
             found.append([[each.token_ids for output in llm.generate(prompts, params) for each in output.completions]
                           for _ in range(2)])
-            again = llm.generate("a b a b", greedy(), use_tqdm=False)[0].token_ids
-            before, again_steps = llm.stats(), llm.generate("a b a b", greedy(), use_tqdm=False)[0].token_ids
+            first = llm.generate(["a b a b"], greedy())[0].token_ids
+            before = llm.stats()
+            assert llm.generate(["a b a b"], greedy())[0].token_ids == first
             after = llm.stats()
-            assert again == again_steps
     assert found[0] == found[1]
-    drafted = after.num_suffix_drafted - before.num_suffix_drafted
-    assert after.num_suffix_accepted - before.num_suffix_accepted > 0.8 * drafted > 0
-    assert after.num_decode_steps - before.num_decode_steps < MAX_NEW_TOKENS / 2
+    num_kept = after.num_suffix_accepted - before.num_suffix_accepted
+    assert num_kept > 0
+    assert after.num_decode_steps - before.num_decode_steps == len(first) - 1 - num_kept
     assert after.suffix_cache_bytes == 17 << 20
 
 
