@@ -56,7 +56,7 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
         assert result["tokens"] == on_cpu(dataclasses.replace(case))["tokens"], case.settings
         assert result["num_accepted_tokens"] > 0, "drafts were kept"
         if case.settings["graph_mode"] != "eager" and "tensor_parallel_size" not in case.settings:
-            assert_graphs_are_whole(result, case.settings["graph_batch_sizes"])  # counted in this process; ranks have theirs
+            assert_graphs_are_whole(result, case.settings["graph_batch_sizes"])  # ranks count their own
 
 
 @emulated
