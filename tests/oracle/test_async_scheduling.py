@@ -74,7 +74,7 @@ def without_logprobs(output: RequestOutput) -> list[Any]:
     return [replace(completion, logprobs=None) for completion in output.completions]
 
 
-def assert_logprobs_equal(ours: RequestOutput, theirs: RequestOutput) -> int:
+def assert_logprobs_equal(ours: RequestOutput, theirs: RequestOutput, tolerance: float = 2e-5) -> int:
     """Returns for how many positions there are any."""
     num = 0
     for mine, other in zip(ours.completions, theirs.completions, strict=True):
@@ -84,7 +84,7 @@ def assert_logprobs_equal(ours: RequestOutput, theirs: RequestOutput) -> int:
                 assert one.sampled.token_id == two.sampled.token_id
                 assert [top.token_id for top in one.top] == [top.token_id for top in two.top]
                 values = [[each.logprob for each in (position.sampled, *position.top)] for position in (one, two)]
-                assert values[0] == pytest.approx(values[1], abs=2e-5)
+                assert values[0] == pytest.approx(values[1], abs=tolerance)
                 num += 1
     return num
 

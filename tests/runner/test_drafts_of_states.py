@@ -93,8 +93,9 @@ def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any) -> N
 @pytest.mark.full("every field of a request; states and some fields stay")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5", "qwen3_next"])
 def test_every_feature_answers_as_without(model_type: str, checkpoint: Any) -> None:
-    """With images too, in few blocks, over prompts that are cut and prefixes that have snapshots."""
-    assert_every_feature_is_as_without(checkpoint(model_type), model_type)
+    """With images too, in few blocks, over prompts that are cut and prefixes that have snapshots. A state carries what
+    all tokens before it were rounded by."""
+    assert_every_feature_is_as_without(checkpoint(model_type), model_type, tolerance=5e-5)
 
 
 @pytest.mark.full("more settings: few spare states, no snapshot; the usual ones stay")
