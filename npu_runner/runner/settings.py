@@ -36,6 +36,8 @@ class Settings:
     """Forms of quantised weights that are multiplied as they are."""
     speculative: SpeculativeConfig | None = None
     """None: one token a step."""
+    state_ring_length: int = 0
+    """As Platform's; 0 for a model without states, or where drafts need all states as they are."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -98,6 +100,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         kv_cache_dtype=_kv_cache_dtype(config, platform, dtype),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
+        state_ring_length=platform.state_ring_length if model_config.state_layers and speculative is None else 0,
     )
 
 
