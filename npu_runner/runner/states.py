@@ -115,7 +115,7 @@ def plan_states(shape: StateShape, *, budget: int | None, max_num_seqs: int, is_
 
 
 class StatePool:
-    """conv_states (L, slots, W - 1, C), states (L, slots, Nv, V, K) and rings, bound to the layers of `model`; zeros."""
+    """conv_states (L, slots, W - 1, C), states (L, slots, Nv, V, K), rings; bound to the layers of `model`; zeros."""
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
