@@ -37,7 +37,7 @@ class Settings:
     speculative: SpeculativeConfig | None = None
     """None: one token a step."""
     state_ring_length: int = 0
-    """As Platform's; 0 for a model without states, or where drafts need all states as they are."""
+    """As Platform's; 0 where nothing with states is decoded, or drafts need every token's state."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -100,7 +100,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         kv_cache_dtype=_kv_cache_dtype(config, platform, dtype),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
-        state_ring_length=platform.state_ring_length if model_config.state_layers and speculative is None else 0,
+        state_ring_length=_state_ring_length(model_config, platform) if speculative is None else 0,
     )
 
 
@@ -146,6 +146,11 @@ def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batche
     if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
         raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
                           f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
+
+
+def _state_ring_length(model_config: ModelConfig, platform: Platform) -> int:
+    decodes = model_config.pooling is None
+    return platform.state_ring_length if model_config.state_layers and decodes else 0
 
 
 def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:
