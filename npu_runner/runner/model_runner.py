@@ -197,7 +197,7 @@ class ModelRunner(ModelRunnerBase):
             return
         self._progress("allocating states")
         shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
-                           element_bytes=self.dtype.itemsize)
+                           element_bytes=self.dtype.itemsize, ring_length=self.settings.state_ring_length)
         needs = state_needs(self.config, self.settings, self._wanted_num_seqs)
         plan = fit_states(
             shape, needs, profile, is_measured=self.platform.memory.info() is not None,

@@ -92,7 +92,8 @@ class NetworkOnMeta:
         self.kv_shape = KVCacheShape(len(model_config.attention_layers), settings.block_size,
                                      self._num_kv_heads * model_config.head_dim, self._kv_dtype.itemsize)
         self.state_shape = None if delta is None else StateShape(
-            num_layers=len(model_config.state_layers), layer=delta, element_bytes=self._dtype.itemsize)
+            num_layers=len(model_config.state_layers), layer=delta, element_bytes=self._dtype.itemsize,
+            ring_length=settings.state_ring_length)
 
     def worst_step(self, max_num_seqs: int, states: StatePlan | None) -> StepBytes:
         """Of the steps that the runner measures on a device: a prefill as large as settings allow, and a decode step.

@@ -40,6 +40,8 @@ class Settings:
     """None: one token a step."""
     graphs_take_drafts: bool = True
     """Else steps with drafts run without a graph: the model has layers with a state."""
+    state_ring_length: int = 0
+    """As Platform's; 0 where nothing with states is decoded, or drafts need every token's state."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -110,6 +112,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
         graphs_take_drafts=graphs_take_drafts,
+        state_ring_length=_state_ring_length(model_config, platform) if speculative is None else 0,
     )
 
 
@@ -171,6 +174,11 @@ def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batche
     if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
         raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
                           f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
+
+
+def _state_ring_length(model_config: ModelConfig, platform: Platform) -> int:
+    decodes = model_config.pooling is None
+    return platform.state_ring_length if model_config.state_layers and decodes else 0
 
 
 def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:
