@@ -40,7 +40,7 @@ class Launch(NamedTuple):
     num_stages: int = 1
 
 
-_CONVOLVE_STEP, _CONVOLVE_CHUNKS, _KEEP_INPUTS = Launch(256, 2), Launch(64, 4), Launch(64, 1)
+_CONVOLVE_STEP, _CONVOLVE_CHUNKS, _KEEP_INPUTS = Launch(128, 1), Launch(64, 4), Launch(64, 1)
 _STEP, _PRODUCTS_OF_CHUNKS, _INVERT, _SCAN = Launch(16, 1), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
 
 
