@@ -27,44 +27,48 @@ _SWIZZLE_128_BYTES, _PROMOTED_TO_256_BYTES = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
-class CannotCompile(Exception):
-    """NVRTC is not there, or does not take the source; says why."""
+class NoKernel(Exception):
+    """NVRTC is not there, it does not take the source, or the driver not what it made; says why."""
 
 
 class CompiledSource:
-    """A file's source with its constants, compiled for one architecture, such as sm_90a."""
+    """Files, one behind the other, with their constants, compiled for one architecture, such as sm_90a."""
 
-    def __init__(self, path: Path, constants: dict[str, int], architecture: str):
-        self._path = path
+    def __init__(self, paths: Sequence[Path], constants: dict[str, int], architecture: str):
+        self._paths = paths
         self._options = [f"--gpu-architecture={architecture}", "--std=c++17",
                          *(f"-D{name}={value}" for name, value in constants.items())]
 
     def cubin(self) -> bytes:
-        """Compiled, or as it was kept. Needs no context of a GPU. Raises CannotCompile."""
-        source = self._path.read_text()
+        """Compiled, or as it was kept. Needs no context of a GPU. Raises NoKernel."""
+        source = "".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in self._paths)
         library = _nvrtc()
         key = "\n".join([_version_of(library), *self._options, source])
         cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        name = f"{self._path.stem}.cubin"
-        kept = cache.get_file(name)
+        name = self._paths[-1].name
+        file = f"{name}.cubin"
+        kept = cache.get_file(file)
         if kept is not None:
             return Path(kept).read_bytes()
         started = time.perf_counter()
-        cubin = _compile(library, source, self._path.name, self._options)
-        logger.info("%s compiled in %.1f s", self._path.name, time.perf_counter() - started)
-        cache.put(cubin, name, binary=True)
+        cubin = _compile(library, source, name, self._options)
+        logger.info("%s compiled in %.1f s", name, time.perf_counter() - started)
+        cache.put(cubin, file, binary=True)
         return cubin
 
 
 class LoadedKernel:
-    """A kernel in the current context."""
+    """A kernel in the current context. Raises NoKernel where the driver does not take it."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int):
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._shared_bytes = shared_bytes
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
-        _check(_driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
+        try:
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
+            _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+            _check(_driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
+        except RuntimeError as error:
+            raise NoKernel(str(error)) from error
 
     def launch(self, programs: int, threads: int, arguments: Sequence[Any]) -> None:
         """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`."""
@@ -75,21 +79,25 @@ class LoadedKernel:
                                         places, None))
 
 
-def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
+def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
     The tensor has 16 bits and consecutive elements in its last dimension; its address and its strides are multiples of
     16 bytes. `box`: elements of each dimension. Rows of 128 bytes are swizzled; beyond the ends of a dimension is 0.
     """
-    rank = tensor.dim()
-    sizes = (ctypes.c_uint64 * rank)(*reversed(tensor.shape))
-    strides = (ctypes.c_uint64 * (rank - 1))(*(stride * tensor.itemsize for stride in reversed(tensor.stride()[:-1])))
-    boxes, steps = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+    return _map_of(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
+
+
+@functools.lru_cache(maxsize=4096)  # caches keep their places, and steps mostly get the same memory again
+def _map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype,
+            box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
+    rank, count, size = len(shape), ctypes.c_uint64, ctypes.c_uint32
+    places = (count * (rank - 1))(*(stride * dtype.itemsize for stride in reversed(strides[:-1])))
     room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
     _check(_driver().cuTensorMapEncodeTiled(
-        made, _MAP_KINDS[tensor.dtype], rank, ctypes.c_void_p(tensor.data_ptr()), sizes, strides, boxes, steps, 0,
-        _SWIZZLE_128_BYTES, _PROMOTED_TO_256_BYTES, 0))
+        made, _MAP_KINDS[dtype], rank, ctypes.c_void_p(address), (count * rank)(*reversed(shape)), places,
+        (size * rank)(*reversed(box)), (size * rank)(*[1] * rank), 0, _SWIZZLE_128_BYTES, _PROMOTED_TO_256_BYTES, 0))
     return made
 
 
@@ -115,7 +123,7 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise CannotCompile("no NVRTC of CUDA 12 or newer was found")
+    raise NoKernel("no NVRTC of CUDA 12 or newer was found")
 
 
 def _nvrtc_names() -> Iterator[str]:
@@ -136,14 +144,14 @@ def _version_of(library: ctypes.CDLL) -> str:
 def _compile(library: ctypes.CDLL, source: str, name: str, options: Sequence[str]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None):
-        raise CannotCompile("NVRTC takes no program")
+        raise NoKernel("NVRTC takes no program")
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
             library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             library.nvrtcGetProgramLog(program, log)
-            raise CannotCompile(f"NVRTC {_version_of(library)}: {log.value.decode().strip()}")
+            raise NoKernel(f"NVRTC {_version_of(library)}: {log.value.decode().strip()}")
         library.nvrtcGetCUBINSize(program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
         library.nvrtcGetCUBIN(program, cubin)

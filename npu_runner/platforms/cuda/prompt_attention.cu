@@ -6,23 +6,7 @@
 // A tile is TOKENS tokens with all query heads of one kv head: row = token * GROUP + head, up to ROWS. A warp brings
 // keys and values by tensor maps, COLUMNS tokens a stage, from the last ones to the first. Each consumer has 64 rows.
 
-#ifndef STAGES
-#define STAGES 2
-#endif
-#ifndef TAKES_TURNS
-#define TAKES_TURNS 1
-#endif
-#ifndef ORDERED
-#define ORDERED 1
-#endif
-#ifndef SPARES_FADE
-#define SPARES_FADE 0
-#endif
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-constexpr int HEAD_DIM = 128, COLUMNS = 128, CHUNK = 64, CONSUMERS = 2, ROWS = 64 * CONSUMERS;
+constexpr int HEAD_DIM = 128, COLUMNS = 128, CHUNK = 64, CONSUMERS = 2, ROWS = 64 * CONSUMERS, STAGES = 2;
 constexpr int TOKENS = ROWS / GROUP;
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 // Shared memory: a matrix is two halves of 64 dims, each with rows of 128 bytes, swizzled.
@@ -34,8 +18,6 @@ constexpr u32 KEYS = QUERY_BYTES, VALUES = KEYS + STAGES * TILE_BYTES, BARRIERS 
 constexpr u32 QUERY_FULL = BARRIERS, QUERY_EMPTY = BARRIERS + 8, TAIL = BARRIERS + 16, ITEM = BARRIERS + 24;
 constexpr u32 KEY_FULL = BARRIERS + 32, KEY_EMPTY = KEY_FULL + 8 * STAGES;
 constexpr u32 VALUE_FULL = KEY_EMPTY + 8 * STAGES, VALUE_EMPTY = VALUE_FULL + 8 * STAGES;
-
-struct alignas(64) Map { unsigned char bytes[128]; };
 
 struct Work {
   const int4 *tiles;  // sequence, first row of the queries, tokens left from there, place in the context
@@ -66,33 +48,6 @@ struct Ring {
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
-
-__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int dim, int head, int token) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token) : "memory");
-}
-__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int dim, int head, int token, int block) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "r"(block) : "memory");
-}
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Block numbers of 32 chunks of a context, one in each lane.
 struct Blocks {
@@ -197,51 +152,6 @@ struct Producer {
   }
 };
 
-#if IS_BFLOAT16
-#define KIND "bf16"
-#else
-#define KIND "f16"
-#endif
-#define SUMS_IN_PTX \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define EIGHT(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SUMS(d) EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24), EIGHT(d, 32), EIGHT(d, 40), EIGHT(d, 48), EIGHT(d, 56)
-// Products: 64 rows of a warpgroup, 128 columns, 16 terms.
-__device__ __forceinline__ void multiply(float (&sums)[64], u64 left, u64 right, int adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " {" SUMS_IN_PTX "}, %64, %65, adds, 1, 1, 0, 0;\n}"
-      : SUMS(sums) : "l"(left), "l"(right), "r"(adds));
-}
-__device__ __forceinline__ void multiply(float (&sums)[64], const u32 *left, u64 right, int adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " {" SUMS_IN_PTX "}, {%64, %65, %66, %67}, %68, "
-      "adds, 1, 1, 1;\n}"
-      : SUMS(sums) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(adds));
-}
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `LEFT` groups of products run. The second statement keeps what reads the sums behind it.
-template <int LEFT> __device__ __forceinline__ void await_products(float (&sums)[64]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-  asm volatile("" : SUMS(sums)::"memory");
-}
-
-// What `x`, never negative, depends on is computed before what follows: the assembler keeps the order of a store, which
-// is never made, and of a wait. Else it would wait for products first, and have nothing to do beside them.
-__device__ __forceinline__ void compute_first(float x, u32 nowhere) {
-  asm volatile("{\n.reg .pred is_negative;\nsetp.lt.f32 is_negative, %0, 0f00000000;\n"
-               "@is_negative st.volatile.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(nowhere) : "memory");
-}
-
-// A matrix in shared memory as products take it: swizzled by 128 bytes, 8 rows every 1,024 bytes, halves `half` apart.
-__device__ __forceinline__ u64 matrix(u32 address, u32 half) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)(half >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
 __device__ __forceinline__ void multiply_keys(float (&scores)[64], u32 queries, u32 keys) {
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; ++k)
@@ -252,29 +162,6 @@ __device__ __forceinline__ void multiply_values(float (&sums)[64], const u32 (&w
 #pragma unroll
   for (int k = 0; k < COLUMNS / 16; ++k)
     multiply(sums, weights + 4 * k, matrix(values + k * 16 * ROW_BYTES, TILE_HALF), k > 0 || adds);
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ u32 packed(float low, float high) {
-  u32 pair;
-#if IS_BFLOAT16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-  return pair;
-}
-__device__ __forceinline__ float highest_of_four_lanes(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float sum_of_four_lanes(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 // A thread has two rows, 8 apart, and of 8 columns each two: element 4 * j + 2 * row + i is column 8 * j + i behind
@@ -312,9 +199,6 @@ struct Softmax {
     }
   }
   __device__ void fade_sums(float (&sums)[64]) {
-#if SPARES_FADE
-    if (__all_sync(~0u, fade[0] == 1 && fade[1] == 1)) return;
-#endif
 #pragma unroll
     for (int e = 0; e < 64; ++e) sums[e] *= fade[e / 2 % 2];
   }
@@ -330,20 +214,11 @@ struct Consumer {
   u32 weights[32];
   Softmax softmax;
 
-  // Consumers issue their products in turns, so that one's softmax runs beside the other's products.
-  __device__ void await_turn() {
-    if (TAKES_TURNS) asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(128 * CONSUMERS) : "memory");
-  }
-  __device__ void pass_turn() {
-    if (TAKES_TURNS)
-      asm volatile("bar.arrive %0, %1;" ::"r"(1 + (group + 1) % CONSUMERS), "n"(128 * CONSUMERS) : "memory");
-  }
   __device__ void release(u32 empty) {
     if (threadIdx.x % 32 == 0) arrive(shared + empty);
   }
   __device__ void issue_keys() {
     wait(shared + KEY_FULL + 8 * keys.stage, keys.parity);
-    await_turn();
     begin_products();
     multiply_keys(scores, shared + group * 64 * ROW_BYTES, shared + KEYS + keys.stage * TILE_BYTES);
     end_products();
@@ -369,14 +244,11 @@ struct Consumer {
   template <bool IS_MASKED> __device__ void step(const int (&places)[2], int n, bool adds) {
     issue_keys();
     issue_values(adds);
-    pass_turn();
     await_products<1>(scores);
     release_keys();
     if (IS_MASKED) softmax.mask(scores, places, n * COLUMNS);
     softmax.weigh<IS_MASKED>(scores);
-#if ORDERED
     compute_first(softmax.total[0] + softmax.total[1], shared + ITEM + 4);
-#endif
     await_products<0>(sums);
     release_values();
     softmax.fade_sums(sums);
@@ -389,7 +261,6 @@ struct Consumer {
     softmax.highest[0] = softmax.highest[1] = -__int_as_float(0x7F800000);
     softmax.total[0] = softmax.total[1] = 0;
     issue_keys();
-    pass_turn();
     await_products<0>(scores);
     release_keys();
     softmax.mask(scores, places, item.last * COLUMNS);
@@ -437,7 +308,6 @@ struct Consumer {
     }
   }
   __device__ void run(unsigned short *out) {
-    if (group == 1) pass_turn();
     for (u32 parity = 0;; parity ^= 1) {
       int index;
       wait(shared + QUERY_FULL, parity);
