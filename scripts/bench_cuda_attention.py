@@ -163,6 +163,7 @@ def _decode_choices(heads: Heads, batch_size: int) -> Iterator[tuple[Tile, int]]
 def prefill(is_sweep: bool, other: Other) -> Iterator[Case]:
     """Steps of 8,192 tokens: whole prompts of one length, a long one's last chunk."""
     steps = {"13 x 630": ([0] * 13, [630] * 13), "16 mixed": ([0] * 16, _mixed(16)), "2 x 4096": ([0] * 2, [4096] * 2),
+             "4 x 4000": ([0] * 4, [4000] * 4), "8192": ([0], [8192]), "8192 behind 8192": ([8192], [8192]),
              "8192 behind 24576": ([24576], [8192])}
     for (model, heads), (kind, (cached_lens, query_lens)) in itertools.product(MODELS.items(), steps.items()):
         if model != "8b" and kind not in ("16 mixed", "2 x 4096"):
@@ -181,7 +182,11 @@ def prefill(is_sweep: bool, other: Other) -> Iterator[Case]:
 
         ours = TritonAttention(**heads.settings)
         work = {"num_bytes": contexts.num_bytes, "operations": 4.0 * seen * heads.num_heads * heads.head_dim}
-        yield from _both(f"prefill {model}, {kind}", call_of, ours, other, heads, **work)
+        name = f"prefill {model}, {kind}"
+        yield from _both(name, call_of, ours, other, heads, **work)
+        if ours.prompts is not None:
+            ours.prompts = None
+            yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
         for tile in _prefill_choices() if is_sweep and model != "0.6b" and kind in ("13 x 630", "2 x 4096") else ():
             with _changed(ours, prefill_tile=tile):
                 yield Case(name=f"  {tuple(tile)}", call=call_of(ours), **work)

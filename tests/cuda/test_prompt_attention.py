@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     """What the kernel makes of it; a step that it does not take fails."""
-    taken, attend = [], backend._prompts.attend
-    backend._prompts.attend = lambda *arguments: taken.append(1) or attend(*arguments)
+    taken, attend = [], backend.prompts.attend
+    backend.prompts.attend = lambda *arguments: taken.append(1) or attend(*arguments)
     out_TNH = work.run(device, backend, is_prefill=True)
     assert taken, "the kernel took the step"
-    assert backend._prompts._counters.tolist() == [0, 0], "the next launch begins at the first tile"
+    assert backend.prompts._counters.tolist() == [0, 0], "the next launch begins at the first tile"
     return out_TNH
 
 
@@ -104,7 +103,7 @@ def test_what_stands_after_the_diagonal_is_not_read(device: torch.device) -> Non
     """NaN from some tile's first token on reaches no tile before it."""
     work = PagedWork([10], [200], num_heads=4, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16)
     backend = work.backend()
-    num_before = 3 * backend._prompts.tokens_a_tile
+    num_before = 3 * backend.prompts.tokens_a_tile
     for place in range(10 + num_before, 210):
         block = int(work.block_tables_BW[0, place // 64])
         work.k_cache[block, place % 64], work.v_cache[block, place % 64] = torch.nan, torch.nan
@@ -134,9 +133,9 @@ def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
 
 
 @pytest.fixture
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    yield tmp_path
+    return tmp_path
 
 
 def test_what_was_compiled_is_kept(device: torch.device, fresh_cache: Path) -> None:

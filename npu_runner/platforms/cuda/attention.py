@@ -68,7 +68,7 @@ class TritonAttention(AttentionBackend):
         self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self._has_combined = False
-        self._prompts = self._make_prompts()
+        self.prompts = self._make_prompts()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
 
     def _make_prompts(self) -> PromptAttention | None:
@@ -84,7 +84,7 @@ class TritonAttention(AttentionBackend):
                      device: torch.device) -> Any:
         lens = query_lens_B, context_lens_B
         tiles = upload(cut_into_tiles(*lens, self.prefill_tile.rows // self.group), device)
-        prompts = self._prompts
+        prompts = self.prompts
         if prompts is None or not prompts.takes(query_lens_B):
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device))
@@ -122,9 +122,9 @@ class TritonAttention(AttentionBackend):
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
         # While kernels are met ahead, Triton's has to be: short steps take it.
-        if (self._prompts is not None and plan.prompt_tiles is not None and window is None
+        if (self.prompts is not None and plan.prompt_tiles is not None and window is None
                 and k_cache.dtype == q_TNH.dtype and not is_ahead()):
-            return self._prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
+            return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
         tile = self.prefill_tile
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
