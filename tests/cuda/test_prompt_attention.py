@@ -29,6 +29,7 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda import prompt_attention
 
     monkeypatch.setattr(prompt_attention, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(prompt_attention, "_LEAST_A_SEQUENCE", 1)
 
 
 def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
@@ -37,7 +38,7 @@ def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     backend.prompts.attend = lambda *arguments: taken.append(1) or attend(*arguments)
     out_TNH = work.run(device, backend, is_prefill=True)
     assert taken, "the kernel took the step"
-    assert backend.prompts._counters.tolist() == [0, 0], "the next launch begins at the first tile"
+    assert backend.prompts.kernel.counters.tolist() == [0, 0], "the next launch begins at the first tile"
     return out_TNH
 
 
@@ -119,8 +120,9 @@ def test_the_same_step_again_gives_the_same_bits(device: torch.device) -> None:
     assert all(torch.equal(first, run(work, device, backend)) for _ in range(3))
 
 
-@pytest.mark.parametrize("change", [{"query_lens": [100]}, {"window": 200}, {"head_dim": 64}, {"block_size": 32},
-                                    {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}], ids=str)
+@pytest.mark.parametrize("change", [
+    {"query_lens": [1000]}, {"query_lens": [60] * 20, "cached_lens": [40] * 20}, {"window": 200}, {"head_dim": 64},
+    {"block_size": 32}, {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}], ids=str)
 def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     if "cache_dtype" in change:
@@ -128,7 +130,7 @@ def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
     from npu_runner.platforms.cuda.prompt_attention import PromptAttention
 
     monkeypatch.setattr(PromptAttention, "attend", None)
-    work = PagedWork(**{"cached_lens": [40], "query_lens": [600], "head_dim": 128, "dtype": torch.bfloat16, **change})
+    work = PagedWork(**{"cached_lens": [40], "query_lens": [1100], "head_dim": 128, "dtype": torch.bfloat16, **change})
     work.assert_equals_definition(device, is_prefill=True)
 
 
@@ -139,15 +141,13 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_compiled_is_kept(device: torch.device, fresh_cache: Path) -> None:
-    from npu_runner.platforms.cuda import prompt_attention
-    from npu_runner.platforms.cuda.compiled_source import CompiledSource
+    from npu_runner.platforms.cuda.prompt_attention import PromptAttention
 
-    constants = {"GROUP": 4, "BLOCK_SIZE": 64, "IS_BFLOAT16": 1}
-    made = [CompiledSource(prompt_attention._SOURCES, constants, "sm_90a").cubin() for _ in range(2)]
-    kept = list(fresh_cache.rglob("*.cubin"))
-    assert [path.read_bytes() for path in kept] == made[:1]
+    settings = {"num_kv_heads": 2, "group": 4, "block_size": 64, "dtype": torch.bfloat16}
+    made = [PromptAttention(**settings).kernel._cubin.result() for _ in range(2)]
+    assert [path.read_bytes() for path in fresh_cache.rglob("*.cubin")] == made[:1]
     assert made[0] == made[1]
-    CompiledSource(prompt_attention._SOURCES, {**constants, "GROUP": 2}, "sm_90a").cubin()
+    PromptAttention(**{**settings, "group": 2}).kernel._cubin.result()
     assert len(list(fresh_cache.rglob("*.cubin"))) == 2
 
 
@@ -158,7 +158,7 @@ def test_without_nvrtc_triton_takes_prompts(device: torch.device, fresh_cache: P
     compiled_source._nvrtc.cache_clear()
     monkeypatch.setattr(compiled_source, "_nvrtc_names", lambda: iter(()))
     with caplog.at_level("INFO", logger="npu_runner"):
-        PagedWork([0], [600], head_dim=128, dtype=torch.bfloat16).assert_equals_definition(device, is_prefill=True)
+        PagedWork([0], [1100], head_dim=128, dtype=torch.bfloat16).assert_equals_definition(device, is_prefill=True)
     assert "attention of prompts: triton (no NVRTC" in caplog.text
 
 

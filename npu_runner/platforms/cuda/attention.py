@@ -78,7 +78,7 @@ class TritonAttention(AttentionBackend):
             logger.debug("attention of prompts: triton (%s)", reason)
             return None
         return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
-                               dtype=self.dtype, num_sms=self.gpu.num_sms)
+                               dtype=self.dtype)
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
-_SWIZZLE_128_BYTES, _PROMOTED_TO_256_BYTES = 3, 3
+_SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
@@ -83,7 +83,7 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_ch
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
     The tensor has 16 bits and consecutive elements in its last dimension; its address and its strides are multiples of
-    16 bytes. `box`: elements of each dimension. Rows of 128 bytes are swizzled; beyond the ends of a dimension is 0.
+    16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the ends is 0.
     """
     return _map_of(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
 
@@ -97,7 +97,8 @@ def _map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtyp
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
     _check(_driver().cuTensorMapEncodeTiled(
         made, _MAP_KINDS[dtype], rank, ctypes.c_void_p(address), (count * rank)(*reversed(shape)), places,
-        (size * rank)(*reversed(box)), (size * rank)(*[1] * rank), 0, _SWIZZLE_128_BYTES, _PROMOTED_TO_256_BYTES, 0))
+        (size * rank)(*reversed(box)), (size * rank)(*[1] * rank), 0,
+        _SWIZZLES[box[-1] * dtype.itemsize], _PROMOTED_TO_256_BYTES, 0))
     return made
 
 

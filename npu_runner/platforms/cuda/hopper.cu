@@ -38,37 +38,46 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 #else
 #define KIND "f16"
 #endif
-#define SUMS_IN_PTX \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_16 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_32 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define SUMS_40 "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
+#define SUMS_56 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-#define SUMS(d) SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48)
+#define ALL_32(d) SIXTEEN(d, 0), SIXTEEN(d, 16)
+#define ALL_40(d) ALL_32(d), FOUR(d, 32), FOUR(d, 36)
+#define ALL_64(d) ALL_32(d), SIXTEEN(d, 32), SIXTEEN(d, 48)
+#define PRODUCT(n) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." KIND "." KIND " {" SUMS_0 ", " SUMS_16
 
-// Products of a warpgroup: 64 rows, 128 columns, 16 terms; `right` is rows of terms, of values in the second rows of
-// columns. `left` comes from shared memory or from registers.
+// Products of a warpgroup: 64 rows, 16 terms; `right` is rows of terms for `left` in shared memory, and rows of columns
+// for `left` in registers. 128 columns are 64 sums of a thread, 80 are 40, and 64 are 32.
 __device__ __forceinline__ void multiply(float (&sums)[64], u64 left, u64 right, int adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " {" SUMS_IN_PTX "}, %64, %65, adds, 1, 1, 0, 0;\n}"
-      : SUMS(sums) : "l"(left), "l"(right), "r"(adds));
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n" PRODUCT("128") ", " SUMS_32 ", " SUMS_40 ", " SUMS_56
+               "}, %64, %65, adds, 1, 1, 0, 0;\n}" : ALL_64(sums) : "l"(left), "l"(right), "r"(adds));
 }
+#define LEFT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 __device__ __forceinline__ void multiply(float (&sums)[64], const u32 *left, u64 right, int adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " {" SUMS_IN_PTX "}, {%64, %65, %66, %67}, %68, "
-      "adds, 1, 1, 1;\n}"
-      : SUMS(sums) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(adds));
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n" PRODUCT("128") ", " SUMS_32 ", " SUMS_40 ", " SUMS_56
+               "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 1;\n}" : ALL_64(sums) : LEFT(left), "l"(right), "r"(adds));
+}
+__device__ __forceinline__ void multiply(float (&sums)[40], const u32 *left, u64 right, int adds) {
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %45, 0;\n" PRODUCT("80") ", " SUMS_32
+               "}, {%40, %41, %42, %43}, %44, adds, 1, 1, 1;\n}" : ALL_40(sums) : LEFT(left), "l"(right), "r"(adds));
+}
+__device__ __forceinline__ void multiply(float (&sums)[32], const u32 *left, u64 right, int adds) {
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n" PRODUCT("64")
+               "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 1;\n}" : ALL_32(sums) : LEFT(left), "l"(right), "r"(adds));
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `LEFT` groups of products run. The second statement keeps what reads the sums behind it.
-template <int LEFT> __device__ __forceinline__ void await_products(float (&sums)[64]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-  asm volatile("" : SUMS(sums)::"memory");
+// Until at most `MOST` groups of products run; what reads `sums` comes behind it.
+template <int MOST> __device__ __forceinline__ void await_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(MOST) : "memory");
 }
+__device__ __forceinline__ void read_behind(float (&sums)[64]) { asm volatile("" : ALL_64(sums)::"memory"); }
+__device__ __forceinline__ void read_behind(float (&sums)[40]) { asm volatile("" : ALL_40(sums)::"memory"); }
+__device__ __forceinline__ void read_behind(float (&sums)[32]) { asm volatile("" : ALL_32(sums)::"memory"); }
 
 // What `x`, never negative, depends on is computed before what follows: the assembler keeps the order of a store, which
 // is never made, and of a wait. Else it would wait for products first, and have nothing to do beside them.
@@ -77,10 +86,13 @@ __device__ __forceinline__ void compute_first(float x, u32 nowhere) {
                "@is_negative st.volatile.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(nowhere) : "memory");
 }
 
-// A matrix in shared memory as products take it: swizzled by 128 bytes, 8 rows every 1,024 bytes, halves `half` apart.
-__device__ __forceinline__ u64 matrix(u32 address, u32 half) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)(half >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+// A matrix in shared memory as products take it: rows of BYTES bytes (128, 64), swizzled, 8 a group. Parts of BYTES
+// bytes are `part` bytes apart, which counts where rows are terms.
+template <u32 BYTES> __device__ __forceinline__ u64 matrix(u32 address, u32 part) {
+  const u64 swizzle = BYTES == 128 ? 1 : 2;
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)(part >> 4) << 16 | (u64)(8 * BYTES >> 4) << 32 | swizzle << 62;
 }
+
 __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
