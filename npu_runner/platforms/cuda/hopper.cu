@@ -38,46 +38,61 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 #else
 #define KIND "f16"
 #endif
-#define SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define SUMS_16 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUMS_8 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_16 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define SUMS_24 "%24, %25, %26, %27, %28, %29, %30, %31"
 #define SUMS_32 "%32, %33, %34, %35, %36, %37, %38, %39"
-#define SUMS_40 "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
+#define SUMS_40 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define SUMS_48 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define SUMS_56 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define LIST_32 SUMS_0 ", " SUMS_8 ", " SUMS_16 ", " SUMS_24
+#define LIST_40 LIST_32 ", " SUMS_32
+#define LIST_48 LIST_40 ", " SUMS_40
+#define LIST_56 LIST_48 ", " SUMS_48
+#define LIST_64 LIST_56 ", " SUMS_56
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-#define ALL_32(d) SIXTEEN(d, 0), SIXTEEN(d, 16)
-#define ALL_40(d) ALL_32(d), FOUR(d, 32), FOUR(d, 36)
-#define ALL_64(d) ALL_32(d), SIXTEEN(d, 32), SIXTEEN(d, 48)
-#define PRODUCT(n) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." KIND "." KIND " {" SUMS_0 ", " SUMS_16
+#define EIGHT(d, i) FOUR(d, i), FOUR(d, i + 4)
+#define ALL_32(d) EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24)
+#define ALL_40(d) ALL_32(d), EIGHT(d, 32)
+#define ALL_48(d) ALL_40(d), EIGHT(d, 40)
+#define ALL_56(d) ALL_48(d), EIGHT(d, 48)
+#define ALL_64(d) ALL_56(d), EIGHT(d, 56)
 
-// Products of a warpgroup: 64 rows, 16 terms; `right` is rows of terms for `left` in shared memory, and rows of columns
-// for `left` in registers. 128 columns are 64 sums of a thread, 80 are 40, and 64 are 32.
-__device__ __forceinline__ void multiply(float (&sums)[64], u64 left, u64 right, int adds) {
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n" PRODUCT("128") ", " SUMS_32 ", " SUMS_40 ", " SUMS_56
-               "}, %64, %65, adds, 1, 1, 0, 0;\n}" : ALL_64(sums) : "l"(left), "l"(right), "r"(adds));
-}
-#define LEFT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-__device__ __forceinline__ void multiply(float (&sums)[64], const u32 *left, u64 right, int adds) {
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n" PRODUCT("128") ", " SUMS_32 ", " SUMS_40 ", " SUMS_56
-               "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 1;\n}" : ALL_64(sums) : LEFT(left), "l"(right), "r"(adds));
-}
-__device__ __forceinline__ void multiply(float (&sums)[40], const u32 *left, u64 right, int adds) {
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %45, 0;\n" PRODUCT("80") ", " SUMS_32
-               "}, {%40, %41, %42, %43}, %44, adds, 1, 1, 1;\n}" : ALL_40(sums) : LEFT(left), "l"(right), "r"(adds));
-}
-__device__ __forceinline__ void multiply(float (&sums)[32], const u32 *left, u64 right, int adds) {
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n" PRODUCT("64")
-               "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 1;\n}" : ALL_32(sums) : LEFT(left), "l"(right), "r"(adds));
-}
+// Products of a warpgroup: 64 rows, `columns`, 16 terms. A thread has half as many sums as there are columns; the names
+// of what comes behind them follow. `right` is rows of terms.
+#define MULTIPLY(columns, count, left_name, right_name, adds_name)                                                     \
+  __device__ __forceinline__ void multiply(float (&sums)[count], u64 left, u64 right, int adds) {                      \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." KIND "." KIND " {" LIST_##count "}, " left_name \
+                 ", " right_name ", adds, 1, 1, 0, 0;\n}" : ALL_##count(sums) : "l"(left), "l"(right), "r"(adds));     \
+  }                                                                                                                    \
+  __device__ __forceinline__ void read_behind(float (&sums)[count]) { asm volatile("" : ALL_##count(sums)::"memory"); }
+MULTIPLY("128", 64, "%64", "%65", "%66")
+MULTIPLY("112", 56, "%56", "%57", "%58")
+MULTIPLY("96", 48, "%48", "%49", "%50")
+
+// The same with 4 registers as `left`, whose names are given; `right` is rows of columns.
+#define MULTIPLY_REGISTERS(columns, count, left_names, right_name, adds_name)                                          \
+  __device__ __forceinline__ void multiply(float (&sums)[count], const u32 *left, u64 right, int adds) {               \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." KIND "." KIND " {" LIST_##count "}, {"           \
+                 left_names "}, " right_name ", adds, 1, 1, 1;\n}"                                                     \
+                 : ALL_##count(sums)                                                                                   \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(adds));                     \
+  }
+MULTIPLY_REGISTERS("128", 64, "%64, %65, %66, %67", "%68", "%69")
+MULTIPLY_REGISTERS("80", 40, "%40, %41, %42, %43", "%44", "%45")
+MULTIPLY_REGISTERS("64", 32, "%32, %33, %34, %35", "%36", "%37")
+// What reads `sums` comes behind what was before: the wait for them.
+__device__ __forceinline__ void read_behind(float (&sums)[40]) { asm volatile("" : ALL_40(sums)::"memory"); }
+__device__ __forceinline__ void read_behind(float (&sums)[32]) { asm volatile("" : ALL_32(sums)::"memory"); }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `MOST` groups of products run; what reads `sums` comes behind it.
+// Until at most `MOST` groups of products run; `read_behind` has to follow.
 template <int MOST> __device__ __forceinline__ void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(MOST) : "memory");
 }
-__device__ __forceinline__ void read_behind(float (&sums)[64]) { asm volatile("" : ALL_64(sums)::"memory"); }
-__device__ __forceinline__ void read_behind(float (&sums)[40]) { asm volatile("" : ALL_40(sums)::"memory"); }
-__device__ __forceinline__ void read_behind(float (&sums)[32]) { asm volatile("" : ALL_32(sums)::"memory"); }
 
 // What `x`, never negative, depends on is computed before what follows: the assembler keeps the order of a store, which
 // is never made, and of a wait. Else it would wait for products first, and have nothing to do beside them.

@@ -6,9 +6,9 @@
 // num_heads; an Item is one tile of one head, and its Source brings keys and values.
 //
 // Constants of the host: DIMS (64, 80, 128) that products take of a head, SPAN (128, 64) bytes of a row in shared
-// memory, CONSUMERS (2, 3), STAGES.
+// memory, CONSUMERS (2, 3), COLUMNS (128, 112, 96), STAGES.
 
-constexpr int COLUMNS = 128, ROWS = 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
+constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
 // Shared memory: a matrix is parts of SPAN bytes a row, swizzled; a part's rows lie one behind the other.
 constexpr int PARTS = (2 * DIMS + SPAN - 1) / SPAN;
 constexpr u32 QUERY_PART = ROWS * SPAN, QUERY_BYTES = PARTS * QUERY_PART;
@@ -103,14 +103,14 @@ template <class Work> struct Producer {
   }
 };
 
-__device__ __forceinline__ void multiply_keys(float (&scores)[64], u32 queries, u32 keys) {
+__device__ __forceinline__ void multiply_keys(float (&scores)[COLUMNS / 2], u32 queries, u32 keys) {
   constexpr int A_PART = SPAN / 32;
 #pragma unroll
   for (int k = 0; k < DIMS / 16; ++k)
     multiply(scores, matrix<SPAN>(queries + k / A_PART * QUERY_PART + k % A_PART * 32, 16),
              matrix<SPAN>(keys + k / A_PART * TILE_PART + k % A_PART * 32, 16), k > 0);
 }
-__device__ __forceinline__ void multiply_values(float (&sums)[DIMS / 2], const u32 (&weights)[32], u32 values,
+__device__ __forceinline__ void multiply_values(float (&sums)[DIMS / 2], const u32 (&weights)[COLUMNS / 4], u32 values,
                                                 bool adds) {
 #pragma unroll
   for (int k = 0; k < COLUMNS / 16; ++k)
@@ -122,18 +122,18 @@ __device__ __forceinline__ void multiply_values(float (&sums)[DIMS / 2], const u
 struct Softmax {
   float factor, highest[2], total[2], fade[2];
 
-  __device__ void mask(float (&scores)[64], const int (&places)[2], int first_column) {
+  __device__ void mask(float (&scores)[COLUMNS / 2], const int (&places)[2], int first_column) {
 #pragma unroll
-    for (int e = 0; e < 64; ++e)
+    for (int e = 0; e < COLUMNS / 2; ++e)
       if (e / 4 * 8 + e % 2 > places[e / 2 % 2] - first_column) scores[e] = -__int_as_float(0x7F800000);
   }
   // Scores become weights. A row may have seen nothing yet where some are masked.
-  template <bool IS_MASKED> __device__ void weigh(float (&scores)[64]) {
+  template <bool IS_MASKED> __device__ void weigh(float (&scores)[COLUMNS / 2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float top = fmaxf(scores[2 * row], scores[2 * row + 1]);
 #pragma unroll
-      for (int j = 1; j < 16; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * row], scores[4 * j + 2 * row + 1]));
+      for (int j = 1; j < COLUMNS / 8; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * row], scores[4 * j + 2 * row + 1]));
       top = fmaxf(highest[row], highest_of_four_lanes(top));
       float base = top * factor;
       if (IS_MASKED && top == -__int_as_float(0x7F800000)) base = 0;
@@ -141,7 +141,7 @@ struct Softmax {
       highest[row] = top;
       float sums[2] = {0, 0};
 #pragma unroll
-      for (int j = 0; j < 16; ++j)
+      for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float &score = scores[4 * j + 2 * row + i];
@@ -165,8 +165,8 @@ template <class Work> struct Consumer {
   u32 shared;
   int group, row;  // of this thread: the first of its two rows
   Ring keys, values;
-  float sums[DIMS / 2], scores[64];
-  u32 weights[32];
+  float sums[DIMS / 2], scores[COLUMNS / 2];
+  u32 weights[COLUMNS / 4];
   Softmax softmax;
 
   __device__ void release(u32 empty) {
@@ -198,7 +198,7 @@ template <class Work> struct Consumer {
   }
   __device__ void round_weights() {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) weights[i] = packed(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < COLUMNS / 4; ++i) weights[i] = packed(scores[2 * i], scores[2 * i + 1]);
   }
   template <bool IS_MASKED> __device__ void step(const int (&places)[2], int n, bool adds) {
     issue_keys();

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
 DTYPES = (torch.bfloat16, torch.float16)
-COLUMNS = 128
-"""Keys and values of a tile."""
 
 
 def why_not_hopper(dtype: torch.dtype) -> str | None:
@@ -41,6 +39,7 @@ class Shape(NamedTuple):
     dims: int
     span: int = 128
     consumers: int = 2
+    columns: int = 128
     stages: int = 2
 
     @property
@@ -54,7 +53,7 @@ class Shape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Queries, keys and values; barriers, and what the beginning is moved by."""
-        return self.parts * self.span * (self.rows + 2 * self.stages * COLUMNS) + 256 + 1024
+        return self.parts * self.span * (self.rows + 2 * self.stages * self.columns) + 256 + 1024
 
 
 class HopperAttention:
@@ -65,7 +64,7 @@ class HopperAttention:
         self.what, self.shape = what, shape
         sources = [_FOLDER / name for name in ("hopper.cu", "hopper_attention.cu", f"{what}_attention.cu")]
         constants = {**constants, "IS_BFLOAT16": int(dtype == torch.bfloat16), "DIMS": shape.dims,
-                     "SPAN": shape.span, "CONSUMERS": shape.consumers, "STAGES": shape.stages}
+                     "SPAN": shape.span, "CONSUMERS": shape.consumers, "COLUMNS": shape.columns, "STAGES": shape.stages}
         thread = ThreadPoolExecutor(1, f"compile-{what}")
         self._cubin = thread.submit(CompiledSource(sources, constants, _ARCHITECTURE).cubin)
         thread.shutdown(wait=False)
