@@ -219,6 +219,8 @@ def tower(is_sweep: bool, other: Other) -> Iterator[Case]:
                 "operations": 4.0 * sum(length**2 for length in lengths) * num_heads * head_dim}
         name = f"tower {head_dim}, {kind}"
         yield from _both(name, call_of, ours, other, heads, **work)
+        setattr(ours.images, "takes", lambda *_: False)
+        yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
         yield Case(name=f"{name}, torch's flash", call=_torch_flash(qkv, lengths), **work)
         for tile in _tower_choices() if is_sweep and head_dim in (64, 72) else ():
             with _changed(attention, tower_tile=lambda *_, tile=tile: tile, SPLIT_TOWER=tile):

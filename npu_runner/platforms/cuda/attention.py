@@ -1,4 +1,4 @@
-"""Paged attention on CUDA through our own kernels: Triton's, and one in CUDA C++ for long prompts on Hopper.
+"""Paged attention on CUDA through our own kernels: Triton's, and one in CUDA C++ for long prompts and images on Hopper.
 
 Knows nothing of models or requests.
 
@@ -33,8 +33,9 @@ from npu_runner.platforms.cuda.attention_tiles import (
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
+from npu_runner.platforms.cuda.image_attention import ImageAttention
 from npu_runner.platforms.cuda.prompt_attention import PromptAttention, why_no_prompts
-from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention, plan_images
+from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
@@ -69,6 +70,7 @@ class TritonAttention(AttentionBackend):
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self._has_combined = False
         self.prompts = self._make_prompts()
+        self.images = ImageAttention()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
 
     def _make_prompts(self) -> PromptAttention | None:
@@ -167,9 +169,11 @@ class TritonAttention(AttentionBackend):
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
-        return plan_images(lengths, device)
+        return VisionPlan(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
+        if self.images.takes(q_TNH, k_TNH, v_TNH, plan):
+            return self.images.attend(q_TNH, k_TNH, v_TNH, plan, scale)
         if self._split_heads.take(q_TNH, k_TNH, v_TNH, scale):
             return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
         return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,

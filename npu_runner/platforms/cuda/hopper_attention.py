@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
+from npu_runner.platforms.cuda.split_sums import counters
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,6 @@ class HopperAttention:
         except NoKernel as reason:
             logger.info("attention of %ss: triton (%s)", self.what, reason)
             return False
-        # Which tile comes next, and how many programs are done: 0 before and after each launch.
-        self.counters = torch.zeros(2, dtype=torch.int32, device="cuda")
         self._num_sms = torch.cuda.get_device_properties().multi_processor_count
         logger.info("attention of %ss: hopper_attention.cu", self.what)
         return True
@@ -87,6 +86,8 @@ class HopperAttention:
                *more: Any) -> None:
         """`maps` of queries, keys and values; `tiles` (tiles, 4) int32, each for `num_heads`; `scale` above 0."""
         assert self.is_there, "callers look first"
+        # Which tile comes next, and how many programs are done.
+        counts = counters(out_TNH.device, 2)
         self._kernel.launch(min(self._num_sms, len(tiles) * num_heads), 128 * (1 + self.shape.consumers), [
-            *maps, tiles, ctypes.c_int(len(tiles)), ctypes.c_int(num_heads), out_TNH, self.counters,
+            *maps, tiles, ctypes.c_int(len(tiles)), ctypes.c_int(num_heads), out_TNH, counts,
             ctypes.c_float(scale * math.log2(math.e)), *more])
