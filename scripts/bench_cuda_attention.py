@@ -3,11 +3,10 @@
     python scripts/bench_cuda_attention.py [--part decode prefill tower] [--sweep] [--against FOLDER]
 
 `--against FOLDER`, platforms/cuda of another checkout: its attention runs beside ours, on the same tensors, and how far
-the two are apart is said. Prompts and the tower run in Triton, too, where they have another kernel, and the tower in torch's flash attention.
-`--sweep` tries other tiles and numbers
-of parts, from which platforms/cuda/attention_tiles.py is filled. Times of decode attention are those in a graph, as a
-decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the share is that of the read
-bandwidth, measured in the same run. Prints a table, then one JSON line.
+the two are apart is said. Prompts and towers run in Triton, too, and towers in torch's flash attention. `--sweep` tries
+other tiles and numbers of parts, from which platforms/cuda/attention_tiles.py is filled. Times of decode attention are
+those in a graph, as a decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the
+share is that of the read bandwidth, measured in the same run. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
