@@ -94,12 +94,12 @@ def test_two_streams_at_once(device: torch.device) -> None:
     assert all(torch.equal(each, expected) for each in found)
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "lengths", "shift"), [
-    (64, torch.float32, [3000], 0), (96, torch.bfloat16, [3000], 0), (64, torch.bfloat16, [64] * 40, 0),
-    (64, torch.bfloat16, [3000], 4)], ids=["float32", "head dim 96", "windows", "addresses"])
-def test_all_else_stays_in_triton(device: torch.device, head_dim: int, dtype: torch.dtype, lengths: list[int],
-                                  shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = backend_of(dtype)
+@pytest.mark.usefixtures("takes_all")
+@pytest.mark.parametrize(("head_dim", "dtype", "shift"), [
+    (64, torch.float32, 0), (96, torch.bfloat16, 0), (64, torch.bfloat16, 4)], ids=["float32", "head dim", "address"])
+def test_all_else_stays_in_triton(device: torch.device, head_dim: int, dtype: torch.dtype, shift: int,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, lengths = backend_of(dtype), [300, 64]
     monkeypatch.setattr(backend.images, "attend", None)
     flat = torch.randn(3, sum(lengths) * 4 * head_dim + shift, device=device).to(dtype)[:, shift:]
     qkv = [x.view(sum(lengths), 4, head_dim) for x in flat]
@@ -107,7 +107,8 @@ def test_all_else_stays_in_triton(device: torch.device, head_dim: int, dtype: to
     assert_close(found.cpu(), within_each(*qkv, lengths), dtype)
 
 
-def test_long_images_are_taken(device: torch.device) -> None:
-    backend, lengths = backend_of(torch.bfloat16), [2352] * 2
+@pytest.mark.parametrize(("lengths", "is_taken"), [([2352] * 2, True), ([64] * 80, False)], ids=["images", "windows"])
+def test_long_images_are_taken(device: torch.device, lengths: list[int], is_taken: bool) -> None:
+    backend = backend_of(torch.bfloat16)
     qkv = made_up(lengths, 64, torch.bfloat16, device)
-    assert backend.images.takes(*qkv, backend.plan_vision(lengths, device))
+    assert backend.images.takes(*qkv, backend.plan_vision(lengths, device)) == is_taken
