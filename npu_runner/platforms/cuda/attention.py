@@ -1,10 +1,13 @@
-"""Paged attention on CUDA through our own Triton kernels. Knows nothing of models or requests.
+"""Paged attention on CUDA through our own kernels: Triton's, and one in CUDA C++ for long prompts and images on Hopper.
+
+Knows nothing of models or requests.
 
 T tokens, B sequences, N query heads, K kv heads, G = N / K, H head dim, P parts that a context is split into.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +30,17 @@ from npu_runner.platforms.cuda.attention_tiles import (
     prefill_tile,
     tower_tile,
 )
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
-from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention, plan_images
+from npu_runner.platforms.cuda.image_attention import ImageAttention
+from npu_runner.platforms.cuda.prompt_attention import PromptAttention, why_no_prompts
+from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
+
+logger = logging.getLogger(__name__)
 
 _LOG2_E = math.log2(math.e)
 
@@ -42,6 +50,8 @@ class PrefillPlan:
     """(tiles, 4) int32 on the device: sequence, first row of the tile in T, rows left from there, place in context."""
 
     tiles: Tensor
+    prompt_tiles: Tensor | None = None
+    """Those of PromptAttention, where it takes the step."""
 
 
 class TritonAttention(AttentionBackend):
@@ -59,22 +69,27 @@ class TritonAttention(AttentionBackend):
         self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self._has_combined = False
+        self.prompts = self._make_prompts()
+        self.images = ImageAttention()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
+
+    def _make_prompts(self) -> PromptAttention | None:
+        """The kernel for long prompts, where there is one."""
+        reason = why_no_prompts(self.head_dim, self.group, self.block_size, self.dtype)
+        if reason is not None:
+            logger.debug("attention of prompts: triton (%s)", reason)
+            return None
+        return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
+                               dtype=self.dtype)
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
-        tokens_a_tile = self.prefill_tile.rows // self.group
-        queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
-        counts_B = -(-queries_B // tokens_a_tile)
-        sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
-        # How far each tile's first token is from the first of its sequence.
-        starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
-        first_rows_B = queries_B.cumsum() - queries_B
-        tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
-                          (contexts_B - queries_B)[sequences] + starts], axis=1)
-        # Longest contexts first: the last programs to start are then the shortest.
-        order = np.argsort(-tiles[:, 3], kind="stable")
-        return PrefillPlan(upload(tiles[order].astype(np.int32), device))
+        lens = query_lens_B, context_lens_B
+        tiles = upload(cut_into_tiles(*lens, self.prefill_tile.rows // self.group), device)
+        prompts = self.prompts
+        if prompts is None or not prompts.takes(query_lens_B):
+            return PrefillPlan(tiles)
+        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device))
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
@@ -108,6 +123,10 @@ class TritonAttention(AttentionBackend):
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
+        # While kernels are met ahead, Triton's has to be: short steps take it.
+        if (self.prompts is not None and plan.prompt_tiles is not None and window is None
+                and k_cache.dtype == q_TNH.dtype and not is_ahead()):
+            return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
         tile = self.prefill_tile
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
@@ -150,13 +169,31 @@ class TritonAttention(AttentionBackend):
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
-        return plan_images(lengths, device)
+        return VisionPlan(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
+        if self.images.takes(q_TNH, k_TNH, v_TNH, plan):
+            return self.images.attend(q_TNH, k_TNH, v_TNH, plan, scale)
         if self._split_heads.take(q_TNH, k_TNH, v_TNH, scale):
             return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
         return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,
                                tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))
+
+
+def cut_into_tiles(query_lens_B: Sequence[int], context_lens_B: Sequence[int], tokens_a_tile: int) -> np.ndarray:
+    """(tiles, 4) int32 as in PrefillPlan: each sequence's new tokens, `tokens_a_tile` at a time."""
+    queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
+    counts_B = -(-queries_B // tokens_a_tile)
+    sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
+    # How far each tile's first token is from the first of its sequence.
+    starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
+    first_rows_B = queries_B.cumsum() - queries_B
+    tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
+                      (contexts_B - queries_B)[sequences] + starts], axis=1)
+    # Longest contexts first: the last programs to start are then the shortest.
+    order = np.argsort(-tiles[:, 3], kind="stable")
+    ordered: np.ndarray = tiles[order].astype(np.int32)
+    return ordered
 
 
 def _readable(cache: Tensor) -> Tensor:
