@@ -258,11 +258,12 @@ class RunnerConfig:
     """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     load_format: str = one_of("safetensors", "dummy")
     """safetensors reads the checkpoint; dummy draws random weights on the device, for benchmarks."""
-    quantization: str = one_of("auto", "int8")
+    quantization: str = one_of("auto", "int8", "fp8")
     """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
     loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
-    loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). cpu rounds the
-    weights alike and multiplies in float32."""
+    loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). fp8 makes FP8 (e4m3)
+    of such linears in the same way, of 16 bits alone, and leaves experts (cuda on Hopper, in bfloat16). cpu rounds the
+    weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto. vLLM's name."""
     lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
     """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
     so serves all requests. None: no adapter."""

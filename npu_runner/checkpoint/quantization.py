@@ -21,7 +21,8 @@ _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
 _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
 """Formats that may have weights for products with inputs of int8."""
-_AS_INT8 = "multiplied as int8, inputs rounded by row"
+_MADE = {"int8": "int8", "fp8": "FP8"}
+"""What the setting `quantization` makes, by row."""
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
 _AS_FP8 = "multiplied as fp8, inputs rounded by row or by groups of 128"
 _HOLD_GROUPED = (MODELSLIM, COMPRESSED_TENSORS, AWQ, GPTQ)
@@ -44,9 +45,10 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     products for.
     """
     method = None if quantization is None else quantization.method
-    if asked == "int8":
+    if asked in _MADE:
         source = "" if method is None else f"{method}, "
-        return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
+        then = f"multiplied as {asked}, inputs rounded by row" if asked in weight_forms else _AS_THEY_ARE
+        return f"{source}made {_MADE[asked]} by row at load, {then}"
     held = []
     kinds = [name for form, name in (("int8", "dynamic"), ("int8_static", "static")) if form in weight_forms]
     if method in _HOLD_INT8 and kinds:
@@ -58,6 +60,14 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     if held:
         return f"{method}, {'; '.join(held)}; other weights {_AS_THEY_ARE}"
     return None if method is None else f"{method}, {_AS_THEY_ARE}"
+
+
+def asked_of(quantization: Quantization | None, asked: str) -> str:
+    """The setting `quantization` as it is for such a checkpoint: FP8 of what is FP8 already is its own form, auto."""
+    is_fp8 = quantization is not None and (
+        quantization.method == FP8 or (quantization.method, quantization.settings.get("format")) == (
+            COMPRESSED_TENSORS, "float-quantized"))
+    return "auto" if asked == "fp8" and is_fp8 else asked
 
 
 def read_quantization(folder: Path) -> Quantization | None:

@@ -81,7 +81,7 @@ class Platform(ABC):
     modes_without_forms: tuple[str, ...] = ()
     """The graph modes in which it has none of these."""
     rounds_weights: bool = False
-    """`quantization` int8 is taken without such products: what was rounded is dequantised."""
+    """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     fp8_cache_backends: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from npu_runner.checkpoint.weights_reader import (
     GroupedForm,
     GroupedPiece,
     Int8Inputs,
-    Int8Piece,
+    ScaledRows,
     WeightsReader,
     split_member,
 )
@@ -106,10 +106,10 @@ class DequantisingReader(WeightsReader):
         made = self._quantised(name)
         return made.inputs if made is not None and isinstance(made.inputs, Int8Inputs) else None
 
-    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
+    def row_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[ScaledRows]:
         made, first, columns = self._matrix(name, dim, start, length)
         for rows, span in some_rows(first, columns[1]):
-            yield rows, *made.read_int8(span, columns)
+            yield rows, *made.read_rows(span, columns)
 
     def fp8_form(self, name: str) -> str | None:
         made = self._quantised(name)
