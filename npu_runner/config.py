@@ -92,9 +92,10 @@ class CacheConfig:
 
     block_size: int | None = None
     """Tokens per KV block; None: the platform's, which its attention kernels decide."""
-    kv_cache_dtype: str = one_of("auto", "fp8", "fp8_e4m3")
-    """How keys and values are kept: auto, in the model's dtype; fp8, which is fp8_e4m3: in half the memory of 16 bits,
-    with a scale of 1 (cuda from Ada on). vLLM's name."""
+    kv_cache_dtype: str = one_of("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+    """How keys and values are kept: fp8, which is fp8_e4m3, in half the memory of 16 bits, with the checkpoint's scales
+    or 1 (cuda from Ada on); bfloat16 and float16, in the model's dtype, which must be that. auto: fp8 where the
+    checkpoint has a kv_cache_scheme of it and the platform keeps it, else in the model's dtype. vLLM's name."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache; more than is free when the model starts to load is refused. None: measured from free device
     memory; on the cpu platform 1 GiB."""

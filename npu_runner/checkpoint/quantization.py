@@ -62,6 +62,25 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     return None if method is None else f"{method}, {_AS_THEY_ARE}"
 
 
+def kv_cache_scheme(quantization: Quantization | None) -> str | None:
+    """How the checkpoint wants keys and values to be kept: fp8, which is e4m3 with one scale for a layer's keys and one
+    for its values; another way, in words; None: it does not say."""
+    settings = {} if quantization is None else quantization.settings
+    if quantization is not None and quantization.method == MODELSLIM:
+        kind = settings.get("kv_cache_type") or settings.get("kv_quant_type")
+        return None if kind is None else f"modelslim, {shown(kind)}"
+    scheme = settings.get("kv_cache_scheme")
+    if not scheme or scheme == "static":  # the word of AutoFP8
+        return "fp8" if scheme else None
+    if not isinstance(scheme, dict):
+        return f"kv_cache_scheme {shown(scheme)}"
+    strategy = scheme.get("strategy") or ("tensor" if scheme.get("group_size") is None else "group")
+    kind, bits = scheme.get("type", "int"), scheme.get("num_bits", 8)
+    more = ["dynamic"] * bool(scheme.get("dynamic")) + ["asymmetric"] * (not scheme.get("symmetric", True))
+    is_fp8 = (kind, bits, strategy, more) == ("float", 8, "tensor", [])
+    return "fp8" if is_fp8 else ", ".join([f"kv_cache_scheme: {kind} of {bits} bits, strategy {strategy}", *more])
+
+
 def asked_of(quantization: Quantization | None, asked: str) -> str:
     """The setting `quantization` as it is for such a checkpoint: FP8 of what is FP8 already is its own form, auto."""
     is_fp8 = quantization is not None and (

@@ -136,6 +136,11 @@ class WeightsReader(ABC):
         """As `pieces`, not multiplied out; no group is cut. Asked for where there is a `grouped_form`."""
         raise AssertionError(f"{name} has no groups")
 
+    def kv_scales(self, module: str) -> tuple[float, float] | None:
+        """What keys and what values of an attention module are divided by before they become FP8; None: it has no such
+        scales. Raises WeightsError for what is none."""
+        return None
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -106,7 +106,7 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
         raise ConfigError("the model is served through transformers, by the generic strategy, which is not estimated; "
                           "take a model of a family with a strategy of its own, or start it on a device")
     model_config = strategy.model_config_for(config)
-    settings = resolve_settings(config, model_config, platform)
+    settings = resolve_settings(config, model_config, platform, read_quantization(strategy.path))
     network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0,
                             hold=partial(_hold, strategy, config, settings))
     num_ranks = config.parallel.tensor_parallel_size

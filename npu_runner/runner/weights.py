@@ -15,6 +15,7 @@ from npu_runner.checkpoint.formats.rounding import TO_FP8, TO_INT8, RoundingRead
 from npu_runner.checkpoint.quantization import AWQ, GPTQ
 from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
+from npu_runner.layers.attention import take_kv_scales
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weight_forms import (
@@ -32,7 +33,7 @@ from npu_runner.platforms.ops import FP8, FP8_ALIGNMENT, FP8_BLOCK, FP8_BLOCKS, 
 from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import size
 from npu_runner.runner.memory import weights_bytes
-from npu_runner.runner.settings import Settings
+from npu_runner.runner.settings import FP8_CACHE, Settings
 from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,10 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
             reader = _in_forms(reader, checkpoint, settings, context, memory)
         model = strategy.build(model_config, settings.max_model_len, context)
         strategy.load_weights(model, reader, model_config)
+        if settings.kv_cache_dtype == FP8_CACHE:
+            num_scaled, num_layers = take_kv_scales(model, reader, strategy.renamed(reader.names))
+            logger.info("keys and values are kept in FP8: %d of %d layers with the checkpoint's scales, else with 1",
+                        num_scaled, num_layers)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{type(strategy).__name__}.load_weights leaves linears without weights; those whose weights "
                          "are quantised are filled by npu_runner.layers.weights_loader.load_weights")
@@ -116,7 +121,8 @@ def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Set
     _check_fit(reader, checkpoint, settings, context, memory, weights_bytes(on_meta))
     if isinstance(reader, DequantisingReader):
         stored = {name for name in held if how_stored(reader, name) is not None}
-        logger.info("%s", reader.describe(context.dtype, stored))
+        logger.info("%s", reader.describe(context.dtype, stored,
+                                          uses_kv_scales=settings.kv_cache_dtype == FP8_CACHE))
     if isinstance(planned, RoundingReader):
         logger.info("quantization %s: %s", asked, planned.describe(context.dtype, is_multiplied=bool(held)))
     return planned

@@ -28,8 +28,8 @@ from npu_runner.errors import ConfigError, WeightsError
 
 
 class Target(NamedTuple):
-    """What rows become: weight / scale to the nearest, ties to even, with the scale max|weight| / `largest`. e4m3: arXiv
-    2209.05433."""
+    """What rows become: weight / scale to the nearest, ties to even, with the scale max|weight| / `largest`. Of e4m3
+    see arXiv 2209.05433."""
 
     name: str
     """As `quantization` and the start line call it."""
@@ -156,6 +156,9 @@ class RoundingReader(WeightsReader):
     def grouped_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
                        ) -> Iterator[GroupedPiece]:
         return self._base.grouped_pieces(name, dim, start, length)
+
+    def kv_scales(self, module: str) -> tuple[float, float] | None:
+        return self._base.kv_scales(module)
 
     def close(self) -> None:
         self._base.close()
