@@ -20,13 +20,13 @@ NAMES = {
     "modelopt": ("k_proj.k_scale", "v_proj.v_scale"), "fused": ("qkv_proj.k_scale", "qkv_proj.v_scale"),
     "vllm": ("attn.k_scale", "attn.v_scale"), "one for both": ("kv_scale", "kv_scale"),
 }  # fmt: skip
-KEYS, VALUES = 500.0, 4000.0
+KEYS, VALUES = 500.0, 40000.0
 """What keys and values are larger by; queries and the output projection are smaller by as much, so that the network
 computes what it did."""
 
 
 def scales_of(layer: int) -> tuple[float, float]:
-    return 4.0 + layer, 40.0 + layer
+    return 8.0 + layer, 400.0 + layer
 
 
 def enlarge(path: Path) -> None:
@@ -50,9 +50,10 @@ def with_scales(path: Path, scales: dict[str, Tensor], scheme: Any = SCHEME) -> 
 
 
 def scaled_checkpoint(plain: Path, target: Path, *, names: str = "compressed-tensors", scheme: Any = SCHEME,
-                      num_layers: int = 3, prefix: str = "model.layers") -> Path:
-    """An FP8 checkpoint by row made of `plain`, with `scales_of` each layer."""
+                      num_layers: int = 3, prefix: str = "model.layers", is_swapped: bool = False) -> Path:
+    """An FP8 checkpoint by row made of `plain`, with `scales_of` each layer. `is_swapped`: those of keys are called
+    those of values."""
     quantise(plain, target, "fp8-dynamic", group_size=8)
     scales = {f"{prefix}.{layer}.self_attn.{name}": torch.tensor([scale]) for layer in range(num_layers)
-              for name, scale in zip(NAMES[names], scales_of(layer), strict=True)}
+              for name, scale in zip(NAMES[names], scales_of(layer)[::-1 if is_swapped else 1], strict=True)}
     return with_scales(target, scales, scheme)

@@ -4,7 +4,8 @@ A cache row is one token's K * H values; the row of context token `t` is block_t
 size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on. If COLUMNS divides the block size, they lie
 in one block, whose number is read once. Products are exact in float32 inputs (no TF32), sums are float32 always.
 
-What a cache holds in e4m3 is multiplied in the queries' dtype. IS_SCALED: it holds keys and values that were divided by
+What a cache holds in e4m3 is multiplied in float16 where queries are bfloat16: a GPU has an instruction that makes
+float16 of it, which is exact, and takes three for bfloat16. IS_SCALED: it holds keys and values that were divided by
 `scales` (float32, of keys and of values), which scores and sums are multiplied with.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. It is a constant, because a float argument is float64
@@ -86,6 +87,14 @@ def _factor(scales, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr):
     if IS_SCALED:
         factor = FACTOR * tl.load(scales)
     return factor
+
+
+@triton.jit
+def _in_float16(queries, factor):
+    """`queries` by the power of 2 that puts the largest at 1 to 2, in float16, and `factor` times that."""
+    most = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
+    unit = tl.where((most > 0.0) & (most < float("inf")), tl.exp2(tl.floor(tl.log2(most))), 1.0)
+    return (queries.to(tl.float32) / unit).to(tl.float16), factor * unit
 
 
 @triton.jit
@@ -192,6 +201,8 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scales, stride_q, str
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD), tl.float32)
     factor = _factor(scales, FACTOR, IS_SCALED)
+    if k_cache.dtype.element_ty == tl.uint8 and queries.dtype == tl.bfloat16:
+        queries, factor = _in_float16(queries, factor)
     # All rows see the columns from `whole` on and before `diagonal`. Blocks are found one step ahead: see `decode`.
     first = begin // COLUMNS * COLUMNS
     diagonal = (first_place + 1) // COLUMNS * COLUMNS
@@ -257,6 +268,8 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD), tl.float32)
     factor = _factor(scales, FACTOR, IS_SCALED)
+    if k_cache.dtype.element_ty == tl.uint8 and queries.dtype == tl.bfloat16:
+        queries, factor = _in_float16(queries, factor)
     # Masked throughout: a step of its own for the rest of a context would wait for memory once more. Blocks are found
     # one step ahead: looked up where they are needed, the compiler would fetch keys and values no earlier than that.
     blocks = _find_blocks(table, begin, first, end, WINDOW, BLOCK_SIZE, COLUMNS)
