@@ -52,13 +52,13 @@ def rounded(x: Tensor, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
 def test_tokens_are_those_of_a_cache_that_rounds(model_type: str, mode: str, checkpoint: Any, platform_name: str,
                                                  device: torch.device) -> None:
     need_fp8(device)
     path: Path = checkpoint(model_type)
     settings: dict[str, Any] = {"platform": platform_name, "kv_cache_dtype": "fp8", "graph_mode": mode,
-                                "kv_cache_bytes": 64 << 20, "dtype": "float32", **SMALL}
+                                "kv_cache_bytes": 1 << 20, "dtype": "float32", **SMALL}
     with LLM(path, **settings) as llm, LLM(path, **settings | {"kv_cache_dtype": "auto"}) as wide:
         assert llm.engine.info.num_blocks >= 2 * (wide.engine.info.num_blocks - 1)
         assert llm.engine.info.description["kv_cache_dtype"] == "float8_e4m3fn"

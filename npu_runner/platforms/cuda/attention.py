@@ -57,7 +57,8 @@ class TritonAttention(AttentionBackend):
         self.gpu = Gpu.current()
         self.group = num_heads // num_kv_heads
         self._head = head_width(head_dim)
-        self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
+        self.decode_tile, self.decode_tile_of_fp8 = (
+            decode_tile(head_dim, self.group, dtype, self.gpu, from_fp8=from_fp8) for from_fp8 in (False, True))
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self.kv_scales: Tensor | None = None
         self._has_combined = False
@@ -134,7 +135,8 @@ class TritonAttention(AttentionBackend):
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
         batch_size = q_BNH.shape[0]
-        tile, num_parts = self.decode_tile, self.num_parts(batch_size)
+        tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
+        num_parts = self.num_parts(batch_size)
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         # With one part nothing is written to these; what they are stays the same to the compiler.
         shape = (batch_size, self.num_heads, num_parts) if num_parts > 1 else (1, 1, 1)

@@ -4,9 +4,9 @@ A cache row is one token's K * H values; the row of context token `t` is block_t
 size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on. If COLUMNS divides the block size, they lie
 in one block, whose number is read once. Products are exact in float32 inputs (no TF32), sums are float32 always.
 
-What a cache holds in e4m3 is multiplied in float16 where queries are bfloat16: a GPU has an instruction that makes
-float16 of it, which is exact, and takes three for bfloat16. IS_SCALED: it holds keys and values that were divided by
-`scales` (float32, of keys and of values), which scores and sums are multiplied with.
+What a cache holds in e4m3 is multiplied in float16 where queries are bfloat16: float16 holds it exactly, and Hopper has
+an instruction that makes it, where bfloat16 takes a way over float32. IS_SCALED: it holds keys and values that were
+divided by `scales` (float32, of keys and of values), which scores and sums are multiplied with.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. It is a constant, because a float argument is float64
 to inductor and would make the sums so; sizes of the model are constants for the compiler's sake. WINDOW is how many
