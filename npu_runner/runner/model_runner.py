@@ -72,7 +72,7 @@ class ModelRunner(ModelRunnerBase):
         self.platform = pick_platform(self.config.platform)
         self._enter("setting the device")
         self.device = self.platform.devices.set_device(self.tp.rank)
-        self.settings = resolve_settings(self.config, self.model_config, self.platform)
+        self.settings = resolve_settings(self.config, self.model_config, self.platform, checkpoint.quantization)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.max_model_len = self.settings.max_model_len
         self.dtype, self.kv_dtype = self.settings.torch_dtypes

@@ -7,6 +7,7 @@ T tokens, B sequences, N query heads, K kv heads, G = N / K, H head dim, P parts
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Sequence
@@ -66,8 +67,10 @@ class TritonAttention(AttentionBackend):
         self.gpu = Gpu.current()
         self.group = num_heads // num_kv_heads
         self._head = head_width(head_dim)
-        self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
+        self.decode_tile, self.decode_tile_of_fp8 = (
+            decode_tile(head_dim, self.group, dtype, self.gpu, from_fp8=from_fp8) for from_fp8 in (False, True))
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
+        self.kv_scales: Tensor | None = None
         self._has_combined = False
         self.prompts = self._make_prompts()
         self.images = ImageAttention()
@@ -81,6 +84,11 @@ class TritonAttention(AttentionBackend):
             return None
         return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
                                dtype=self.dtype)
+
+    def with_kv_scales(self, scales_2: Tensor) -> TritonAttention:
+        scaled = copy.copy(self)
+        scaled.kv_scales = scales_2
+        return scaled
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
@@ -110,15 +118,19 @@ class TritonAttention(AttentionBackend):
         width = self.num_kv_heads * self.head_dim
         assert k_TKH.stride(1) == v_TKH.stride(1) == self.head_dim, "heads of one token lie together"
         kernels.write_kv[(k_TKH.shape[0],)](
-            k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, k_TKH.stride(0), v_TKH.stride(0), width,
-            BLOCK=triton.next_power_of_2(width), num_warps=4,
+            k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, self._scales_or(k_TKH), k_TKH.stride(0), v_TKH.stride(0),
+            width, BLOCK=triton.next_power_of_2(width), IS_SCALED=self.kv_scales is not None, num_warps=4,
         )
 
     def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
                           cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
                           slot_mapping_T: Tensor) -> Tensor:
         return norm_rotary_store(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=k_cache, v_cache=v_cache,
-                                 slot_mapping_T=slot_mapping_T)
+                                 slot_mapping_T=slot_mapping_T, kv_scales=self.kv_scales)
+
+    def _scales_or(self, other: Tensor) -> Tensor:
+        """What a kernel is handed for the scales; it does not read `other`."""
+        return other if self.kv_scales is None else self.kv_scales
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
@@ -131,7 +143,8 @@ class TritonAttention(AttentionBackend):
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
             q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, plan.tiles, metadata.block_tables_BW,
-            q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E, WINDOW=window or 0,
+            self._scales_or(q_TNH), q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E,
+            IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
             NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size,
             ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head, num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -141,7 +154,8 @@ class TritonAttention(AttentionBackend):
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
         batch_size = q_BNH.shape[0]
-        tile, num_parts = self.decode_tile, self.num_parts(batch_size)
+        tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
+        num_parts = self.num_parts(batch_size)
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         # With one part nothing is written to these; what they are stays the same to the compiler.
         shape = (batch_size, self.num_heads, num_parts) if num_parts > 1 else (1, 1, 1)
@@ -149,8 +163,9 @@ class TritonAttention(AttentionBackend):
         weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
         kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
             q_BNH, _readable(k_cache), _readable(v_cache), out_BNH, parts, weights, metadata.block_tables_BW,
-            metadata.context_lens_B, q_BNH.stride(0), metadata.block_tables_BW.stride(0), num_parts,
-            FACTOR=scale * _LOG2_E, WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
+            metadata.context_lens_B, self._scales_or(q_BNH), q_BNH.stride(0), metadata.block_tables_BW.stride(0),
+            num_parts, FACTOR=scale * _LOG2_E, IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
+            NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
             HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
         )
