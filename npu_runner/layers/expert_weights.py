@@ -51,7 +51,7 @@ class ExpertWeights(nn.Module):
     def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
         super().__init__()
         self.moe, self.hidden_size = moe, hidden_size
-        self.is_in_out = context.ops.experts_in_out
+        self.ops, self.is_in_out = context.ops, context.ops.experts_in_out
         self.first, self.count = context.tp.expert_share(moe.num_experts)
         self.start, self.length = (0, moe.intermediate_size) if context.tp.has_whole_experts else context.tp.share(
             moe.intermediate_size, "moe_intermediate_size", "; enable_expert_parallel leaves experts whole")
@@ -76,6 +76,12 @@ class ExpertWeights(nn.Module):
         """gate_up and down, of one that has a `form`."""
         assert self.gate_up_scales is not None and self.down_scales is not None, "these are not quantised"  # noqa: PT018
         return QuantisedExperts(self.gate_up, self.gate_up_scales), QuantisedExperts(self.down, self.down_scales)
+
+    def weights_are_loaded(self) -> None:
+        """Lays integers out as the platform multiplies them."""
+        if self.form == INT8_EXPERTS:
+            self.gate_up, self.down = (nn.Parameter(values, requires_grad=False) for values in (
+                self.ops.settled_int8_experts(self.gate_up.data, self.down.data)))
 
     def _has_product(self, form: str | None) -> bool:
         """Slices that cut a block of FP8 have none, nor have stacks of it that lie the other way round."""

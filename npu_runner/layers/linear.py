@@ -272,11 +272,13 @@ class HeldLinear(nn.Module):
         return self.behind_norm.rounding
 
     def weights_are_loaded(self) -> None:
-        """Lays groups out as the platform multiplies them. For inputs of one scale: what the products of integers are
+        """Lays integers out as the platform multiplies them. For inputs of one scale: what the products of integers are
         shifted and scaled by, with that scale as it is rounded. On several ranks each corrects its own inputs' offset,
         and one adds the bias."""
         if (grouped := self.grouped) is not None:
             self._take_grouped(grouped_weights.settle(grouped, self.ops))
+        if self.form in _OF_INT8:
+            self.weight = nn.Parameter(self.ops.settled_int8(self.weight.data), requires_grad=False)
         if self.shifts is None or self.scales is None:
             return
         name = self.weight_parts["weight"][0].name

@@ -149,6 +149,15 @@ class Ops(ABC):
         out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
 
+    def settled_int8(self, values_OI: Tensor) -> Tensor:
+        """Values of an Int8Weight or StaticInt8Weight as the platform multiplies them, made once when they are loaded;
+        their bytes stay as many, their shape need not."""
+        return values_OI
+
+    def settled_int8_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        """`settled_int8` of the values of `quantised_experts`; their shapes stay."""
+        return gate_up, down
+
     def settled(self, weight: GroupedWeight) -> GroupedWeight:
         """The weight as `grouped_linear` wants it, made once when it is loaded; its bytes stay as many."""
         return weight

@@ -37,8 +37,7 @@ HARMLESS_TEXT = """
     aclAppLog aclmdlInitDump aclmdlSetDump aclmdlFinalizeDump aclopStartDumpArgs aclopStopDumpArgs MsprofGetHashId
     MsprofRegisterCallback MsprofReportAdditionalInfo MsprofReportApi MsprofReportCompactInfo MsprofSysCycleTime
     aclopSetAttrBool aclopSetAttrDataType aclopSetAttrFloat aclopSetAttrInt aclopSetAttrListBool aclopSetAttrListFloat
-    aclopSetAttrListInt aclopSetAttrListListInt aclopSetAttrString aclSetTensorDescName aclSetTensorFormat
-    aclSetTensorPlaceMent aclSetTensorShape HcclSetConfig
+    aclopSetAttrListInt aclopSetAttrListListInt aclopSetAttrString aclSetTensorDescName aclSetTensorPlaceMent HcclSetConfig
 """
 HARMLESS = set(HARMLESS_TEXT.split())
 

@@ -9,6 +9,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from npu_runner.platforms.npu.weight_layout import fuses_experts
 from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
 
 # What npu_dequant_swiglu_quant takes of A2 and A3 devices: features of gate and up together.
@@ -26,10 +27,14 @@ def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: T
 
 def run_int8_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                      down: QuantisedExperts, held: HeldExperts | None) -> Tensor:
-    """`Ops.quantised_experts` of int8. Sums of gate and up stay integers until their kernel rounds them again."""
+    """`Ops.quantised_experts` of int8. Where gate and up lie in NZ one kernel makes the rows that down takes. Else sums
+    stay integers until theirs rounds them again."""
     rows_PD, places_P, counts_E, scales_P = _sort(x_TD, experts_TK, len(gate_up.values), held, _BY_ROW)
     width = gate_up.values.shape[2]
-    if width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU:
+    if fuses_experts(x_TD.shape[1], width):
+        hidden_PI, of_hidden_P = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            rows_PD, [gate_up.values], [gate_up.scales], scales_P, counts_E, group_list_type=_list_type(counts_E))
+    elif width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU:
         sums_P2I = _grouped(rows_PD, gate_up.values, counts_E, output_dtype=torch.int32)
         hidden_PI, of_hidden_P = torch_npu.npu_dequant_swiglu_quant(
             sums_P2I, weight_scale=gate_up.scales, activation_scale=scales_P, group_index=counts_E, activate_left=True,
@@ -72,8 +77,11 @@ def _add_up(outputs_PD: Tensor, places_P: Tensor, weights_TK: Tensor, held: Held
 def _grouped(rows: Tensor, weight: Tensor, counts: Tensor, *, scale: list[Tensor] | None = None,
              per_token_scale: list[Tensor] | None = None, output_dtype: torch.dtype | None = None) -> Tensor:
     """Each group's rows, of which there are `counts`, times its weight (in, out)."""
-    # As counts (type 1) a list of one is refused; as running totals (type 0) it says the same.
-    kind = 0 if counts.shape[0] == 1 else 1
     return torch_npu.npu_grouped_matmul([rows], [weight], split_item=2, group_type=0, group_list=counts,
-                                        group_list_type=kind, scale=scale, per_token_scale=per_token_scale,
+                                        group_list_type=_list_type(counts), scale=scale, per_token_scale=per_token_scale,
                                         output_dtype=output_dtype)[0]
+
+
+def _list_type(counts: Tensor) -> int:
+    # As counts (type 1) a list of one is refused; as running totals (type 0) it says the same.
+    return 0 if counts.shape[0] == 1 else 1

@@ -10,6 +10,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight, unpacked
+from npu_runner.platforms.npu.weight_layout import lays_out_rows, packed_words, takes_words, weight_alone
 
 
 def settled(weight: GroupedWeight) -> GroupedWeight:
@@ -23,11 +24,16 @@ def settled(weight: GroupedWeight) -> GroupedWeight:
     scales, zeros = (None if each is None else each[:, 0].contiguous() if by_row else each.t().contiguous()
                      for each in weight[1:])
     assert scales is not None, "a weight has scales"
-    values = weight.values
-    if values.dtype == torch.uint8:
+    values, num_groups = weight.values, weight.scales.shape[1]
+    num_outputs, width = values.shape
+    num_inputs = width * 2 if values.dtype == torch.uint8 else width
+    group_size = 0 if by_row else num_inputs // num_groups
+    if values.dtype == torch.int8:
+        values = values if by_row and not lays_out_rows() else weight_alone(values.t().contiguous(), group_size)
+    elif takes_words(num_inputs, num_outputs, group_size):
+        values = packed_words(unpacked(values.cpu()).t().contiguous().to(values.device))
+    else:
         values = _words(unpacked(values.cpu())).to(values.device)
-    elif not by_row:
-        values = values.t().contiguous()
     return GroupedWeight(values, scales, None if zeros is None else -zeros)
 
 
@@ -39,7 +45,7 @@ def _words(values_OI: Tensor) -> Tensor:
 def product(x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
     """x w^T + b with a `settled` weight."""
     values, scales, offsets = weight
-    is_turned = values.dtype == torch.int8 and scales.dim() == 1
+    is_turned = values.dtype == torch.int8 and scales.dim() == 1 and not lays_out_rows()
     group_size = 0 if scales.dim() == 1 else x_TI.shape[1] // scales.shape[0]
     return torch_npu.npu_weight_quant_batchmatmul(x_TI, values.t() if is_turned else values, scales, offsets,
                                                   bias=bias_O, antiquant_group_size=group_size)

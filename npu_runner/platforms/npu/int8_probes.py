@@ -75,7 +75,7 @@ def _draw() -> _Numbers:
 
 def _by_row(ops: Ops, numbers: _Numbers) -> Tensor:
     """With a bias, and behind a norm (T, 2 O)."""
-    weight = Int8Weight(numbers.values_OI, numbers.scales_O)
+    weight = Int8Weight(ops.settled_int8(numbers.values_OI), numbers.scales_O)
     rows, _ = ops.add_rms_norm_int8(numbers.x_TI, numbers.residual_TI, numbers.gain_I, _EPS)
     return torch.cat((ops.int8_linear(numbers.x_TI, weight, numbers.bias_O), ops.int8_linear(rows, weight, None)), 1)
 
@@ -88,7 +88,7 @@ def _by_one_scale(ops: Ops, numbers: _Numbers) -> Tensor:
         return torch.full((count,), value, dtype=dtype, device=x_TI.device)
 
     shifts_O = (1000 * numbers.bias_O).int() - _INPUT_OFFSET * numbers.values_OI.cpu().sum(1).int().to(x_TI.device)
-    weight = StaticInt8Weight(numbers.values_OI, shifts_O, numbers.scales_O * _INPUT_SCALE,
+    weight = StaticInt8Weight(ops.settled_int8(numbers.values_OI), shifts_O, numbers.scales_O * _INPUT_SCALE,
                               all_of(1 / _INPUT_SCALE, x_TI.dtype), all_of(_INPUT_OFFSET, x_TI.dtype))
     rounding = NormRounding(*(all_of(value, x_TI.dtype, _NUM_INPUTS) for value in (_INPUT_SCALE, _INPUT_OFFSET)))
     rows, _ = ops.add_rms_norm_int8_static(x_TI, numbers.residual_TI, numbers.gain_I, _EPS, rounding)

@@ -18,6 +18,7 @@ from npu_runner.platforms.npu import grouped
 from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.npu.experts import run_experts, run_int8_experts
 from npu_runner.platforms.npu.static_int8 import add_rms_norm_rounded, static_linear
+from npu_runner.platforms.npu.weight_layout import expert_weights, linear_weight, product_view
 from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, QuantisedExperts, TorchOps
 from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
@@ -36,8 +37,7 @@ class NpuOps(TorchOps):
 
     def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
         rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
-        # The product takes (in, out), and knows a transposed view for what it is.
-        return torch_npu.npu_quant_matmul(rows.values_TI, weight.values_OI.t(), weight.scales_O,
+        return torch_npu.npu_quant_matmul(rows.values_TI, product_view(weight.values_OI), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
 
     def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
@@ -46,6 +46,12 @@ class NpuOps(TorchOps):
     def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
                                  rounding: NormRounding) -> tuple[StaticRows, Tensor]:
         return add_rms_norm_rounded(x_TD, residual_TD, weight_D, eps, rounding)
+
+    def settled_int8(self, values_OI: Tensor) -> Tensor:
+        return linear_weight(values_OI)
+
+    def settled_int8_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        return expert_weights(gate_up, down)
 
     def settled(self, weight: GroupedWeight) -> GroupedWeight:
         return grouped.settled(weight)

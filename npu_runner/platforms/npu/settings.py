@@ -21,6 +21,7 @@ CHOICES = {
     "capture": ("compiled", "recorded"),
     "ge_tiling": ("auto", "device", "host"),
     "replay": ("waiting", "overlapped"),
+    "nz_weights": ("int8", "all", "none"),
 }
 
 
@@ -34,6 +35,8 @@ class NpuSettings:
     """Where GE lays out operators by their inputs' values: on the device, on the host, or as this CANN can."""
     replay: str = "waiting"
     """Whether a captured graph is given its new context lengths once its last replay has run, or at once."""
+    nz_weights: str = "int8"
+    """Which quantised weights lie in NZ: those that are multiplied with int8, those with inputs in 16 bits, too, or none."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> NpuSettings:

@@ -184,31 +184,3 @@ EMU_EXPORT aclError aclrtCmoAsync(void* source, size_t size, aclrtCmoType, aclrt
   if (!emu::is_device_range(source, size)) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclrtCmoAsync: %p", source);
   return emu::submit(stream, "aclrtCmoAsync", [] {});
 }
-
-// ---- the old route: torch_npu falls back to it without a word when an aclnn symbol is missing
-
-EMU_EXPORT aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                           const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*,
-                                           aclopEngineType, aclopCompileType, const char*, aclrtStream) {
-  return refuse(ACL_ERROR_GE_FAILURE, "operator %s took the aclop route: some aclnn function of it is not emulated", type);
-}
-
-EMU_EXPORT aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
-                                             aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
-                                             aclrtStream) {
-  return refuse(ACL_ERROR_GE_FAILURE, "operator %s took the aclop route: some aclnn function of it is not emulated", type);
-}
-
-// Its helpers must work until the refusal, so that the refusal can name the operator.
-struct aclTensorDesc {};
-struct aclDataBuffer {};
-struct aclopAttr {};
-EMU_EXPORT aclTensorDesc* aclCreateTensorDesc(aclDataType, int, const int64_t*, aclFormat) { return new aclTensorDesc; }
-EMU_EXPORT void aclDestroyTensorDesc(const aclTensorDesc* description) { delete description; }
-EMU_EXPORT aclDataBuffer* aclCreateDataBuffer(void*, size_t) { return new aclDataBuffer; }
-EMU_EXPORT aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
-  delete buffer;
-  return ACL_SUCCESS;
-}
-EMU_EXPORT aclopAttr* aclopCreateAttr() { return new aclopAttr; }
-EMU_EXPORT void aclopDestroyAttr(const aclopAttr* attributes) { delete attributes; }

@@ -56,8 +56,13 @@ class Experts:
         self.weights = [(given[name].transpose(1, 2).contiguous().npu(), given[f"{name}_scales"].to(kind).npu())
                         for name, kind in (("gate_up", torch.float32), ("down", of_down or torch.float32))]
 
-    def run(self, first: int = 0, last: int = NUM_EXPERTS, held: HeldExperts | None = None) -> Tensor:
-        taken = [QuantisedExperts(values[first:last], scales[first:last]) for values, scales in self.weights]
+    def taken(self, first: int = 0, last: int = NUM_EXPERTS) -> list[QuantisedExperts]:
+        """As they are held once they are loaded."""
+        settled = self.ops.settled_int8_experts(*(values[first:last] for values, _ in self.weights))
+        return [QuantisedExperts(values, scales[first:last])
+                for values, (_, scales) in zip(settled, self.weights, strict=True)]
+
+    def run(self, taken: list[QuantisedExperts], held: HeldExperts | None = None) -> Tensor:
         return self.ops.quantised_experts(*self.chosen, *taken, held)
 
 
@@ -72,15 +77,16 @@ def main(results: str) -> None:
             experts = Experts(given)
             total, of_nothing = torch.zeros(num_tokens, HIDDEN, dtype=torch.float64), 0.0
             for first, last in RANGES:
-                part = experts.run(first, last, HeldExperts(first, NUM_EXPERTS)).cpu().double()
+                part = experts.run(experts.taken(first, last), HeldExperts(first, NUM_EXPERTS)).cpu().double()
                 is_away = ((given["experts"] < first) | (given["experts"] >= last)).all(1)
                 of_nothing = max([of_nothing, *part[is_away].abs().flatten().tolist()])
                 total += part
-            outputs[name] = (experts.run().cpu(), total, of_nothing)
+            whole = experts.taken()
+            outputs[name] = (experts.run(whole).cpu(), total, of_nothing)
             if (num_tokens, dtype) == (5, torch.bfloat16):
                 torch.npu.synchronize()
                 reset_counters()
-                experts.run()
+                experts.run(whole)
                 torch.npu.synchronize()
                 launches[str(width)] = calls("launches")
     torch.save({"outputs": outputs, "launches": launches}, results)

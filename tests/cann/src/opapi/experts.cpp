@@ -15,6 +15,7 @@ namespace {
 constexpr auto kFloats = {cpu::kFloat, cpu::kHalf, cpu::kBFloat16};
 // What integers hold that no operator wrote.
 constexpr double kNoNumber = 1 << 30;
+constexpr int64_t kFractalWidth = 32;
 
 template <class... Parts>
 void require_tiling(bool holds, const Parts&... parts) {
@@ -195,6 +196,20 @@ Tensor of_a_group(const Tensor& x, const Tensor& weight, int64_t group, const Gr
   return sums.to(cpu::kFloat) * (*scales.outputs)[group].to(cpu::kFloat) * scales.rows->narrow(0, row, x.size(0)).unsqueeze(-1);
 }
 
+// Calls `run` with each group that has rows, its first row and their number; answers how many rows all have.
+template <class Work>
+int64_t for_each_group(const opapi::Input& group_list, int64_t type, int64_t num_rows, const Work& run) {
+  int64_t row = 0;
+  for (int64_t group = 0; group < group_list.size(0); ++group) {
+    auto number = static_cast<int64_t>(group_list[group].item());
+    int64_t rows = type == 1 ? number : number - row;
+    device_check(rows >= 0 && row + rows <= num_rows, "groupList leads to row ", row + rows, ", x has ", num_rows);
+    if (rows > 0) run(group, row, rows);
+    row += rows;
+  }
+  return row;
+}
+
 opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector<opapi::Input>& weights, const std::vector<opapi::Input>& scale_list,
                           const std::vector<opapi::Input>& row_scale_list, const opapi::Input& group_list, int64_t split_item, int64_t group_type, int64_t group_list_type, int64_t act_type,
                           const std::vector<opapi::Output>& ys) {
@@ -211,16 +226,10 @@ opapi::Run grouped_matmul(const std::vector<opapi::Input>& xs, const std::vector
   opapi::Input output_scales = is_scaled ? *of_outputs : x, row_scales = is_scaled ? *of_rows : x;
   require_tiling(group_list_type == 0 || weight.size(0) > 1, "groupListType 1 takes no groupList of length 1");
   return [=] {
-    int64_t row = 0;
-    for (int64_t group = 0; group < weight.size(0); ++group) {
-      auto number = static_cast<int64_t>(group_list[group].item());
-      int64_t rows = group_list_type == 1 ? number : number - row;
-      device_check(rows >= 0 && row + rows <= x.size(0), "groupList leads to row ", row + rows, ", x has ", x.size(0));
-      if (rows > 0) {
-        y.narrow(0, row, rows).copy_(of_a_group(x.narrow(0, row, rows), weight, group, {&output_scales, &row_scales}, row, is_scaled));
-      }
-      row += rows;
-    }
+    Tensor matrices = weight.plain();
+    int64_t row = for_each_group(group_list, group_list_type, x.size(0), [&](int64_t group, int64_t first, int64_t rows) {
+      y.narrow(0, first, rows).copy_(of_a_group(x.narrow(0, first, rows), matrices, group, {&output_scales, &row_scales}, first, is_scaled));
+    });
     // What groupList does not cover is not updated, as documented: here it holds the worst.
     if (row < x.size(0)) y.narrow(0, row, x.size(0) - row).fill_(y.type() == cpu::kInt ? kNoNumber : std::nan(""));
   };
@@ -240,6 +249,55 @@ ACLNN(GroupedMatmulV5, Ins(x), Ins(weight), OptIns(bias), OptIns(scale), OptIns(
       Int(group_type), Int(group_list_type), Int(act_type), OptInts(tuning), Outs(y), OptIns(activation_out), OptIns(scale_out)) {
   refuse_lists({bias, offset, antiquant_scale, antiquant_offset, activation_input, activation_scale, activation_offset});
   return grouped_matmul(x, weight, scale, per_token_scale, group_list, split_item, group_type, group_list_type, act_type, y);
+}
+
+// torch_npu calls it where the weight lies in FRACTAL_NZ. Its document lists no int32 output for this chip.
+ACLNN(GroupedMatmulWeightNz, Ins(x), InsFractal(weight), OptIns(bias), OptIns(scale), OptIns(offset), OptIns(antiquant_scale), OptIns(antiquant_offset),
+      OptIns(per_token_scale), Opt(group_list), OptIns(activation_input), OptIns(activation_scale), OptIns(activation_offset), Int(split_item),
+      Int(group_type), Int(group_list_type), Int(act_type), OptInts(tuning), Int(quant_group_size), Outs(y), OptIns(activation_out), OptIns(scale_out)) {
+  refuse_lists({bias, offset, antiquant_scale, antiquant_offset, activation_input, activation_scale, activation_offset});
+  require(weight.size() == 1 && weight[0].type() == cpu::kChar && quant_group_size == 0, "weights in FRACTAL_NZ that are not int8 by output are not emulated");
+  opapi::require_fractal(weight[0], kFractalWidth, "weight");
+  require(y.size() == 1 && y[0].type() != cpu::kInt, "no int32 output beside a weight in FRACTAL_NZ");
+  return grouped_matmul(x, weight, scale, per_token_scale, group_list, split_item, group_type, group_list_type, act_type, y);
+}
+
+// Product, silu(gate) * up and rounding by row in one, of int8 and with weights in FRACTAL_NZ alone. Rows behind the last group are not written.
+ACLNN(GroupedMatmulSwigluQuantWeightNzV2, In(x), InsFractal(weight), Ins(weight_scale), OptIns(weight_assist), Opt(bias), In(x_scale), Opt(smooth_scale),
+      In(group_list), Int(dequant_mode), Int(dequant_dtype), Int(quant_mode), Int(group_list_type), OptInts(tuning), Out(y), Out(scale)) {
+  require_dtype(x, {cpu::kChar}, "x of other types than int8 is not emulated: x");
+  require(weight.size() == 1 && weight_scale.size() == 1, "lists of ", weight.size(), " weights and ", weight_scale.size(), " scales");
+  refuse_lists({weight_assist});
+  require((!bias.is_given() || bias.numel() == 0) && (!smooth_scale.is_given() || smooth_scale.numel() == 0), "bias and smoothScale beside int8");
+  require(dequant_mode == 0 && dequant_dtype == 0 && quant_mode == 0, "dequantMode ", dequant_mode, ", dequantDtype ", dequant_dtype, ", quantMode ", quant_mode,
+          ": 0 alone for int8");
+  require(group_list_type == 0 || group_list_type == 1, "groupListType is ", group_list_type);
+  const opapi::Input &matrices = weight[0], &outputs = weight_scale[0];
+  require_dtype(matrices, {cpu::kChar}, "weight");
+  require(matrices.dim() == 3, "weight ", matrices.sizes(), " has not 3 dimensions");
+  opapi::require_fractal(matrices, kFractalWidth, "weight");
+  int64_t rows = x.size(0), groups = matrices.size(0), width = matrices.size(2);
+  require(x.dim() == 2 && x.size(1) == matrices.size(1), "x ", x.sizes(), ", weight ", matrices.sizes());
+  require(width % 2 == 0 && width <= 10240 && x.size(1) < 65536, "x ", x.sizes(), ", weight ", matrices.sizes(), ": N is at most 10240, K below 65536");
+  require_dtype(outputs, kFloats, "weightScale");
+  require(outputs.sizes() == cpu::Ints({groups, width}), "weightScale ", outputs.sizes(), ", weight ", matrices.sizes());
+  require_dtype(x_scale, {cpu::kFloat}, "xScale");
+  require(x_scale.sizes() == cpu::Ints{rows}, "xScale ", x_scale.sizes(), ", x ", x.sizes());
+  require_dtype(group_list, {cpu::kLong}, "groupList");
+  require(group_list.sizes() == cpu::Ints{groups} && groups <= 1024, "groupList ", group_list.sizes(), ", weight ", matrices.sizes());
+  require_dtype(y, {cpu::kChar}, "output");
+  require_dtype(scale, {cpu::kFloat}, "outputScale");
+  require(y.sizes() == cpu::Ints({rows, width / 2}) && scale.sizes() == cpu::Ints{rows}, "output ", y.sizes(), ", outputScale ", scale.sizes(), ", x ", x.sizes());
+  return [=, matrices = matrices, outputs = outputs] {
+    Tensor plain = matrices.plain();
+    int64_t row = for_each_group(group_list, group_list_type, rows, [&](int64_t group, int64_t first, int64_t count) {
+      Tensor both = of_a_group(x.narrow(0, first, count), plain, group, {&outputs, &x_scale}, first, true);
+      auto [values, scales] = opapi::rounded_rows(cpu::op("silu", both.narrow(1, 0, width / 2)) * both.narrow(1, width / 2, width / 2));
+      y.narrow(0, first, count).copy_(values);
+      scale.narrow(0, first, count).copy_(scales);
+    });
+    if (row < rows) scale.narrow(0, row, rows - row).fill_(std::nan(""));
+  };
 }
 
 namespace {

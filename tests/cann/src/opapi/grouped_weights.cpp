@@ -12,7 +12,7 @@ using opapi::require_dtype;
 
 namespace {
 
-constexpr int64_t kInWord = 8, kLeastGroup = 32;
+constexpr int64_t kInWord = 8, kLeastGroup = 32, kFractalBytes = 32, kBytesOfWord = 4;
 
 bool is_there(const opapi::Input& input) { return input.is_given() && input.numel() > 0; }
 
@@ -50,15 +50,29 @@ void check_scales(const Tensor& x, const Tensor& scale, const opapi::Input& offs
   opapi::require_same_shape(scale, offset, "antiquantScale and antiquantOffset");
 }
 
+// What its document lists: 8 bits by output; 4 bits in groups, as npu_convert_weight_to_int4pack lays them out. 4 bits by output would be turned.
+void check_fractal(const Tensor& x, const opapi::Input& weight, int64_t group_size) {
+  if (weight.type() == cpu::kChar) {
+    require(group_size == 0, "int8 in groups does not lie in FRACTAL_NZ");
+    return opapi::require_fractal(weight, kFractalBytes, "weight");
+  }
+  require(group_size > 0, "int4 by output in FRACTAL_NZ has to be turned, which is not emulated");
+  require(x.is_contiguous(), "x is turned, beside int4 in groups in FRACTAL_NZ");
+  require(group_size == 64 || group_size == 128, "antiquantGroupSize ", group_size, ": 64 or 128 for int4 in FRACTAL_NZ");
+  require(weight.size(0) % group_size == 0, "K ", weight.size(0), " is no multiple of antiquantGroupSize ", group_size);
+  require(weight.size(1) * kInWord % 64 == 0, "N ", weight.size(1) * kInWord, " is no multiple of 64, for int4 in FRACTAL_NZ");
+  opapi::require_fractal(weight, kFractalBytes / kBytesOfWord, "weight");
+}
+
 }  // namespace
 
-ACLNN(WeightQuantBatchMatmulV2, In(x), In(weight), In(antiquant_scale), Opt(antiquant_offset), Opt(quant_scale), Opt(quant_offset), Opt(bias),
+ACLNN(WeightQuantBatchMatmulV2, In(x), InAnyLayout(weight), In(antiquant_scale), Opt(antiquant_offset), Opt(quant_scale), Opt(quant_offset), Opt(bias),
       GroupSize(group_size), Out(y)) {
   require_dtype(x, {cpu::kHalf, cpu::kBFloat16}, "x");
   require_dtype(weight, {cpu::kChar, cpu::kInt}, "weight");
   require(x.dim() == 2 && weight.dim() == 2, "x ", x.sizes(), ", weight ", weight.sizes(), ": both have two dimensions");
-  require(weight.format == ACL_FORMAT_ND, "weight in another format than ND is not emulated");
   bool is_packed = weight.type() == cpu::kInt;
+  if (weight.is_fractal()) check_fractal(x, weight, group_size);
   require(weight.is_contiguous() || (!is_packed && weight.transpose(0, 1).is_contiguous()), "weight ", weight.sizes(),
           " is neither contiguous nor, in 8 bits, transposed");
   int64_t outputs = weight.size(1) * (is_packed ? kInWord : 1);
@@ -72,7 +86,7 @@ ACLNN(WeightQuantBatchMatmulV2, In(x), In(weight), In(antiquant_scale), Opt(anti
   opapi::require_same_dtype(x, y, "x and y");
   require(y.sizes() == cpu::Ints{x.size(0), outputs}, "y ", y.sizes(), ", x ", x.sizes(), ", ", outputs, " outputs");
   return [=] {
-    Tensor wide = (is_packed ? unpacked(weight) : Tensor(weight)).to(cpu::kFloat);
+    Tensor wide = (is_packed ? unpacked(weight.plain()) : weight.plain()).to(cpu::kFloat);
     if (is_there(antiquant_offset)) wide = wide + of_inputs(antiquant_offset, x.size(1), group_size);
     Tensor rounded = (wide * of_inputs(antiquant_scale, x.size(1), group_size)).to(x.type());
     Tensor out = cpu::op("mm", x.to(cpu::kFloat), rounded.to(cpu::kFloat));

@@ -56,6 +56,20 @@ Input::Input(const aclTensor* given) : source(given) {
   touch(*this);
 }
 
+// Stored as (..., blocks of columns, blocks of rows, 16, width).
+Tensor Input::plain() const {
+  if (!is_fractal()) return *this;
+  cpu::Ints dims, shape = storage_shape;
+  auto first = static_cast<int64_t>(shape.size()) - 4;
+  for (int64_t dim = 0; dim < first; ++dim) dims.push_back(dim);
+  for (int64_t dim : {1, 2, 0, 3}) dims.push_back(first + dim);
+  Tensor turned = cpu::view_of(data(), shape, type()).permute(dims);
+  cpu::Ints padded(shape.begin(), shape.begin() + first);
+  padded.push_back(shape[first + 1] * shape[first + 2]);
+  padded.push_back(shape[first] * shape[first + 3]);
+  return turned.reshape(padded).narrow(-2, 0, size(-2)).narrow(-1, 0, size(-1));
+}
+
 void Output::write(const Tensor& result) const {
   if (result.sizes() != sizes()) {
     throw emu::DeviceError(kParamInvalid, text("the result has shape ", result.sizes(), ", the output ", sizes()));
@@ -69,9 +83,20 @@ void Output::write_and_shrink(const Tensor& result) const {
   source->view = start;
 }
 
-std::vector<Input> inputs_of(const aclTensorList* list, const char* name) {
+const aclTensor* plain_only(const aclTensor* tensor, const char* name) {
+  require(tensor == nullptr || tensor->format != ACL_FORMAT_FRACTAL_NZ, name, " lies in FRACTAL_NZ, which the operator does not take");
+  return tensor;
+}
+
+std::vector<Input> inputs_in_any_layout(const aclTensorList* list, const char* name) {
   require_code(kParamNull, list != nullptr, name, " is null");
   return std::vector<Input>(list->tensors.begin(), list->tensors.end());
+}
+
+std::vector<Input> inputs_of(const aclTensorList* list, const char* name) {
+  std::vector<Input> inputs = inputs_in_any_layout(list, name);
+  for (const Input& input : inputs) plain_only(input.source, name);
+  return inputs;
 }
 
 std::vector<Output> outputs_of(const aclTensorList* list, const char* name) {
@@ -145,6 +170,18 @@ void require_dim(const Tensor& tensor, int64_t dim, const char* name) {
 
 void require_contiguous(const Tensor& tensor, const char* name) {
   require(tensor.is_contiguous(), name, " is not contiguous: shape ", tensor.sizes(), ", strides ", tensor.strides());
+}
+
+void require_fractal(const Input& tensor, int64_t width, const char* name) {
+  constexpr int64_t kRows = 16;
+  require(tensor.is_fractal(), name, " does not lie in FRACTAL_NZ");
+  require(tensor.dim() >= 2 && tensor.is_contiguous(), name, " in FRACTAL_NZ is a view or turned: shape ", tensor.sizes(), ", strides ", tensor.strides());
+  int64_t rows = tensor.size(-2), columns = tensor.size(-1);
+  require(rows > 1 && columns > 1, name, " ", tensor.sizes(), ": no side is 1 in FRACTAL_NZ");
+  cpu::Ints whole = tensor.sizes();
+  whole.resize(whole.size() - 2);
+  for (int64_t part : {(columns + width - 1) / width, (rows + kRows - 1) / kRows, kRows, width}) whole.push_back(part);
+  require(whole == tensor.storage_shape, name, " ", tensor.sizes(), " lies as ", tensor.storage_shape, ", not as ", whole);
 }
 
 void device_check_index(const Tensor& index, int64_t low, int64_t high, const char* name) {

@@ -93,6 +93,9 @@ struct Input : Tensor {
   std::vector<int64_t> storage_shape;
   const aclTensor* source = nullptr;
   bool is_given() const { return defined(); }
+  bool is_fractal() const { return format == ACL_FORMAT_FRACTAL_NZ; }
+  // The matrices of one that lies in FRACTAL_NZ: a copy. Others as they are.
+  Tensor plain() const;
 };
 
 struct Output : Input {
@@ -103,13 +106,16 @@ struct Output : Input {
   void write_and_shrink(const Tensor& result) const;
 };
 
-inline Input mandatory(const aclTensor* tensor, const char* name) {
+// FRACTAL_NZ is for the parameters that say so (InAnyLayout, InsFractal): to others its bytes mean other numbers.
+const aclTensor* plain_only(const aclTensor* tensor, const char* name);
+inline Input mandatory_in_any_layout(const aclTensor* tensor, const char* name) {
   if (tensor == nullptr) throw Refusal(kParamNull, text(name, " is null"));
   return Input(tensor);
 }
+inline Input mandatory(const aclTensor* tensor, const char* name) { return mandatory_in_any_layout(plain_only(tensor, name), name); }
 inline Output mandatory_output(const aclTensor* tensor, const char* name) {
   if (tensor == nullptr) throw Refusal(kParamNull, text(name, " is null"));
-  return Output(tensor);
+  return Output(plain_only(tensor, name));
 }
 inline Scalar mandatory_scalar(const aclScalar* scalar, const char* name) {
   if (scalar == nullptr) throw Refusal(kParamNull, text(name, " is null"));
@@ -126,6 +132,7 @@ inline std::optional<std::vector<int64_t>> optional_ints(const aclIntArray* arra
   return array == nullptr ? std::nullopt : std::optional<std::vector<int64_t>>(array->values);
 }
 std::vector<Input> inputs_of(const aclTensorList* list, const char* name);
+std::vector<Input> inputs_in_any_layout(const aclTensorList* list, const char* name);
 inline std::vector<Input> optional_inputs_of(const aclTensorList* list, const char* name) {
   return list == nullptr ? std::vector<Input>() : inputs_of(list, name);
 }
@@ -148,6 +155,8 @@ void require_same_dtype(const Tensor& a, const Tensor& b, const char* names);
 void require_same_shape(const Tensor& a, const Tensor& b, const char* names);
 void require_dim(const Tensor& tensor, int64_t dim, const char* name);
 void require_contiguous(const Tensor& tensor, const char* name);
+// In FRACTAL_NZ, whole and not turned, in blocks of 16 rows and `width` columns, no matrix with a side of 1.
+void require_fractal(const Input& tensor, int64_t width, const char* name);
 void device_check_index(const Tensor& index, int64_t low, int64_t high, const char* name);
 int64_t wrap_dim(int64_t dim, int64_t num_dims);
 cpu::Ints tail_of(const cpu::Ints& sizes, int64_t length);
@@ -158,18 +167,24 @@ cpu::Ints tail_of(const cpu::Ints& sizes, int64_t length);
 #define EMU_C_In(x) const aclTensor* x
 #define EMU_V_In(x) [[maybe_unused]] const opapi::Input& x
 #define EMU_A_In(x) opapi::mandatory(x, #x)
+#define EMU_C_InAnyLayout(x) const aclTensor* x
+#define EMU_V_InAnyLayout(x) [[maybe_unused]] const opapi::Input& x
+#define EMU_A_InAnyLayout(x) opapi::mandatory_in_any_layout(x, #x)
 #define EMU_C_Opt(x) const aclTensor* x
 #define EMU_V_Opt(x) [[maybe_unused]] const opapi::Input& x
-#define EMU_A_Opt(x) opapi::Input(x)
+#define EMU_A_Opt(x) opapi::Input(opapi::plain_only(x, #x))
 #define EMU_C_Out(x) const aclTensor* x
 #define EMU_V_Out(x) [[maybe_unused]] const opapi::Output& x
 #define EMU_A_Out(x) opapi::mandatory_output(x, #x)
 #define EMU_C_OptOut(x) const aclTensor* x
 #define EMU_V_OptOut(x) [[maybe_unused]] const opapi::Output& x
-#define EMU_A_OptOut(x) opapi::Output(x)
+#define EMU_A_OptOut(x) opapi::Output(opapi::plain_only(x, #x))
 #define EMU_C_Ins(x) const aclTensorList* x
 #define EMU_V_Ins(x) [[maybe_unused]] const std::vector<opapi::Input>& x
 #define EMU_A_Ins(x) opapi::inputs_of(x, #x)
+#define EMU_C_InsFractal(x) const aclTensorList* x
+#define EMU_V_InsFractal(x) [[maybe_unused]] const std::vector<opapi::Input>& x
+#define EMU_A_InsFractal(x) opapi::inputs_in_any_layout(x, #x)
 #define EMU_C_OptIns(x) const aclTensorList* x
 #define EMU_V_OptIns(x) [[maybe_unused]] const std::vector<opapi::Input>& x
 #define EMU_A_OptIns(x) opapi::optional_inputs_of(x, #x)

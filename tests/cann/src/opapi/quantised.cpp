@@ -119,27 +119,32 @@ void check_scales(const Tensor& scale, const opapi::Input& pertoken, const opapi
   else require_dtype(bias, {cpu::kInt, cpu::kBFloat16, cpu::kFloat}, "bias");
 }
 
-void check_matrices(const Tensor& x1, const Tensor& x2, const Tensor& out) {
+constexpr int64_t kFractalWidth = 32;
+
+void check_matrices(const Tensor& x1, const opapi::Input& x2, const Tensor& out) {
   require_dtype(x1, {cpu::kChar}, "x1");
   require_dtype(x2, {cpu::kChar}, "x2");
   require(x1.dim() >= 2 && x1.dim() <= 6 && x2.dim() == 2, "x1 ", x1.sizes(), ", x2 ", x2.sizes(), ": x2 of two dimensions is emulated");
   require(x1.size(-1) == x2.size(0), "x1 ", x1.sizes(), " times x2 ", x2.sizes());
   require(x1.size(-1) <= kMostInLastDim && x2.size(1) <= kMostInLastDim, "x1 ", x1.sizes(), ", x2 ", x2.sizes(), ": last dims are at most 65535");
+  if (x2.is_fractal()) opapi::require_fractal(x2, kFractalWidth, "x2");
   require(x2.is_contiguous() || x2.transpose(0, 1).is_contiguous(), "x2 ", x2.sizes(), " is neither contiguous nor transposed");
   cpu::Ints sizes = without_last(x1);
   sizes.push_back(x2.size(1));
   require(out.sizes() == sizes, "out ", out.sizes(), ", x1 ", x1.sizes(), ", x2 ", x2.sizes());
 }
 
-}  // namespace
+struct Product {
+  opapi::Input x1, x2, x1_scale, x2_scale, y_scale, x1_offset, x2_offset, y_offset, bias;
+};
 
 // An int32 bias is added to the sum of integers, a float one behind the scales.
-ACLNN(QuantMatmulV5, In(x1), In(x2), Opt(x1_scale), In(x2_scale), Opt(y_scale), Opt(x1_offset), Opt(x2_offset), Opt(y_offset), Opt(bias),
-      Flag(transpose_x1), Flag(transpose_x2), Int(group_size), Out(out)) {
+opapi::Run quant_matmul(const Product& given, bool transposes, int64_t group_size, const opapi::Output& out) {
+  const auto [x1, x2, x1_scale, x2_scale, y_scale, x1_offset, x2_offset, y_offset, bias] = given;
   check_matrices(x1, x2, out);
   check_scales(x2_scale, x1_scale, bias, out);
   int64_t outputs = x2.size(1), rows = x1.numel() / x1.size(-1);
-  require(!transpose_x1 && !transpose_x2 && group_size == 0, "transposes by flag and groups are not emulated");
+  require(!transposes && group_size == 0, "transposes by flag and groups are not emulated");
   require(!is_there(y_scale) && !is_there(x1_offset) && !is_there(x2_offset) && !is_there(y_offset), "yScale and offsets are not emulated");
   require(x2_scale.dim() == 1 && (x2_scale.size(0) == 1 || x2_scale.size(0) == outputs), "scale ", x2_scale.sizes(), " for ", outputs, " outputs");
   if (is_there(x1_scale)) {
@@ -147,9 +152,9 @@ ACLNN(QuantMatmulV5, In(x1), In(x2), Opt(x1_scale), In(x2_scale), Opt(y_scale), 
     require(x1_scale.sizes() == cpu::Ints{rows}, "pertokenScale ", x1_scale.sizes(), " for ", rows, " rows");
   }
   if (is_there(bias)) require(bias.sizes() == cpu::Ints{outputs}, "bias ", bias.sizes(), " for ", outputs, " outputs");
-  return [=] {
+  return [=, x1 = x1, x2 = x2, x1_scale = x1_scale, x2_scale = x2_scale, bias = bias] {
     // float64 holds every sum of products of int8.
-    Tensor sums = cpu::op("mm", x1.to(cpu::kDouble).reshape({rows, x1.size(-1)}), x2.to(cpu::kDouble));
+    Tensor sums = cpu::op("mm", x1.to(cpu::kDouble).reshape({rows, x1.size(-1)}), x2.plain().to(cpu::kDouble));
     bool adds_integers = is_there(bias) && bias.type() == cpu::kInt;
     if (adds_integers) sums = sums + bias.to(cpu::kDouble);
     Tensor scaled = sums.to(cpu::kFloat);
@@ -162,6 +167,19 @@ ACLNN(QuantMatmulV5, In(x1), In(x2), Opt(x1_scale), In(x2_scale), Opt(y_scale), 
     }
     out.write(scaled.reshape(out.sizes()));
   };
+}
+
+}  // namespace
+
+ACLNN(QuantMatmulV5, In(x1), In(x2), Opt(x1_scale), In(x2_scale), Opt(y_scale), Opt(x1_offset), Opt(x2_offset), Opt(y_offset), Opt(bias),
+      Flag(transpose_x1), Flag(transpose_x2), Int(group_size), Out(out)) {
+  return quant_matmul({x1, x2, x1_scale, x2_scale, y_scale, x1_offset, x2_offset, y_offset, bias}, transpose_x1 || transpose_x2, group_size, out);
+}
+// torch_npu calls it where x2 lies in FRACTAL_NZ.
+ACLNN(QuantMatmulWeightNz, In(x1), InAnyLayout(x2), Opt(x1_scale), In(x2_scale), Opt(y_scale), Opt(x1_offset), Opt(x2_offset), Opt(y_offset), Opt(bias),
+      Flag(transpose_x1), Flag(transpose_x2), Int(group_size), Out(out)) {
+  require(x2.is_fractal(), "x2 does not lie in FRACTAL_NZ");
+  return quant_matmul({x1, x2, x1_scale, x2_scale, y_scale, x1_offset, x2_offset, y_offset, bias}, transpose_x1 || transpose_x2, group_size, out);
 }
 
 // silu(half) * the other of sums of integers, group by group, rounded by row again. Rows behind the last group are not written.

@@ -1,0 +1,91 @@
+"""How the weights of quantised products lie: in NZ (FRACTAL_NZ, blocks as the matrix unit reads them) where their
+operators take it, else row by row (ND). Moved once, when they are loaded, one weight at a time.
+
+docs/quantization.md says which operator takes what, and by which document. O outputs, I inputs, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from npu_runner.errors import ModelError
+from npu_runner.platforms.npu.settings import npu_settings
+
+NZ = 29
+_ROWS, _BLOCK_BYTES = 16, 32
+"""A block has 16 inputs and 32 bytes of outputs."""
+_MOST_OF_FUSED = 10240
+"""Outputs of gate and up together that npu_grouped_matmul_swiglu_quant_v2 takes."""
+_GROUPS, _OUTPUTS_OF_GROUPS = (64, 128), 64
+
+
+def linear_weight(values_OI: Tensor) -> Tensor:
+    """int8 as `product_view` hands it on: (I, O) where this process lays weights out, else as it is."""
+    return values_OI if npu_settings().nz_weights == "none" else _moved(values_OI.t().contiguous())
+
+
+def product_view(values: Tensor) -> Tensor:
+    """(I, O) of a `linear_weight`. Of one that is not laid out the product knows a transposed view for what it is."""
+    return values.t() if npu_settings().nz_weights == "none" else values
+
+
+def expert_weights(gate_up_EIO: Tensor, down_EIO: Tensor) -> tuple[Tensor, Tensor]:
+    """int8, contiguous. In NZ gate_up is for the fused product alone; down's product takes both."""
+    is_fused = fuses_experts(*gate_up_EIO.shape[1:])
+    return _moved(gate_up_EIO) if is_fused else gate_up_EIO, (
+        down_EIO if npu_settings().nz_weights == "none" else _moved(down_EIO))
+
+
+def fuses_experts(num_inputs: int, num_outputs: int) -> bool:
+    """Whether one operator multiplies with gate and up, applies silu and rounds: it wants NZ."""
+    return (npu_settings().nz_weights != "none" and num_outputs <= _MOST_OF_FUSED
+            and _has_whole_blocks(num_inputs, num_outputs, _BLOCK_BYTES))
+
+
+def lays_out_rows() -> bool:
+    """Whether int8 with inputs in 16 bits and a scale for each output is (I, O), as `weight_alone` takes it."""
+    return npu_settings().nz_weights == "all"
+
+
+def weight_alone(values_IO: Tensor, group_size: int) -> Tensor:
+    """int8 with inputs in 16 bits (`group_size` 0: a scale for each output)."""
+    return _moved(values_IO) if group_size == 0 and lays_out_rows() else values_IO
+
+
+def takes_words(num_inputs: int, num_outputs: int, group_size: int) -> bool:
+    """Whether `packed_words` is for four bits of this shape."""
+    return (npu_settings().nz_weights == "all" and group_size in _GROUPS and num_inputs % group_size == 0
+            and num_outputs % _OUTPUTS_OF_GROUPS == 0)
+
+
+def packed_words(values_IO: Tensor) -> Tensor:
+    """int32 (I, O / 8) in NZ of int8 from -8 to 7. The vendor packs what lies in NZ as int32, on the host."""
+    return _as_nz(torch_npu.npu_convert_weight_to_int4pack(_cast(values_IO.int())))
+
+
+def _moved(values: Tensor) -> Tensor:
+    """In NZ where nothing has to be padded, so that its bytes stay as many; else as it is."""
+    return _as_nz(_cast(values)) if _has_whole_blocks(*values.shape[-2:], _BLOCK_BYTES) else values
+
+
+def _has_whole_blocks(num_inputs: int, num_outputs: int, width: int) -> bool:
+    return num_inputs % _ROWS == 0 and num_outputs % width == 0
+
+
+def _cast(values: Tensor) -> Tensor:
+    # What is allowed is allowed for all that is made meanwhile, so no longer than for this one.
+    torch.npu.config.allow_internal_format = True
+    try:
+        return torch_npu.npu_format_cast(values, NZ)
+    finally:
+        torch.npu.config.allow_internal_format = False
+
+
+def _as_nz(values: Tensor) -> Tensor:
+    """Raises ModelError where torch_npu left it as it was: products that were chosen for NZ would read other numbers."""
+    if torch_npu.get_npu_format(values) != NZ:
+        raise ModelError(f"torch_npu left weights of shape {list(values.shape)} in format "
+                         f"{torch_npu.get_npu_format(values)} and not in NZ; set NPU_RUNNER_ASCEND_NZ_WEIGHTS=none")
+    return values
