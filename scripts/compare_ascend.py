@@ -68,6 +68,9 @@ COMPARISONS = {
     "replay": Comparison(
         question="Can a graph be given new lengths while its last replay runs, and what does that save?",
         sides=_variable(f"{PREFIX}REPLAY", "waiting", "overlapped"), settings=_GRAPHS),
+    "nz_weights": Comparison(
+        question="Are int8 weights quicker in NZ than row by row?",
+        sides=_variable(f"{PREFIX}NZ_WEIGHTS", "int8", "all", "none"), settings={**_GRAPHS, "quantization": "int8"}),
     "affinity": Comparison(
         question="Is it worth to bind threads to the cores near their device?",
         sides=_variable("CPU_AFFINITY_CONF", None, "0", "1", "mode:2,npu_affine:1"), settings=_GRAPHS),

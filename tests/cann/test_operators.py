@@ -15,7 +15,7 @@ COMPARING: dict[str, dict[str, object]] = {
     "plain_operators": {},
     "rare_operators": {},
     "expert_operators": {},
-    "quantised_operators": {}, "grouped_operators": {},
+    "quantised_operators": {}, "grouped_operators": {}, "fractal_operators": {},
     # Without a task queue: ATB's refusals come from the queue's thread, which does nothing after one.
     "second_kernels": {"TASK_QUEUE_ENABLE": "0"},
     # States in float32, which only the newest CANN takes.

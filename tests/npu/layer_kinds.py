@@ -57,8 +57,8 @@ KINDS = {
     # As many: two norms round, and two products round their inputs themselves.
     "dense, int8 with static inputs": LayerKind(model_type="qwen3", launches=_everywhere(15), changes=_plain,
                                                 stored="modelslim-w8a8"),
-    # One more, of attention's second product; the experts' operators round what they pass on.
-    "experts, int8": LayerKind(model_type="qwen3_moe", launches=_everywhere(18), changes=lambda count: {
+    # Attention's second product rounds its inputs itself; one operator multiplies with gate and up and rounds for down.
+    "experts, int8": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=lambda count: {
         **_plain(count), "moe_intermediate_size": 32}, settings={"quantization": "int8"}),
     "experts": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=_plain),
     "gated delta, fused": LayerKind(

@@ -20,6 +20,7 @@ _LAYOUT_BSND = 1
 _CACHE_MODE = "Norm"
 # Places of tokens stand token by token, as npu_moe_init_routing_v2 gives them.
 _BY_TOKEN = 2
+_GE_FLOAT32 = 0
 
 
 @functools.cache
@@ -34,6 +35,7 @@ def load(name: str) -> Any:
         _convert_cache_writes(module)
         _convert_experts(module)
         _convert_rounding_norm(module)
+        _convert_rounding_experts(module)
         _convert_softplus(module)
         _convert_state_writes(module)
     else:
@@ -161,6 +163,26 @@ def _convert_rounding_norm(module: Any) -> None:
                   "zero_points1": zero_points1, "zero_points2": zero_points2}
         return ge.custom_op("AddRmsNormQuant", inputs=inputs, outputs=["y1", "y2", "x"], attrs={
             "axis": ge.attr.Int(axis), "epsilon": ge.attr.Float(epsilon), "div_mode": ge.attr.Bool(div_mode)})
+
+
+def _convert_rounding_experts(module: Any) -> None:
+    """Gate and up of int8 experts in one operator, for GE. In every wheel, the shipped converter makes uint8 of the
+    default type in between; A2 and A3 take float32 alone, which is GE's own default."""
+    apis, ge = _import("torchair._ge_concrete_graph.ge_apis"), _import("torchair.ge")
+    # The shipped one first: the last to register wins.
+    _import("torchair._ge_concrete_graph.ge_converter.custom.grouped_matmul_swiglu_quant_v2")
+
+    @module.register_fx_node_ge_converter(torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2.default)
+    def convert(x: Any, weight: Any, weight_scale: Any, x_scale: Any, group_list: Any, *, smooth_scale: Any = None,
+                weight_assist_matrix: Any = None, bias: Any = None, dequant_mode: int = 0, dequant_dtype: Any = None,
+                quant_mode: int = 0, quant_dtype: Any = None, group_list_type: int = 0, tuning_config: Any = None,
+                x_dtype: Any = None, weight_dtype: Any = None, weight_scale_dtype: Any = None, x_scale_dtype: Any = None,
+                meta_outputs: Any = None) -> Any:
+        inputs = {"x": x, "x_scale": x_scale, "group_list": group_list, "weight": weight, "weight_scale": weight_scale,
+                  "weight_assist_matrix": [apis.Fill([0], apis.Cast(0.0, dst_type=_GE_FLOAT32))]}  # empty: for int4
+        return ge.custom_op("GroupedMatmulSwigluQuantV2", inputs=inputs, outputs=["y", "y_scale"], attrs={
+            "dequant_mode": ge.attr.Int(dequant_mode), "quant_mode": ge.attr.Int(quant_mode),
+            "group_list_type": ge.attr.Int(group_list_type)})
 
 
 def _convert_softplus(module: Any) -> None:

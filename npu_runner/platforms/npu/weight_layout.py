@@ -84,8 +84,10 @@ def _cast(values: Tensor) -> Tensor:
 
 
 def _as_nz(values: Tensor) -> Tensor:
-    """Raises ModelError where torch_npu left it as it was: products that were chosen for NZ would read other numbers."""
-    if torch_npu.get_npu_format(values) != NZ:
-        raise ModelError(f"torch_npu left weights of shape {list(values.shape)} in format "
-                         f"{torch_npu.get_npu_format(values)} and not in NZ; set NPU_RUNNER_ASCEND_NZ_WEIGHTS=none")
+    """Raises ModelError where torch_npu left it as it was, or moved more than it: of a view it moves the whole tensor.
+    Products that were chosen for NZ would read other numbers."""
+    found, size = torch_npu.get_npu_format(values), torch_npu.get_storage_size(values)
+    if found != NZ or size != values.numel():
+        raise ModelError(f"torch_npu laid weights of shape {list(values.shape)} out in format {found} with {size} numbers, "
+                         f"and not in NZ with {values.numel()}; set NPU_RUNNER_ASCEND_NZ_WEIGHTS=none")
     return values

@@ -58,7 +58,7 @@ class Experts:
 
     def taken(self, first: int = 0, last: int = NUM_EXPERTS) -> list[QuantisedExperts]:
         """As they are held once they are loaded."""
-        settled = self.ops.settled_int8_experts(*(values[first:last] for values, _ in self.weights))
+        settled = self.ops.settled_int8_experts(*(values[first:last].clone() for values, _ in self.weights))
         return [QuantisedExperts(values, scales[first:last])
                 for values, (_, scales) in zip(settled, self.weights, strict=True)]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .graph import GE_TYPES
-from .memory import ACL_TYPES, GraphEngineError, call_aclnn, device_empty
+from .memory import ACL_TYPES, GraphEngineError, call_aclnn, device_empty, is_fractal
 from .operators import Call, on_device, register
 
 _OUTPUT_OF_INT8 = {0: torch.float16, 1: torch.bfloat16, 2: torch.int32}
@@ -65,10 +65,26 @@ def grouped_matmul(call: Call) -> Tensor:
     dtype = _OUTPUT_OF_INT8[int(call.attribute("dtype", -1))] if x.dtype == torch.int8 else x.dtype
     out = device_empty([x.shape[0], weight.shape[-1]], dtype)
     numbers = [int(call.attribute(name, 0)) for name in ("split_item", "group_type", "group_list_type", "act_type")]
-    call_aclnn("GroupedMatmulV5", [x], [weight], None, scales or None, *[None] * 3,
+    name, group_size = ("GroupedMatmulWeightNz", [0]) if is_fractal(weight) else ("GroupedMatmulV5", [])
+    call_aclnn(name, [x], [weight], None, scales or None, *[None] * 3,
                None if row_scale is None else [row_scale], given(call, "group_list"), *[None] * 3, *numbers,
-               call.attribute("tuning_config", [0]), [out], None, None)
+               call.attribute("tuning_config", [0]), *group_size, [out], None, None)
     return out
+
+
+@register("GroupedMatmulSwigluQuantV2")
+def grouped_matmul_swiglu_quant(call: Call) -> list[Tensor]:
+    x, (weight,), (scales,) = on_device(call["x"]), lists(call, "weight"), lists(call, "weight_scale")
+    if not is_fractal(weight):
+        raise GraphEngineError("int8 weights lie in FRACTAL_NZ here")
+    outputs = [device_empty([x.shape[0], scales.shape[-1] // 2], torch.int8), device_empty([x.shape[0]], torch.float32)]
+    call_aclnn(
+        "GroupedMatmulSwigluQuantWeightNzV2", x, [weight], [scales], lists(call, "weight_assist_matrix") or None,
+        given(call, "bias"), on_device(call["x_scale"]), given(call, "smooth_scale"), given(call, "group_list"),
+        *(int(call.attribute(name, 0)) for name in (
+            "dequant_mode", "dequant_dtype", "quant_mode", "group_list_type")),
+        call.attribute("tuning_config", [0]), *outputs)
+    return outputs
 
 
 @register("DequantSwigluQuant")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,6 +30,10 @@ for creator in ("aclCreateTensor", "aclCreateIntArray", "aclCreateTensorList"):
     getattr(operators, creator).restype = ctypes.c_void_p
 
 
+NZ = 29
+_ND = 2
+
+
 class GraphEngineError(RuntimeError):
     """The graph engine refuses: an unknown operator, or arguments that the operator does not take."""
 
@@ -43,10 +48,16 @@ def uncounted() -> Iterator[None]:
         runtime.cann_emu_uncounted(0)
 
 
+def is_fractal(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu" and int(sys.modules["torch_npu"].get_npu_format(tensor)) == NZ
+
+
 def host_view(tensor: Tensor) -> Tensor:
     """A CPU tensor over the memory of a contiguous device tensor."""
     if tensor.device.type == "cpu":
         return tensor
+    if is_fractal(tensor):
+        raise GraphEngineError(f"an operator that does not take FRACTAL_NZ reads a tensor in it: {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise GraphEngineError(
             f"a graph input is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
@@ -76,15 +87,17 @@ def count(group: str, name: str, num_bytes: int = 0) -> None:
 def _acl_tensor(tensor: Tensor) -> ctypes.c_void_p:
     shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
     strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
+    stored = sys.modules["torchair.core._npu_graph_executor"].GetNpuStorageSizes(tensor) if is_fractal(tensor) else None
+    storage = shape if stored is None else (ctypes.c_int64 * len(stored))(*stored)
     handle = operators.aclCreateTensor(
         shape,
         ctypes.c_uint64(tensor.dim()),
         ACL_TYPES[tensor.dtype],
         strides,
         ctypes.c_int64(0),
-        2,
-        shape,
-        ctypes.c_uint64(tensor.dim()),
+        _ND if stored is None else NZ,
+        storage,
+        ctypes.c_uint64(len(storage)),
         ctypes.c_void_p(tensor.data_ptr()),
     )
     return ctypes.c_void_p(handle)

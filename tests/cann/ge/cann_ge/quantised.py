@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .experts import given
 from .graph import GE_TYPES
-from .memory import ACL_TYPES, call_aclnn, device_empty
+from .memory import ACL_TYPES, call_aclnn, device_empty, is_fractal
 from .operators import Call, on_device, register
 
 
@@ -60,7 +60,7 @@ def add_rms_norm_quant(call: Call) -> list[Tensor]:
 def quant_matmul(call: Call) -> Tensor:
     x1, x2 = on_device(call["x1"]), on_device(call["x2"])
     out = device_empty([*x1.shape[:-1], x2.shape[-1]], GE_TYPES[int(call.attribute("dtype"))])
-    call_aclnn("QuantMatmulV5", x1, x2, given(call, "pertoken_scale"), on_device(call["scale"]), None, None,
+    call_aclnn("QuantMatmulWeightNz" if is_fractal(x2) else "QuantMatmulV5", x1, x2, given(call, "pertoken_scale"), on_device(call["scale"]), None, None,
                given(call, "offset"), None, given(call, "bias"), bool(call.attribute("transpose_x1", False)),
                bool(call.attribute("transpose_x2", False)), 0, out)
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import collectives, experts, fused, operators, quantised  # noqa: F401 (these register their operators)
 from .graph import Node, const_value, in_order, parse_node
-from .memory import GraphEngineError, count, device_empty, host_view, runtime, to_device, uncounted
+from .memory import NZ, GraphEngineError, count, device_empty, host_view, is_fractal, runtime, to_device, uncounted
 from .operators import REGISTRY, Call
 
 # Operators whose tiling depends on the values of these inputs. Without tiling on the device
@@ -80,7 +80,10 @@ class EmulatedGraph:
 
     def _results(self, node: Node, values: dict[str, list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
         if node.type in ("Data", "RefData"):
-            return [inputs[node.attributes["index"]]]
+            given = inputs[node.attributes["index"]]
+            if is_fractal(given) and node.raw.output_desc[0].attr["format_for_int"].i != NZ:
+                raise GraphEngineError(f"graph {self.name}: input {node.name} lies in FRACTAL_NZ, and was compiled without")
+            return [given]
         if node.type == "Const":
             return [self.constants[node.name]]
         arguments = [(parameter, values[name][index] if name else None) for parameter, name, index in node.inputs]

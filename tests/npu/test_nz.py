@@ -1,0 +1,106 @@
+"""Weights in NZ on the npu platform: they answer as the same weights row by row, bit for bit, whatever is multiplied;
+they are moved once, when they are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_runner.checkpoint.formats.reader import open_weights
+from npu_runner.checkpoint.quantization import read_quantization
+from scripts.quantised.writing import quantise
+from tests.cann.environment import has_real_cann, run_python
+from tests.npu.programs.nz import CAST
+from tests.npu.test_int8 import GRAPH_ENGINE, MODES, assert_near, case, logits
+from tests.npu.test_int8_experts import SIZES as EXPERTS
+from tests.oracle.quantised_folders import one_range
+from tests.oracle.rounded_models import rounded_models
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow,
+              pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts launches")]
+
+DENSE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "num_hidden_layers": 2}
+LINEARS = 2 * 4
+"""q, k and v; o; gate and up; down."""
+READ_NZ = {"dense": {"aclnnQuantMatmulWeightNz"},
+           "experts": {"aclnnGroupedMatmulSwigluQuantWeightNzV2", "aclnnGroupedMatmulWeightNz"}}
+ROW_BY_ROW = {"aclnnQuantMatmulV5", "aclnnGroupedMatmulV5", "aclnnDequantSwigluQuantV2"}
+
+
+def answers(cases: list[dict[str, Any]], weights: str, folder: Path) -> list[dict[str, Any]]:
+    """`weights`: the setting of the platform."""
+    (folder / "spec.json").write_text(json.dumps({"cases": cases}))
+    done = run_python(["-m", "tests.npu.programs.nz", str(folder / "spec.json"), str(folder / "found.pt")], timeout=900,
+                      NPU_RUNNER_ASCEND_NZ_WEIGHTS=weights)
+    assert done.returncode == 0, done.stderr[-8000:]
+    found: dict[str, Any] = torch.load(folder / "found.pt")
+    return list(found["answers"])
+
+
+def assert_same(folders: list[Path], modes: list[dict[str, Any]], weights: str, folder: Path) -> list[dict[str, Any]]:
+    """As without NZ; casts are made while loading alone."""
+    cases = [case(path, **mode) for path in folders for mode in modes]
+    found, plain = (answers(cases, each, folder) for each in (weights, "none"))
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert torch.equal(ours["logits"], theirs["logits"])
+        assert ours["casts"][0] == ours["casts"][1] > 0
+        assert theirs["casts"] == [0, 0]
+    return found
+
+
+def products(answer: dict[str, Any]) -> set[str]:
+    return set(answer["launches"]) | set(answer["captured"])
+
+
+def test_integers_in_groups_of_64_and_128(checkpoint: Any, tmp_path: Path) -> None:
+    """In NZ as near to float64 as plain torch is, eager and captured; every weight is moved."""
+    plain = checkpoint("qwen3", **DENSE)
+    sizes = {64: MODES[0], 128: MODES[1]}
+    for size in sizes:
+        quantise(plain, tmp_path / f"awq{size}", "awq", group_size=size)
+    cases = [case(tmp_path / f"awq{size}", **mode) for size, mode in sizes.items()]
+    for size, found in zip(sizes, answers(cases, "all", tmp_path), strict=True):
+        path = tmp_path / f"awq{size}"
+        with open_weights(path, read_quantization(path)) as stored:
+            exact, rounded = rounded_models(plain, stored)
+        tokens = found["tokens"]
+        assert_near(found["logits"], logits(exact, tokens), logits(rounded, tokens))
+        # The vendor's packing moves what it reads there and back.
+        assert found["casts"] == [2 * LINEARS, 2 * LINEARS]
+
+
+@pytest.mark.full("a process for each layout; int8 in NZ stays (test_int8, test_int8_experts), and groups above")
+@pytest.mark.parametrize("modes", [MODES, GRAPH_ENGINE])
+def test_answers_are_those_of_weights_row_by_row(modes: list[dict[str, Any]], checkpoint: Any, tmp_path: Path) -> None:
+    """One checkpoint of each form; of groups those that NZ takes, and those that it does not."""
+    dense, moe = checkpoint("qwen3", **DENSE), checkpoint("qwen3_moe", **EXPERTS)
+    for name in ("w8a8", "w8a8-static"):
+        quantise(dense, tmp_path / name, name, ranges=one_range(dense))
+    found = assert_same([tmp_path / "w8a8", tmp_path / "w8a8-static"], modes, "int8", tmp_path)
+    for each in found:
+        assert READ_NZ["dense"] <= products(each)
+        assert not ROW_BY_ROW & products(each)
+        assert each["casts"][0] == LINEARS
+    for name, size in (("awq", 64), ("gptq", 128), ("w8a16", 0)):
+        quantise(dense, tmp_path / name, name, group_size=size or 64)
+    assert_same([tmp_path / name for name in ("awq", "gptq", "w8a16")], modes, "all", tmp_path)
+    quantise(moe, tmp_path / "experts", "w8a8")
+    (ours, *_) = answers([case(tmp_path / "experts", **mode) for mode in modes], "int8", tmp_path)
+    assert READ_NZ["dense"] | READ_NZ["experts"] <= products(ours)
+    assert not ROW_BY_ROW & products(ours)
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    settings = importlib.import_module("npu_runner.platforms.npu.settings")
+    from npu_runner.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="NZ_WEIGHTS=yes is not one of int8, all, none"):
+        settings.NpuSettings.read({"NPU_RUNNER_ASCEND_NZ_WEIGHTS": "yes"})
