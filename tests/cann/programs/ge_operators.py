@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .emulation import close, counters, error_of
+from .fractal_operators import in_nz, packed
 from .fused_operators import draw
+from .quantised_operators import integers
 
 x, y = draw(4, 6), draw(4, 6, seed=1)
 positive = x.abs() + 0.1
@@ -283,12 +285,36 @@ def check_int8_experts() -> None:
             close(got, wanted.cpu())
 
 
+def check_products_read_weights_in_nz() -> None:
+    """As outside the graph (fractal_operators.py); whoever takes a weight in NZ for one row by row is refused."""
+    values, counts = integers(9, 64), torch.tensor([4, 0, 5])
+    whole, stack = in_nz(integers(64, 32, seed=1).npu()), in_nz(integers(3, 64, 32, seed=2).npu())
+    words = packed(integers(128, 64, seed=3).remainder(16) - 8, fractal=True)
+
+    def function(a: Tensor, wide: Tensor, x: Tensor, counts: Tensor, by: Tensor, of: Tensor, whole: Tensor,
+                 stack: Tensor, words: Tensor, scales: Tensor) -> Results:
+        (grouped,) = torch_npu.npu_grouped_matmul([x], [stack], split_item=2, group_type=0, group_list=counts,
+                                                  group_list_type=1, scale=[of], per_token_scale=[by],
+                                                  output_dtype=torch.bfloat16)
+        return (torch_npu.npu_quant_matmul(x, whole, of[0], pertoken_scale=by, output_dtype=torch.bfloat16), grouped,
+                torch_npu.npu_weight_quant_batchmatmul(a, whole, of[0]),
+                torch_npu.npu_weight_quant_batchmatmul(wide, words, scales, antiquant_group_size=64))
+
+    inputs = (draw(9, 64).bfloat16().npu(), draw(9, 128).bfloat16().npu(), values.npu(), counts.npu(),
+              draw(9).abs().npu(), draw(3, 32).abs().bfloat16().npu(), whole, stack, words,
+              draw(2, 64).abs().bfloat16().npu())
+    with torch.inference_mode():
+        for got, wanted in zip(compiled(function)(*inputs), function(*inputs), strict=True):
+            assert torch.equal(got.cpu(), wanted.cpu())
+        assert "that does not take FRACTAL_NZ" in error_of(lambda: compiled(lambda w: (w.relu(),))(whole))
+
+
 def check_every_emulated_operator_was_compared() -> None:
     from cann_ge.session import REGISTRY
 
     in_modes = {"ApplyRotaryPosEmb", "ScatterPaKvCache", "FusedInferAttentionScore"}  # modes.py compares these
     # Their converters are npu_runner's: tests/npu compares the tokens of models that have them.
-    in_families = {"MoeGatingTopKSoftmaxV2", "SoftplusV2", "AddRmsNormQuant"}
+    in_families = {"MoeGatingTopKSoftmaxV2", "SoftplusV2", "AddRmsNormQuant", "GroupedMatmulSwigluQuantV2"}
     in_ranks = {"HcomAllReduce", "HcomAllGather"}  # hccl_rank.py
     never_run = sorted(set(REGISTRY) - set(counters()["ge_operators"]) - in_modes - in_families - in_ranks)
     assert not never_run, never_run
