@@ -37,7 +37,8 @@ HARMLESS_TEXT = """
     aclAppLog aclmdlInitDump aclmdlSetDump aclmdlFinalizeDump aclopStartDumpArgs aclopStopDumpArgs MsprofGetHashId
     MsprofRegisterCallback MsprofReportAdditionalInfo MsprofReportApi MsprofReportCompactInfo MsprofSysCycleTime
     aclopSetAttrBool aclopSetAttrDataType aclopSetAttrFloat aclopSetAttrInt aclopSetAttrListBool aclopSetAttrListFloat
-    aclopSetAttrListInt aclopSetAttrListListInt aclopSetAttrString aclSetTensorDescName aclSetTensorPlaceMent HcclSetConfig
+    aclopSetAttrListInt aclopSetAttrListListInt aclopSetAttrString aclSetTensorDescName aclSetTensorPlaceMent
+    HcclSetConfig
 """
 HARMLESS = set(HARMLESS_TEXT.split())
 

@@ -16,7 +16,6 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
-from tests.npu.programs.nz import CAST
 from tests.npu.test_int8 import GRAPH_ENGINE, MODES, assert_near, case, logits
 from tests.npu.test_int8_experts import SIZES as EXPERTS
 from tests.oracle.quantised_folders import one_range
@@ -89,9 +88,9 @@ def test_answers_are_those_of_weights_row_by_row(modes: list[dict[str, Any]], ch
         assert READ_NZ["dense"] <= products(each)
         assert not ROW_BY_ROW & products(each)
         assert each["casts"][0] == LINEARS
-    for name, size in (("awq", 64), ("gptq", 128), ("w8a16", 0)):
-        quantise(dense, tmp_path / name, name, group_size=size or 64)
-    assert_same([tmp_path / name for name in ("awq", "gptq", "w8a16")], modes, "all", tmp_path)
+    for name, size in (("awq", 64), ("gptq", 128), ("modelslim-w8a16", 64)):
+        quantise(dense, tmp_path / name, name, group_size=size)
+    assert_same([tmp_path / name for name in ("awq", "gptq", "modelslim-w8a16")], modes, "all", tmp_path)
     quantise(moe, tmp_path / "experts", "w8a8")
     (ours, *_) = answers([case(tmp_path / "experts", **mode) for mode in modes], "int8", tmp_path)
     assert READ_NZ["dense"] | READ_NZ["experts"] <= products(ours)

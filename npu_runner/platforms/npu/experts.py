@@ -78,8 +78,8 @@ def _grouped(rows: Tensor, weight: Tensor, counts: Tensor, *, scale: list[Tensor
              per_token_scale: list[Tensor] | None = None, output_dtype: torch.dtype | None = None) -> Tensor:
     """Each group's rows, of which there are `counts`, times its weight (in, out)."""
     return torch_npu.npu_grouped_matmul([rows], [weight], split_item=2, group_type=0, group_list=counts,
-                                        group_list_type=_list_type(counts), scale=scale, per_token_scale=per_token_scale,
-                                        output_dtype=output_dtype)[0]
+                                        group_list_type=_list_type(counts), scale=scale,
+                                        per_token_scale=per_token_scale, output_dtype=output_dtype)[0]
 
 
 def _list_type(counts: Tensor) -> int:

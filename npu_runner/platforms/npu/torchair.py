@@ -166,7 +166,7 @@ def _convert_rounding_norm(module: Any) -> None:
 
 
 def _convert_rounding_experts(module: Any) -> None:
-    """Gate and up of int8 experts in one operator, for GE. In every wheel, the shipped converter makes uint8 of the
+    """Gate and up of int8 experts in one operator, for GE. In every wheel the shipped converter makes uint8 of the
     default type in between; A2 and A3 take float32 alone, which is GE's own default."""
     apis, ge = _import("torchair._ge_concrete_graph.ge_apis"), _import("torchair.ge")
     # The shipped one first: the last to register wins.
@@ -176,10 +176,11 @@ def _convert_rounding_experts(module: Any) -> None:
     def convert(x: Any, weight: Any, weight_scale: Any, x_scale: Any, group_list: Any, *, smooth_scale: Any = None,
                 weight_assist_matrix: Any = None, bias: Any = None, dequant_mode: int = 0, dequant_dtype: Any = None,
                 quant_mode: int = 0, quant_dtype: Any = None, group_list_type: int = 0, tuning_config: Any = None,
-                x_dtype: Any = None, weight_dtype: Any = None, weight_scale_dtype: Any = None, x_scale_dtype: Any = None,
-                meta_outputs: Any = None) -> Any:
+                x_dtype: Any = None, weight_dtype: Any = None, weight_scale_dtype: Any = None,
+                x_scale_dtype: Any = None, meta_outputs: Any = None) -> Any:
+        for_int4 = [apis.Fill([0], apis.Cast(0.0, dst_type=_GE_FLOAT32))]  # empty
         inputs = {"x": x, "x_scale": x_scale, "group_list": group_list, "weight": weight, "weight_scale": weight_scale,
-                  "weight_assist_matrix": [apis.Fill([0], apis.Cast(0.0, dst_type=_GE_FLOAT32))]}  # empty: for int4
+                  "weight_assist_matrix": for_int4}
         return ge.custom_op("GroupedMatmulSwigluQuantV2", inputs=inputs, outputs=["y", "y_scale"], attrs={
             "dequant_mode": ge.attr.Int(dequant_mode), "quant_mode": ge.attr.Int(quant_mode),
             "group_list_type": ge.attr.Int(group_list_type)})

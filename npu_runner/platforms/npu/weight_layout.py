@@ -88,6 +88,6 @@ def _as_nz(values: Tensor) -> Tensor:
     Products that were chosen for NZ would read other numbers."""
     found, size = torch_npu.get_npu_format(values), torch_npu.get_storage_size(values)
     if found != NZ or size != values.numel():
-        raise ModelError(f"torch_npu laid weights of shape {list(values.shape)} out in format {found} with {size} numbers, "
-                         f"and not in NZ with {values.numel()}; set NPU_RUNNER_ASCEND_NZ_WEIGHTS=none")
+        raise ModelError(f"torch_npu laid weights of shape {list(values.shape)} out in format {found} with {size} "
+                         f"numbers, and not in NZ with {values.numel()}; set NPU_RUNNER_ASCEND_NZ_WEIGHTS=none")
     return values

@@ -1,5 +1,5 @@
-"""Weights in FRACTAL_NZ: where each number lies by the definition, operators that read them against the same weights row
-by row, bit for bit, and what is refused.
+"""Weights in FRACTAL_NZ: where each number lies by the definition, operators that read them against the same weights
+row by row, bit for bit, and what is refused.
 
 M rows, K inputs, N outputs, E groups.
 """
@@ -40,9 +40,8 @@ def memory_of(tensor: Tensor, num_items: int) -> np.ndarray:
     """What the device's memory holds, in its order."""
     torch.npu.synchronize()
     found = torch.zeros(num_items, dtype=tensor.dtype)
-    runtime, size = ctypes.CDLL("libascendcl.so"), ctypes.c_size_t(found.nbytes)
-    code = runtime.aclrtMemcpy(ctypes.c_void_p(found.data_ptr()), size, ctypes.c_void_p(tensor.data_ptr()), size, _TO_HOST)
-    assert code == 0
+    size, target, source = ctypes.c_size_t(found.nbytes), *map(ctypes.c_void_p, (found.data_ptr(), tensor.data_ptr()))
+    assert ctypes.CDLL("libascendcl.so").aclrtMemcpy(target, size, source, size, _TO_HOST) == 0
     return found.numpy()
 
 

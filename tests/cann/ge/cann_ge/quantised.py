@@ -60,7 +60,8 @@ def add_rms_norm_quant(call: Call) -> list[Tensor]:
 def quant_matmul(call: Call) -> Tensor:
     x1, x2 = on_device(call["x1"]), on_device(call["x2"])
     out = device_empty([*x1.shape[:-1], x2.shape[-1]], GE_TYPES[int(call.attribute("dtype"))])
-    call_aclnn("QuantMatmulWeightNz" if is_fractal(x2) else "QuantMatmulV5", x1, x2, given(call, "pertoken_scale"), on_device(call["scale"]), None, None,
+    name = "QuantMatmulWeightNz" if is_fractal(x2) else "QuantMatmulV5"
+    call_aclnn(name, x1, x2, given(call, "pertoken_scale"), on_device(call["scale"]), None, None,
                given(call, "offset"), None, given(call, "bias"), bool(call.attribute("transpose_x1", False)),
                bool(call.attribute("transpose_x2", False)), 0, out)
     return out

@@ -82,7 +82,7 @@ class EmulatedGraph:
         if node.type in ("Data", "RefData"):
             given = inputs[node.attributes["index"]]
             if is_fractal(given) and node.raw.output_desc[0].attr["format_for_int"].i != NZ:
-                raise GraphEngineError(f"graph {self.name}: input {node.name} lies in FRACTAL_NZ, and was compiled without")
+                raise GraphEngineError(f"graph {self.name}: {node.name} lies in FRACTAL_NZ, and was compiled without")
             return [given]
         if node.type == "Const":
             return [self.constants[node.name]]
