@@ -33,7 +33,7 @@ def product_view(values: Tensor) -> Tensor:
 
 def expert_weights(gate_up_EIO: Tensor, down_EIO: Tensor) -> tuple[Tensor, Tensor]:
     """int8, contiguous. In NZ gate_up is for the fused product alone; down's product takes both."""
-    is_fused = fuses_experts(*gate_up_EIO.shape[1:])
+    is_fused = fuses_experts(gate_up_EIO.shape[1], gate_up_EIO.shape[2])
     return _moved(gate_up_EIO) if is_fused else gate_up_EIO, (
         down_EIO if npu_settings().nz_weights == "none" else _moved(down_EIO))
 
@@ -41,7 +41,7 @@ def expert_weights(gate_up_EIO: Tensor, down_EIO: Tensor) -> tuple[Tensor, Tenso
 def fuses_experts(num_inputs: int, num_outputs: int) -> bool:
     """Whether one operator multiplies with gate and up, applies silu and rounds: it wants NZ."""
     return (npu_settings().nz_weights != "none" and num_outputs <= _MOST_OF_FUSED
-            and _has_whole_blocks(num_inputs, num_outputs, _BLOCK_BYTES))
+            and _has_whole_blocks(num_inputs, num_outputs))
 
 
 def lays_out_rows() -> bool:
@@ -67,11 +67,11 @@ def packed_words(values_IO: Tensor) -> Tensor:
 
 def _moved(values: Tensor) -> Tensor:
     """In NZ where nothing has to be padded, so that its bytes stay as many; else as it is."""
-    return _as_nz(_cast(values)) if _has_whole_blocks(*values.shape[-2:], _BLOCK_BYTES) else values
+    return _as_nz(_cast(values)) if _has_whole_blocks(values.shape[-2], values.shape[-1]) else values
 
 
-def _has_whole_blocks(num_inputs: int, num_outputs: int, width: int) -> bool:
-    return num_inputs % _ROWS == 0 and num_outputs % width == 0
+def _has_whole_blocks(num_inputs: int, num_outputs: int) -> bool:
+    return num_inputs % _ROWS == 0 and num_outputs % _BLOCK_BYTES == 0
 
 
 def _cast(values: Tensor) -> Tensor:
