@@ -54,6 +54,12 @@ def assert_same(folders: list[Path], modes: list[dict[str, Any]], weights: str, 
     return found
 
 
+def assert_logits(plain: Path, quantised: Path, found: dict[str, Any]) -> None:
+    with open_weights(quantised, read_quantization(quantised)) as stored:
+        exact, rounded = rounded_models(plain, stored)
+    assert_near(found["logits"], logits(exact, found["tokens"]), logits(rounded, found["tokens"]))
+
+
 def products(answer: dict[str, Any]) -> set[str]:
     return set(answer["launches"]) | set(answer["captured"])
 
@@ -66,11 +72,7 @@ def test_integers_in_groups_of_64_and_128(checkpoint: Any, tmp_path: Path) -> No
         quantise(plain, tmp_path / f"awq{size}", "awq", group_size=size)
     cases = [case(tmp_path / f"awq{size}", **mode) for size, mode in sizes.items()]
     for size, found in zip(sizes, answers(cases, "all", tmp_path), strict=True):
-        path = tmp_path / f"awq{size}"
-        with open_weights(path, read_quantization(path)) as stored:
-            exact, rounded = rounded_models(plain, stored)
-        tokens = found["tokens"]
-        assert_near(found["logits"], logits(exact, tokens), logits(rounded, tokens))
+        assert_logits(plain, tmp_path / f"awq{size}", found)
         # The vendor's packing moves what it reads there and back.
         assert found["casts"] == [2 * LINEARS, 2 * LINEARS]
 
@@ -82,15 +84,19 @@ def test_answers_are_those_of_weights_row_by_row(modes: list[dict[str, Any]], ch
     dense, moe = checkpoint("qwen3", **DENSE), checkpoint("qwen3_moe", **EXPERTS)
     for name in ("w8a8", "w8a8-static"):
         quantise(dense, tmp_path / name, name, ranges=one_range(dense))
-    found = assert_same([tmp_path / "w8a8", tmp_path / "w8a8-static"], modes, "int8", tmp_path)
-    for each in found:
-        assert READ_NZ["dense"] <= products(each)
-        assert not ROW_BY_ROW & products(each)
-        assert each["casts"][0] == LINEARS
+    for found in assert_same([tmp_path / "w8a8", tmp_path / "w8a8-static"], modes, "int8", tmp_path):
+        assert READ_NZ["dense"] <= products(found)
+        assert not ROW_BY_ROW & products(found)
+        assert found["casts"][0] == LINEARS
     for name, size in (("awq", 64), ("gptq", 128), ("modelslim-w8a16", 64)):
         quantise(dense, tmp_path / name, name, group_size=size)
-    assert_same([tmp_path / name for name in ("awq", "gptq", "modelslim-w8a16")], modes, "all", tmp_path)
+    assert_same([tmp_path / name for name in ("awq", "gptq")], modes, "all", tmp_path)
+    # By output it is turned in ND, and CPUs add up in another order then.
+    for found in answers([case(tmp_path / "modelslim-w8a16", **mode) for mode in modes], "all", tmp_path):
+        assert_logits(dense, tmp_path / "modelslim-w8a16", found)
+        assert found["casts"] == [LINEARS, LINEARS]
     quantise(moe, tmp_path / "experts", "w8a8")
-    (ours, *_) = answers([case(tmp_path / "experts", **mode) for mode in modes], "int8", tmp_path)
-    assert READ_NZ["dense"] | READ_NZ["experts"] <= products(ours)
-    assert not ROW_BY_ROW & products(ours)
+    for found in answers([case(tmp_path / "experts", **mode) for mode in modes], "int8", tmp_path):
+        assert_logits(moe, tmp_path / "experts", found)
+        assert READ_NZ["dense"] | READ_NZ["experts"] <= products(found)
+        assert not ROW_BY_ROW & products(found)

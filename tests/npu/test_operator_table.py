@@ -129,11 +129,14 @@ def test_old_wheels_are_refused_for_these_reasons(wheel: str) -> None:
     expected = {f"torch_npu.{_SCATTER}: no cache_mode",
                 "torchair._acl_concrete_graph.graph_pass.register_inplaceable_npu_op"}
     router, rule = "npu_moe_gating_top_k_softmax_v2", "npu_recurrent_gated_delta_rule"
+    gate_up = "grouped_matmul_swiglu_quant_v2"
     expected |= {f"torch_npu.{router}", f"torch.ops.npu.{router}",
                  f"torchair._ge_concrete_graph.ge_converter.custom.{router}"}
     if wheel in ("2.7.1", "2.8.0"):  # of CANN 8.3
         expected |= {"torchair.CompilerConfig().as_dict", "torchair.CompilerConfig().debug.aclgraph.clone_input",
-                     f"torch_npu.{rule}", f"torch.ops.npu.{rule}", f"torch.ops.npu.{rule}_functional"}
+                     f"torch_npu.{rule}", f"torch.ops.npu.{rule}", f"torch.ops.npu.{rule}_functional",
+                     f"torch_npu.npu_{gate_up}", f"torch.ops.npu.npu_{gate_up}",
+                     f"torchair._ge_concrete_graph.ge_converter.custom.{gate_up}"}
     assert missing(wheel, _READER.uses) == expected
 
 
@@ -168,7 +171,7 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
         ("torchair.py", '"npu_scatter_pa_kv_cache_functional",', '"npu_scatter_kv",',
          "torch.ops.npu.npu_scatter_kv is not in"),
         ("experts.py", "row_idx_type=0", "row_type=0", "torch_npu.npu_moe_init_routing_v2: no row_type"),
-        ("experts.py", "group_list_type=kind", "list_type=kind", "torch_npu.npu_grouped_matmul: no list_type"),
+        ("experts.py", "group_list_type=_list_type(counts),", "list_type=_list_type(counts),", "torch_npu.npu_grouped_matmul: no list_type"),
         ("torchair.py", 'ops.npu, "_npu_moe_token_unpermute")', 'ops.npu, "_npu_moe_unpermute")',
          "torch.ops.npu._npu_moe_unpermute is not in"),
         ("ops.py", "torch_npu.npu_swiglu(", 'getattr(torch_npu, "npu_swish", None)(', "torch_npu.npu_swish is not in"),

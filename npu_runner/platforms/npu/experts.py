@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.npu.weight_layout import fuses_experts
+from npu_runner.platforms.npu.weight_layout import WeightLayout
 from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
 
 # What npu_dequant_swiglu_quant takes of A2 and A3 devices: features of gate and up together.
@@ -26,12 +26,12 @@ def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: T
 
 
 def run_int8_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                     down: QuantisedExperts, held: HeldExperts | None) -> Tensor:
+                     down: QuantisedExperts, held: HeldExperts | None, layout: WeightLayout) -> Tensor:
     """`Ops.quantised_experts` of int8. Where gate and up lie in NZ one kernel makes the rows that down takes. Else sums
     stay integers until theirs rounds them again."""
     rows_PD, places_P, counts_E, scales_P = _sort(x_TD, experts_TK, len(gate_up.values), held, _BY_ROW)
     width = gate_up.values.shape[2]
-    if fuses_experts(x_TD.shape[1], width):
+    if layout.fuses_experts(x_TD.shape[1], width):
         hidden_PI, of_hidden_P = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             rows_PD, [gate_up.values], [gate_up.scales], scales_P, counts_E, group_list_type=_list_type(counts_E))
     elif width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU:

@@ -17,8 +17,9 @@ from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.npu import grouped
 from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.npu.experts import run_experts, run_int8_experts
+from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.static_int8 import add_rms_norm_rounded, static_linear
-from npu_runner.platforms.npu.weight_layout import expert_weights, linear_weight, product_view
+from npu_runner.platforms.npu.weight_layout import WeightLayout
 from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, QuantisedExperts, TorchOps
 from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
@@ -32,32 +33,35 @@ class NpuOps(TorchOps):
     experts_in_out = True  # the grouped product takes (groups, in, out)
     down_scales_dtype = torch.bfloat16
 
+    def __init__(self) -> None:
+        self._layout = WeightLayout(npu_settings().nz_weights)
+
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
 
     def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
         rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
-        return torch_npu.npu_quant_matmul(rows.values_TI, product_view(weight.values_OI), weight.scales_O,
+        return torch_npu.npu_quant_matmul(rows.values_TI, self._layout.product_view(weight.values_OI), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
 
     def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        return static_linear(x_TI, weight)
+        return static_linear(x_TI, weight, self._layout)
 
     def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
                                  rounding: NormRounding) -> tuple[StaticRows, Tensor]:
         return add_rms_norm_rounded(x_TD, residual_TD, weight_D, eps, rounding)
 
     def settled_int8(self, values_OI: Tensor) -> Tensor:
-        return linear_weight(values_OI)
+        return self._layout.linear_weight(values_OI)
 
     def settled_int8_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        return expert_weights(gate_up, down)
+        return self._layout.expert_weights(gate_up, down)
 
     def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        return grouped.settled(weight)
+        return grouped.settled(weight, self._layout)
 
     def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        return grouped.product(x_TI, weight, bias_O)
+        return grouped.product(x_TI, weight, bias_O, self._layout)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
@@ -112,7 +116,7 @@ class NpuOps(TorchOps):
 
     def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
+        return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held, self._layout)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return draw_from_softmax

@@ -9,15 +9,15 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.npu.weight_layout import product_view
+from npu_runner.platforms.npu.weight_layout import WeightLayout
 from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 
-def static_linear(x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
+def static_linear(x_TI: Tensor | StaticRows, weight: StaticInt8Weight, layout: WeightLayout) -> Tensor:
     """`Ops.int8_static_linear`."""
     rows = x_TI if isinstance(x_TI, StaticRows) else StaticRows(torch_npu.npu_quantize(
         x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False), x_TI.dtype)
-    return torch_npu.npu_quant_matmul(rows.values_TI, product_view(weight.values_OI), weight.scales_O,
+    return torch_npu.npu_quant_matmul(rows.values_TI, layout.product_view(weight.values_OI), weight.scales_O,
                                       pertoken_scale=_scales_of_rows(rows, weight), bias=weight.shifts_O,
                                       output_dtype=rows.dtype)
 

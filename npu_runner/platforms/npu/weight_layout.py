@@ -6,12 +6,13 @@ docs/quantization.md says which operator takes what, and by which document. O ou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch_npu
 from torch import Tensor
 
 from npu_runner.errors import ModelError
-from npu_runner.platforms.npu.settings import npu_settings
 
 NZ = 29
 _ROWS, _BLOCK_BYTES = 16, 32
@@ -21,43 +22,45 @@ _MOST_OF_FUSED = 10240
 _GROUPS, _OUTPUTS_OF_GROUPS = (64, 128), 64
 
 
-def linear_weight(values_OI: Tensor) -> Tensor:
-    """int8 as `product_view` hands it on: (I, O) where this process lays weights out, else as it is."""
-    return values_OI if npu_settings().nz_weights == "none" else _moved(values_OI.t().contiguous())
+@dataclass(frozen=True)
+class WeightLayout:
+    """By `NpuSettings.nz_weights`, when operators are made: a step that is traced reads no environment."""
 
+    nz_weights: str
 
-def product_view(values: Tensor) -> Tensor:
-    """(I, O) of a `linear_weight`. Of one that is not laid out the product knows a transposed view for what it is."""
-    return values.t() if npu_settings().nz_weights == "none" else values
+    def linear_weight(self, values_OI: Tensor) -> Tensor:
+        """int8 as `product_view` hands it on: (I, O) where weights are laid out, else as it is."""
+        return values_OI if self.nz_weights == "none" else _moved(values_OI.t().contiguous())
 
+    def product_view(self, values: Tensor) -> Tensor:
+        """(I, O) of a `linear_weight`. Of one that is not laid out the product knows a transposed view for what it is.
+        """
+        return values.t() if self.nz_weights == "none" else values
 
-def expert_weights(gate_up_EIO: Tensor, down_EIO: Tensor) -> tuple[Tensor, Tensor]:
-    """int8, contiguous. In NZ gate_up is for the fused product alone; down's product takes both."""
-    is_fused = fuses_experts(gate_up_EIO.shape[1], gate_up_EIO.shape[2])
-    return _moved(gate_up_EIO) if is_fused else gate_up_EIO, (
-        down_EIO if npu_settings().nz_weights == "none" else _moved(down_EIO))
+    def expert_weights(self, gate_up_EIO: Tensor, down_EIO: Tensor) -> tuple[Tensor, Tensor]:
+        """int8, contiguous. In NZ gate_up is for the fused product alone; down's product takes both."""
+        is_fused = self.fuses_experts(gate_up_EIO.shape[1], gate_up_EIO.shape[2])
+        return (_moved(gate_up_EIO) if is_fused else gate_up_EIO,
+                down_EIO if self.nz_weights == "none" else _moved(down_EIO))
 
+    def fuses_experts(self, num_inputs: int, num_outputs: int) -> bool:
+        """Whether one operator multiplies with gate and up, applies silu and rounds: it wants NZ."""
+        return (self.nz_weights != "none" and num_outputs <= _MOST_OF_FUSED
+                and _has_whole_blocks(num_inputs, num_outputs))
 
-def fuses_experts(num_inputs: int, num_outputs: int) -> bool:
-    """Whether one operator multiplies with gate and up, applies silu and rounds: it wants NZ."""
-    return (npu_settings().nz_weights != "none" and num_outputs <= _MOST_OF_FUSED
-            and _has_whole_blocks(num_inputs, num_outputs))
+    @property
+    def turns_rows(self) -> bool:
+        """Whether int8 with inputs in 16 bits and a scale for each output is (I, O), and not (O, I)."""
+        return self.nz_weights == "all"
 
+    def weight_alone(self, values_IO: Tensor, group_size: int) -> Tensor:
+        """int8 with inputs in 16 bits (`group_size` 0: a scale for each output)."""
+        return _moved(values_IO) if group_size == 0 and self.turns_rows else values_IO
 
-def lays_out_rows() -> bool:
-    """Whether int8 with inputs in 16 bits and a scale for each output is (I, O), as `weight_alone` takes it."""
-    return npu_settings().nz_weights == "all"
-
-
-def weight_alone(values_IO: Tensor, group_size: int) -> Tensor:
-    """int8 with inputs in 16 bits (`group_size` 0: a scale for each output)."""
-    return _moved(values_IO) if group_size == 0 and lays_out_rows() else values_IO
-
-
-def takes_words(num_inputs: int, num_outputs: int, group_size: int) -> bool:
-    """Whether `packed_words` is for four bits of this shape."""
-    return (npu_settings().nz_weights == "all" and group_size in _GROUPS and num_inputs % group_size == 0
-            and num_outputs % _OUTPUTS_OF_GROUPS == 0)
+    def takes_words(self, num_inputs: int, num_outputs: int, group_size: int) -> bool:
+        """Whether `packed_words` is for four bits of this shape."""
+        return (self.nz_weights == "all" and group_size in _GROUPS and num_inputs % group_size == 0
+                and num_outputs % _OUTPUTS_OF_GROUPS == 0)
 
 
 def packed_words(values_IO: Tensor) -> Tensor:
