@@ -126,9 +126,9 @@ def check_weights_alone_are_the_same() -> None:
         whole, by_row = integers(256, 64, seed=1).npu(), (draw(64).abs() / 100).to(dtype).npu()
         plain, fractal = (torch_npu.npu_weight_quant_batchmatmul(x, each, by_row) for each in (whole, in_nz(whole)))
         assert torch.equal(plain.cpu(), fractal.cpu())
-        values = integers(256, 64, seed=2).remainder(16) - 8
+        values = integers(256, 192, seed=2).remainder(16) - 8
         for size in (64, 128):
-            scales, offsets = ((draw(256 // size, 64, seed=seed).abs() / 10).to(dtype).npu() for seed in (3, 4))
+            scales, offsets = ((draw(256 // size, 192, seed=seed).abs() / 10).to(dtype).npu() for seed in (3, 4))
             plain, fractal = (torch_npu.npu_weight_quant_batchmatmul(
                 x, packed(values, fractal=each), scales, offsets, antiquant_group_size=size) for each in (False, True))
             assert torch.equal(plain.cpu(), fractal.cpu())

@@ -286,10 +286,11 @@ def check_int8_experts() -> None:
 
 
 def check_products_read_weights_in_nz() -> None:
-    """As outside the graph (fractal_operators.py); whoever takes a weight in NZ for one row by row is refused."""
+    """As outside the graph (fractal_operators.py); whoever takes a weight in NZ for one row by row is refused. More than
+    one block of columns: a single one lies row by row."""
     values, counts = integers(9, 64), torch.tensor([4, 0, 5])
-    whole, stack = in_nz(integers(64, 32, seed=1).npu()), in_nz(integers(3, 64, 32, seed=2).npu())
-    words = packed(integers(128, 64, seed=3).remainder(16) - 8, fractal=True)
+    whole, stack = in_nz(integers(64, 96, seed=1).npu()), in_nz(integers(3, 64, 96, seed=2).npu())
+    words = packed(integers(128, 192, seed=3).remainder(16) - 8, fractal=True)
 
     def function(a: Tensor, wide: Tensor, x: Tensor, counts: Tensor, by: Tensor, of: Tensor, whole: Tensor,
                  stack: Tensor, words: Tensor, scales: Tensor) -> Results:
@@ -301,8 +302,8 @@ def check_products_read_weights_in_nz() -> None:
                 torch_npu.npu_weight_quant_batchmatmul(wide, words, scales, antiquant_group_size=64))
 
     inputs = (draw(9, 64).bfloat16().npu(), draw(9, 128).bfloat16().npu(), values.npu(), counts.npu(),
-              draw(9).abs().npu(), draw(3, 32).abs().bfloat16().npu(), whole, stack, words,
-              draw(2, 64).abs().bfloat16().npu())
+              draw(9).abs().npu(), draw(3, 96).abs().bfloat16().npu(), whole, stack, words,
+              draw(2, 192).abs().bfloat16().npu())
     with torch.inference_mode():
         for got, wanted in zip(compiled(function)(*inputs), function(*inputs), strict=True):
             assert torch.equal(got.cpu(), wanted.cpu())
