@@ -62,7 +62,7 @@ class NpuDevices(Devices):
             # A device's process computes next to nothing on the CPU; its threads would stand in preprocessing's way.
             torch.set_num_threads(1)
         torch.npu.set_device(local_rank)
-        # Operators from the installed binaries, weights in plain layout: what graphs and fused kernels here expect.
+        # Operators from the installed binaries. Nothing becomes NZ by itself: weight_layout.py allows it for its casts.
         torch.npu.set_compile_mode(jit_compile=False)
         torch.npu.config.allow_internal_format = False
         return torch.device("npu", local_rank)
