@@ -286,7 +286,7 @@ def check_int8_experts() -> None:
 
 
 def check_products_read_weights_in_nz() -> None:
-    """As outside the graph (fractal_operators.py); whoever takes a weight in NZ for one row by row is refused. More than
+    """As outside the graph (fractal_operators.py); who takes a weight in NZ for one row by row is refused. More than
     one block of columns: a single one lies row by row."""
     values, counts = integers(9, 64), torch.tensor([4, 0, 5])
     whole, stack = in_nz(integers(64, 96, seed=1).npu()), in_nz(integers(3, 64, 96, seed=2).npu())
