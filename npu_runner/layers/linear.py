@@ -105,7 +105,7 @@ class HeldLinear(nn.Module):
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
     behind_norm: BehindNorm | None
-    """What inputs of one scale are to a norm that rounds them, where one does."""
+    """What inputs of one scale are to a norm that rounds them."""
     rest: nn.Parameter | None
     """Rows of the model's dtype beside quantised ones, and their bias."""
     rest_bias: nn.Parameter | None
@@ -272,9 +272,7 @@ class HeldLinear(nn.Module):
         return self.behind_norm.rounding
 
     def weights_are_loaded(self) -> None:
-        """Lays integers out as the platform multiplies them. For inputs of one scale: what the products of integers are
-        shifted and scaled by, with that scale as it is rounded. On several ranks each corrects its own inputs' offset,
-        and one adds the bias."""
+        """Lays integers out for products. Of inputs of one scale each rank corrects its own offset; one adds the bias."""
         if (grouped := self.grouped) is not None:
             self._take_grouped(grouped_weights.settle(grouped, self.ops))
         if self.form in _OF_INT8:
