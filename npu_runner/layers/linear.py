@@ -272,7 +272,7 @@ class HeldLinear(nn.Module):
         return self.behind_norm.rounding
 
     def weights_are_loaded(self) -> None:
-        """Lays integers out for products. Of inputs of one scale each rank corrects its own offset; one adds the bias."""
+        """Lays integers out for products. Of inputs of one scale each rank corrects its offset; one adds the bias."""
         if (grouped := self.grouped) is not None:
             self._take_grouped(grouped_weights.settle(grouped, self.ops))
         if self.form in _OF_INT8:
