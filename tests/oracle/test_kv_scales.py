@@ -55,7 +55,8 @@ def test_each_layer_is_given_its_own(model_type: str, prefix: str, checkpoint: A
         with open_weights(path, read_quantization(path)) as reader:
             num_layers = sum(isinstance(module, PagedAttention) for module in model.modules())
             assert not taken, "the cpu platform keeps keys and values in the model's dtype"
-            assert take_kv_scales(model, reader, strategy.renamed(reader.names)) == (num_layers, num_layers)
+            renamed = strategy.renamed(reader.names)
+            assert take_kv_scales(model, reader, renamed, torch.device("cpu")) == (num_layers, num_layers)
     config = json.loads((path / "config.json").read_text())
     kinds = config.get("text_config", config)["layer_types"]
     assert taken == [list(scales_of(layer)) for layer, kind in enumerate(kinds) if kind == "full_attention"]
