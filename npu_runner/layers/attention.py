@@ -36,7 +36,6 @@ class PagedAttention(nn.Module):
         self.window = window
         self.ops = context.ops
         self.backend = context.attention
-        self.device = context.device
 
     def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: AttentionMetadata) -> Tensor:
         self.backend.write_kv(k_TKH, v_TKH, self.k_cache, self.v_cache, metadata.slot_mapping_T)
@@ -49,10 +48,6 @@ class PagedAttention(nn.Module):
             self.ops, q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=self.k_cache, v_cache=self.v_cache,
             slot_mapping_T=metadata.slot_mapping_T)
         return self._attend(q_TNH, metadata)
-
-    def take_scales(self, keys: float, values: float) -> None:
-        """Of a cache in e4m3: what keys and values are divided by."""
-        self.backend = self.backend.with_kv_scales(torch.tensor([keys, values], device=self.device))
 
     def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
@@ -88,7 +83,8 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
         layer.k_cache, layer.v_cache = keys[index], values[index]
 
 
-def take_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> tuple[int, int]:
+def take_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str],
+                   device: torch.device) -> tuple[int, int]:
     """Give each PagedAttention the checkpoint's scales for a cache in e4m3, those of all heads on every rank. Returns
     how many layers have some, and how many there are.
 
@@ -102,7 +98,7 @@ def take_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str
             num_layers += 1
             if scales is not None:
                 num_scaled += 1
-                module.take_scales(*scales)
+                module.backend = module.backend.with_kv_scales(torch.tensor(scales, device=device))
     return num_scaled, num_layers
 
 

@@ -64,7 +64,8 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
         model = strategy.build(model_config, settings.max_model_len, context)
         strategy.load_weights(model, reader, model_config)
         if settings.kv_cache_dtype == FP8_CACHE:
-            num_scaled, num_layers = take_kv_scales(model, reader, strategy.renamed(reader.names))
+            num_scaled, num_layers = take_kv_scales(model, reader, strategy.renamed(reader.names),
+                                                    context.device)
             logger.info("keys and values are kept in FP8: %d of %d layers with the checkpoint's scales, else with 1",
                         num_scaled, num_layers)
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -20,7 +20,9 @@ from npu_runner.layers.attention import PagedAttention, take_kv_scales
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.runner.estimate import Estimate, estimate_memory
+from npu_runner.runner.settings import Settings, resolve_settings
 from npu_runner.strategies import pick_strategy
+from npu_runner.strategies.base import LoadStrategy
 from scripts.quantised.writing import quantise
 from tests.oracle.running import SMALL, runner_of
 from tests.oracle.scaled_caches import NAMES, SCHEME, scaled_checkpoint, scales_of, with_scales
@@ -53,7 +55,8 @@ def test_each_layer_is_given_its_own(model_type: str, prefix: str, checkpoint: A
         with open_weights(path, read_quantization(path)) as reader:
             num_layers = sum(isinstance(module, PagedAttention) for module in model.modules())
             assert not taken, "the cpu platform keeps keys and values in the model's dtype"
-            assert take_kv_scales(model, reader, strategy.renamed(reader.names)) == (num_layers, num_layers)
+            renamed = strategy.renamed(reader.names)
+            assert take_kv_scales(model, reader, renamed, torch.device("cpu")) == (num_layers, num_layers)
     config = json.loads((path / "config.json").read_text())
     kinds = config.get("text_config", config)["layer_types"]
     assert taken == [list(scales_of(layer)) for layer, kind in enumerate(kinds) if kind == "full_attention"]
@@ -80,9 +83,17 @@ def test_what_is_no_scale_is_an_error_that_names_it(kind: str, checkpoint: Any, 
             reader.kv_scales(MODULES[1])
 
 
+def on_cuda(path: Path, **settings: Any) -> tuple[LoadStrategy, RunnerConfig]:
+    return pick_strategy(path), RunnerConfig(model=str(path), platform="cuda", max_model_len=256).replace(**settings)
+
+
 def estimated(path: Path, **settings: Any) -> Estimate:
-    config = RunnerConfig(model=str(path), platform="cuda", max_model_len=256).replace(**settings)
-    return estimate_memory(pick_strategy(path), config, find_platform("cuda"), 64 << 30)
+    return estimate_memory(*on_cuda(path, **settings), find_platform("cuda"), 64 << 30)
+
+
+def settled(path: Path, **settings: Any) -> Settings:
+    strategy, config = on_cuda(path, **settings)
+    return resolve_settings(config, strategy.model_config_for(config), find_platform("cuda"), read_quantization(path))
 
 
 def test_auto_takes_the_scheme_of_the_checkpoint_where_the_platform_keeps_it(
@@ -93,7 +104,8 @@ def test_auto_takes_the_scheme_of_the_checkpoint_where_the_platform_keeps_it(
     assert of_fp8.settings.describe()["kv_cache_dtype"] == "float8_e4m3fn"
     assert 2 * of_fp8.bytes_per_block == wide.bytes_per_block
     assert "kv_cache_dtype" not in wide.settings.describe()
-    assert estimated(path, attention_backend="flashinfer").settings.kv_cache_dtype != "float8_e4m3fn"
+    assert wide.settings.kv_cache_dtype == "bfloat16"
+    assert settled(path, attention_backend="flashinfer", dtype="bfloat16").kv_cache_dtype == "bfloat16"
     with caplog.at_level("INFO"), LLM(path, platform="cpu", **SMALL) as llm:
         assert "kv_cache_dtype" not in llm.engine.describe()
     (line,) = [each for each in caplog.messages if each.startswith("quantised weights")]
@@ -114,9 +126,9 @@ SCHEMES: dict[str, tuple[Any, str]] = {
 def test_another_scheme_is_refused_with_fp8_and_unused_with_auto(kind: str, checkpoint: Any, tmp_path: Path) -> None:
     scheme, words = SCHEMES[kind]
     path = scaled_checkpoint(checkpoint("qwen3"), tmp_path / "made", scheme=scheme)
-    assert estimated(path).settings.kv_cache_dtype == estimated(path).settings.dtype
+    assert settled(path).kv_cache_dtype == settled(path).dtype
     with pytest.raises(ConfigError) as refused:
-        estimated(path, kv_cache_dtype="fp8")
+        settled(path, kv_cache_dtype="fp8")
     assert "kv_cache_dtype fp8: the checkpoint's keys and values are to be kept otherwise" in str(refused.value)
     assert words in str(refused.value)
 
