@@ -86,20 +86,27 @@ class PrefillPlan:
     groups: list[ChunkGroup]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftPlan:
-    """Of a decode step with drafts, for all layers. Indices are int64 on the device.
+@dataclass(kw_only=True)
+class DraftSources:
+    """What the convolutions of a decode step with drafts read. Indices on the device.
 
-    sources_TW: the inputs that each token's convolution sees, itself at last, of [the step's inputs; W - 1 before each
-    sequence's first]. firsts_B: the first token of each sequence. places: then, place by place, the tokens that stand
-    there in their sequences, and which tokens of the place before they follow. lengths_B: int32.
+    firsts_N: tokens whose slots hold what N sequences, or tokens, go on from. sources_TW: the inputs that each token
+    sees, itself at last, of [the step's inputs; W - 1 before each of these].
     """
 
+    firsts_N: Tensor
     sources_TW: Tensor
-    firsts_B: Tensor
+
+
+@dataclass(kw_only=True)
+class DraftPlan(DraftSources):
+    """Of a decode step with drafts, for all layers; int64, of each sequence.
+
+    places: behind the first ones, place by place, the tokens that stand there in their sequences, and which tokens of
+    the place before they follow.
+    """
+
     places: list[tuple[Tensor, Tensor]]
-    lengths_B: Tensor
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -216,8 +223,7 @@ def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torc
         goes_on = np.flatnonzero(lens_B[rows] > place)
         rows = rows[goes_on]
         places.append((_to(firsts_B[rows] + place, device), _to(goes_on, device)))
-    return DraftPlan(sources_TW=_to(sources_TW, device), firsts_B=_to(firsts_B, device), places=places,
-                     lengths_B=_to(lens_B, device), longest=int(lens_B.max()))
+    return DraftPlan(firsts_N=_to(firsts_B, device), sources_TW=_to(sources_TW, device), places=places)
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaBackend, GatedDel
 from npu_runner.platforms.gated_delta_plan import (
     ConvolutionPlan,
     DraftPlan,
+    DraftSources,
     Piece,
     PrefillPlan,
     plan_chunks,
@@ -44,8 +45,8 @@ class TorchGatedDelta(GatedDeltaBackend):
             groups=plan_chunks(query_lens_B, context_lens_B, saves, device),
         )
 
-    def plan_drafts(self, query_lens_B: Sequence[int], device: torch.device) -> DraftPlan:
-        return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, device)
+    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> DraftSources:
+        return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, runs_T.device)
 
     # -- the convolution -------------------------------------------------------------------------------------------
 
@@ -66,12 +67,12 @@ class TorchGatedDelta(GatedDeltaBackend):
             self._write(conv_state, plan.saved_slots, new_XWC[len(slots_B):])
         return _convolve(ext_LC, weight_CW).index_select(0, plan.places_T).to(x_TC.dtype)
 
-    def _windows(self, x_TC: Tensor, conv_state: Tensor, slots_T: Tensor, plan: DraftPlan | None) -> Tensor:
+    def _windows(self, x_TC: Tensor, conv_state: Tensor, slots_T: Tensor, plan: DraftSources | None) -> Tensor:
         """(T, W, C): the inputs that each token of a decode step sees, itself at last."""
         if plan is None:
             return torch.cat([conv_state.index_select(0, slots_T), x_TC[:, None]], dim=1)
-        tails_BWC = conv_state.index_select(0, slots_T.index_select(0, plan.firsts_B))
-        ext_LC = torch.cat([x_TC, tails_BWC.flatten(0, 1)])
+        tails_NWC = conv_state.index_select(0, slots_T.index_select(0, plan.firsts_N))
+        ext_LC = torch.cat([x_TC, tails_NWC.flatten(0, 1)])
         return ext_LC.index_select(0, plan.sources_TW.flatten()).unflatten(0, plan.sources_TW.shape)
 
     # -- the delta rule --------------------------------------------------------------------------------------------
@@ -104,8 +105,8 @@ class TorchGatedDelta(GatedDeltaBackend):
                        plan: DraftPlan) -> Tensor:
         """The first token of all sequences, then the second of those that have one, and so on."""
         out_TVD = qkv_TC.new_empty(len(qkv_TC), self.shape.num_v_heads, self.shape.head_v_dim)
-        states = state.index_select(0, slots_T.index_select(0, plan.firsts_B))
-        for tokens, goes_on in ((plan.firsts_B, None), *plan.places):
+        states = state.index_select(0, slots_T.index_select(0, plan.firsts_N))
+        for tokens, goes_on in ((plan.firsts_N, None), *plan.places):
             if goes_on is not None:
                 states = states.index_select(0, goes_on)
             qkv, beta, g, slots = (x.index_select(0, tokens) for x in (qkv_TC, beta_TV, g_TV, slots_T))
