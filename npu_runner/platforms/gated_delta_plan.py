@@ -98,17 +98,6 @@ class DraftSources:
     sources_TW: Tensor
 
 
-@dataclass(kw_only=True)
-class DraftPlan(DraftSources):
-    """Of a decode step with drafts, for all layers; int64, of each sequence.
-
-    places: behind the first ones, place by place, the tokens that stand there in their sequences, and which tokens of
-    the place before they follow.
-    """
-
-    places: list[tuple[Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class _Chunk:
     first_token: int
@@ -209,7 +198,7 @@ def plan_convolution(query_lens_B: Sequence[int], context_lens_B: Sequence[int],
     )
 
 
-def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torch.device) -> DraftPlan:
+def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torch.device) -> DraftSources:
     """Of a decode step whose sequences have so many tokens."""
     lens_B, before = np.asarray(query_lens_B, dtype=np.int32), kernel_size - 1
     firsts_B = (np.cumsum(lens_B) - lens_B).astype(np.int64)
@@ -218,12 +207,7 @@ def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torc
     places_TW = (np.arange(num_tokens) - firsts_B[rows_T])[:, None] + np.arange(-before, 1)
     of_slots_TW = num_tokens + rows_T[:, None] * before + places_TW + before
     sources_TW = np.where(places_TW < 0, of_slots_TW, firsts_B[rows_T][:, None] + places_TW)
-    places, rows = [], np.arange(len(lens_B))
-    for place in range(1, int(lens_B.max())):
-        goes_on = np.flatnonzero(lens_B[rows] > place)
-        rows = rows[goes_on]
-        places.append((_to(firsts_B[rows] + place, device), _to(goes_on, device)))
-    return DraftPlan(firsts_N=_to(firsts_B, device), sources_TW=_to(sources_TW, device), places=places)
+    return DraftSources(firsts_N=_to(firsts_B, device), sources_TW=_to(sources_TW, device))
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

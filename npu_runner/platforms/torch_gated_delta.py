@@ -20,7 +20,6 @@ from torch import Tensor
 from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
 from npu_runner.platforms.gated_delta_plan import (
     ConvolutionPlan,
-    DraftPlan,
     DraftSources,
     Piece,
     PrefillPlan,
@@ -102,18 +101,14 @@ class TorchGatedDelta(GatedDeltaBackend):
         return out_BVD
 
     def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
-                       plan: DraftPlan) -> Tensor:
-        """The first token of all sequences, then the second of those that have one, and so on."""
-        out_TVD = qkv_TC.new_empty(len(qkv_TC), self.shape.num_v_heads, self.shape.head_v_dim)
-        states = state.index_select(0, slots_T.index_select(0, plan.firsts_N))
-        for tokens, goes_on in ((plan.firsts_N, None), *plan.places):
-            if goes_on is not None:
-                states = states.index_select(0, goes_on)
-            qkv, beta, g, slots = (x.index_select(0, tokens) for x in (qkv_TC, beta_TV, g_TV, slots_T))
-            out, states = self._step(qkv, beta, g, states)
-            self._write(out_TVD, tokens, out)
-            self._write(state, slots, states)
-        return out_TVD
+                       plan: DraftSources) -> Tensor:
+        """Token by token, in place: each begins with a copy of what the one before it has left."""
+        slots, firsts, outs = slots_T.tolist(), set(plan.firsts_N.tolist()), []
+        for token, (qkv, beta, g) in enumerate(zip(qkv_TC.split(1), beta_TV.split(1), g_TV.split(1), strict=True)):
+            if token not in firsts:
+                state[slots[token]].copy_(state[slots[token - 1]])
+            outs.append(self._step(qkv, beta, g, state[slots[token] : slots[token] + 1])[0])
+        return torch.cat(outs)
 
     def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row, as the recurrence is defined: the output, and `states` (B, Nv, V, K), contiguous, behind it.
