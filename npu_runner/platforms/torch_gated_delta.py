@@ -112,7 +112,7 @@ class TorchGatedDelta(GatedDeltaBackend):
 
     def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row, as the recurrence is defined: the output, and `states` (B, Nv, V, K), contiguous, behind it.
-        They may be updated in place."""
+        They are updated in place."""
         q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
         group = self.shape.num_v_heads // self.shape.num_k_heads
         # Each head of each row is a product of its own.

@@ -69,10 +69,9 @@ def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int, num
     Their states, and the tokens that they look up, lie behind those of the `max_num_seqs` sequences that may run. More
     rows than `num_states` share these.
     """
-    if name == "token_slots" or (name == "state_slots" and num_states is None):
-        return max_num_seqs + np.arange(len(rows), dtype=np.int32)
-    if name == "state_slots":
-        return max_num_seqs + np.arange(len(rows), dtype=np.int32) % num_states
+    if name in ("token_slots", "state_slots"):
+        numbers = np.arange(len(rows), dtype=np.int32)
+        return max_num_seqs + (numbers if name == "token_slots" or num_states is None else numbers % num_states)
     if name == "slot_mapping":
         return rows % block_size  # not all the same: kernels promise nothing for a slot that is written twice
     return 1 if name in ("context_lens", "runs") else 0
