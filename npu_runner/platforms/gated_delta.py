@@ -133,10 +133,16 @@ class GatedDeltaBackend(ABC):
         A row begins its sequence where its context length is its query length.
         """
 
-    def plan_drafts(self, query_lens_B: Sequence[int], device: torch.device) -> Any:
-        """Host-side preparation of a decode step with drafts, once for all layers: it comes back as
-        `metadata.state_plan`. Raises ConfigError where no drafts are verified (`Platform.most_state_drafts`)."""
+    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> Any:
+        """Preparation of a decode step with drafts, once for all layers: it comes back as `metadata.state_plan`.
+        `runs_T` says on the device what `query_lens_B` says (StepInputs.runs). Raises ConfigError where no drafts are
+        verified (`Platform.most_state_drafts`)."""
         raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts; leave speculative_config out")
+
+    def plan_drafts_in_graph(self, runs_T: Tensor) -> Any:
+        """The same as part of a graph, for steps with drafts and without, where `Platform.graphs_take_state_drafts`.
+        Padded rows have one token each, and may share slots: what they read and leave there means nothing."""
+        raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts in graphs; set graph_mode eager")
 
     @abstractmethod
     def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:

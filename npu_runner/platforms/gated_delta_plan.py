@@ -86,20 +86,16 @@ class PrefillPlan:
     groups: list[ChunkGroup]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftPlan:
-    """Of a decode step with drafts, for all layers. Indices are int64 on the device.
+@dataclass(kw_only=True)
+class DraftSources:
+    """What the convolutions of a decode step with drafts read. Indices on the device.
 
-    sources_TW: the inputs that each token's convolution sees, itself at last, of [the step's inputs; W - 1 before each
-    sequence's first]. firsts_B: the first token of each sequence. places: then, place by place, the tokens that stand
-    there in their sequences, and which tokens of the place before they follow. lengths_B: int32.
+    firsts_N: tokens whose slots hold what N sequences, or tokens, go on from. sources_TW: the inputs that each token
+    sees, itself at last, of [the step's inputs; W - 1 before each of these].
     """
 
+    firsts_N: Tensor
     sources_TW: Tensor
-    firsts_B: Tensor
-    places: list[tuple[Tensor, Tensor]]
-    lengths_B: Tensor
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -202,7 +198,7 @@ def plan_convolution(query_lens_B: Sequence[int], context_lens_B: Sequence[int],
     )
 
 
-def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torch.device) -> DraftPlan:
+def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torch.device) -> DraftSources:
     """Of a decode step whose sequences have so many tokens."""
     lens_B, before = np.asarray(query_lens_B, dtype=np.int32), kernel_size - 1
     firsts_B = (np.cumsum(lens_B) - lens_B).astype(np.int64)
@@ -211,13 +207,7 @@ def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torc
     places_TW = (np.arange(num_tokens) - firsts_B[rows_T])[:, None] + np.arange(-before, 1)
     of_slots_TW = num_tokens + rows_T[:, None] * before + places_TW + before
     sources_TW = np.where(places_TW < 0, of_slots_TW, firsts_B[rows_T][:, None] + places_TW)
-    places, rows = [], np.arange(len(lens_B))
-    for place in range(1, int(lens_B.max())):
-        goes_on = np.flatnonzero(lens_B[rows] > place)
-        rows = rows[goes_on]
-        places.append((_to(firsts_B[rows] + place, device), _to(goes_on, device)))
-    return DraftPlan(sources_TW=_to(sources_TW, device), firsts_B=_to(firsts_B, device), places=places,
-                     lengths_B=_to(lens_B, device), longest=int(lens_B.max()))
+    return DraftSources(firsts_N=_to(firsts_B, device), sources_TW=_to(sources_TW, device))
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

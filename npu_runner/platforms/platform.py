@@ -91,6 +91,8 @@ class Platform(ABC):
     """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
     most_state_drafts: int | None = 0
     """Drafts of a row that its Gated DeltaNet verifies (`GatedDeltaBackend.plan_drafts`); None: any number."""
+    graphs_take_state_drafts: bool = False
+    """Such steps run in decode graphs, too (`GatedDeltaBackend.plan_drafts_in_graph`)."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str

@@ -34,6 +34,9 @@ class StepInputs(NamedTuple):
     state_slots: Tensor
     """(B,) where each sequence's states lie; padded rows of a graph have slots of their own. In a step with drafts a
     row is a token, which leaves its state there."""
+    runs: Tensor
+    """(B,) of a decode step: how many tokens its sequence has, at the first of them; at another one minus its place
+    among them. All 1 without drafts. Read where layers keep a state, and steps with drafts run in graphs."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:

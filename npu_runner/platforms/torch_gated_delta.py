@@ -20,7 +20,7 @@ from torch import Tensor
 from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
 from npu_runner.platforms.gated_delta_plan import (
     ConvolutionPlan,
-    DraftPlan,
+    DraftSources,
     Piece,
     PrefillPlan,
     plan_chunks,
@@ -44,8 +44,8 @@ class TorchGatedDelta(GatedDeltaBackend):
             groups=plan_chunks(query_lens_B, context_lens_B, saves, device),
         )
 
-    def plan_drafts(self, query_lens_B: Sequence[int], device: torch.device) -> DraftPlan:
-        return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, device)
+    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> DraftSources:
+        return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, runs_T.device)
 
     # -- the convolution -------------------------------------------------------------------------------------------
 
@@ -66,12 +66,12 @@ class TorchGatedDelta(GatedDeltaBackend):
             self._write(conv_state, plan.saved_slots, new_XWC[len(slots_B):])
         return _convolve(ext_LC, weight_CW).index_select(0, plan.places_T).to(x_TC.dtype)
 
-    def _windows(self, x_TC: Tensor, conv_state: Tensor, slots_T: Tensor, plan: DraftPlan | None) -> Tensor:
+    def _windows(self, x_TC: Tensor, conv_state: Tensor, slots_T: Tensor, plan: DraftSources | None) -> Tensor:
         """(T, W, C): the inputs that each token of a decode step sees, itself at last."""
         if plan is None:
             return torch.cat([conv_state.index_select(0, slots_T), x_TC[:, None]], dim=1)
-        tails_BWC = conv_state.index_select(0, slots_T.index_select(0, plan.firsts_B))
-        ext_LC = torch.cat([x_TC, tails_BWC.flatten(0, 1)])
+        tails_NWC = conv_state.index_select(0, slots_T.index_select(0, plan.firsts_N))
+        ext_LC = torch.cat([x_TC, tails_NWC.flatten(0, 1)])
         return ext_LC.index_select(0, plan.sources_TW.flatten()).unflatten(0, plan.sources_TW.shape)
 
     # -- the delta rule --------------------------------------------------------------------------------------------
@@ -101,22 +101,18 @@ class TorchGatedDelta(GatedDeltaBackend):
         return out_BVD
 
     def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
-                       plan: DraftPlan) -> Tensor:
-        """The first token of all sequences, then the second of those that have one, and so on."""
-        out_TVD = qkv_TC.new_empty(len(qkv_TC), self.shape.num_v_heads, self.shape.head_v_dim)
-        states = state.index_select(0, slots_T.index_select(0, plan.firsts_B))
-        for tokens, goes_on in ((plan.firsts_B, None), *plan.places):
-            if goes_on is not None:
-                states = states.index_select(0, goes_on)
-            qkv, beta, g, slots = (x.index_select(0, tokens) for x in (qkv_TC, beta_TV, g_TV, slots_T))
-            out, states = self._step(qkv, beta, g, states)
-            self._write(out_TVD, tokens, out)
-            self._write(state, slots, states)
-        return out_TVD
+                       plan: DraftSources) -> Tensor:
+        """Token by token, in place: each begins with a copy of what the one before it has left."""
+        slots, firsts, outs = slots_T.tolist(), set(plan.firsts_N.tolist()), []
+        for token, (qkv, beta, g) in enumerate(zip(qkv_TC.split(1), beta_TV.split(1), g_TV.split(1), strict=True)):
+            if token not in firsts:
+                state[slots[token]].copy_(state[slots[token - 1]])
+            outs.append(self._step(qkv, beta, g, state[slots[token] : slots[token] + 1])[0])
+        return torch.cat(outs)
 
     def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row, as the recurrence is defined: the output, and `states` (B, Nv, V, K), contiguous, behind it.
-        They may be updated in place."""
+        They are updated in place."""
         q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
         group = self.shape.num_v_heads // self.shape.num_k_heads
         # Each head of each row is a product of its own.

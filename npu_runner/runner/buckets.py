@@ -77,7 +77,7 @@ class DecodeBuckets:
     def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, block_size: int, last_tokens: Tensor,
                  tables: BlockTables, max_padding: int | None = None):
         """last_tokens: int32 on the device, by slot, padding's included. max_padding: batches that would be padded with
-        more rows run eagerly."""
+        more rows run eagerly; None: any number of rows is padded."""
         self.sizes = sizes
         self.compiler = compiler
         self.block_size = block_size
@@ -164,7 +164,7 @@ class DecodeBuckets:
 
 
 def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, block_size: int, *, max_num_seqs: int,
-             repeats_a_row: bool = False) -> dict[str, np.ndarray]:
+             num_states: int | None = None, repeats_a_row: bool = False) -> dict[str, np.ndarray]:
     """Fill the bucket's host arrays with a smaller batch, whose rows have the block tables of `slots`, and return them,
     until the next call.
 
@@ -176,7 +176,7 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, b
     for name, source in arrays.items():
         target = bucket.host[name]
         target[:count] = source
-        target[count:] = padding(name, padded_rows, block_size, max_num_seqs)
+        target[count:] = padding(name, padded_rows, block_size, max_num_seqs, num_states)
     table_slots_B = np.full(bucket.batch_size, max_num_seqs, dtype=np.int32)
     table_slots_B[:count] = slots
     if repeats_a_row:

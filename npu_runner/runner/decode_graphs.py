@@ -71,12 +71,15 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     """
     steps, settings = parts.steps, parts.settings
     compiler = steps.platform.make_graph_compiler(_graph_settings(parts))
-    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, settings.most_graph_rows)
-    buckets = DecodeBuckets(sizes, compiler,
-                            block_size=settings.block_size, last_tokens=steps.last_tokens_S, tables=steps.tables,
-                            max_padding=steps.states.plan.num_padding if steps.states else None)
+    most_rows, max_padding = settings.most_graph_rows, None
+    if steps.states is not None:
+        most_rows = min(most_rows, settings.max_num_seqs + steps.states.plan.num_spares)
+        max_padding = None if most_rows else steps.states.plan.num_padding
+    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
+    buckets = DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
+                            tables=steps.tables, max_padding=max_padding)
     steps.buckets = buckets
-    eager = steps.decode_step.forward
+    eager = steps.graph_step.forward
     votes = Votes(steps.tp, parts.step_timeout_seconds)
 
     order = sorted(buckets.sizes, reverse=True)
@@ -188,7 +191,7 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
         padded = _fill(steps, bucket, step)
         tables_BW = steps.tables.on_host_SW[padded["table_slots"]]
         plan = steps.attention.plan_decode(padded["context_lens"].tolist(), tables_BW, bucket.buffer.device)
-        expected = steps.decode_step.forward(bucket.inputs, plan)[:num_rows].float()
+        expected = steps.graph_step.forward(bucket.inputs, plan)[:num_rows].float()
     parts.reset_states()
     for step, ids in zip(made_up, tokens, strict=True):
         steps.last_tokens_S[:num_rows].copy_(ids)

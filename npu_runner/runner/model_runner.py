@@ -258,11 +258,11 @@ class ModelRunner(ModelRunnerBase):
         )]
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
         num_decodes = 0 if self.model_config.pooling is not None else expected_decode_len  # those pool their prefills
-        steps += [dummy_rows(batch_size, min(context_len, self.max_model_len), self.settings.max_num_seqs)
+        max_num_seqs, spares = self.settings.max_num_seqs, self.states.plan.spares if self.states else None
+        steps += [dummy_rows(batch_size, min(context_len, self.max_model_len), max_num_seqs, spares)
                   for context_len in range(first_len, first_len + num_decodes)]
         if self.settings.most_drafted_rows and not in_capturing and self.platform.memory.info() is not None:
-            steps.append(dummy_rows(self.settings.most_drafted_rows, 1, self.settings.max_num_seqs,
-                                    self.states.plan.spares if self.states else None))
+            steps.append(dummy_rows(self.settings.most_drafted_rows, 1, max_num_seqs, spares))
         with torch.inference_mode(), self._serving_state_aside(steps):
             for step in steps:
                 self.execute_model(step)
@@ -395,7 +395,8 @@ class ModelRunner(ModelRunnerBase):
                                      hidden_size=self.model_config.hidden_size, **shared)
         if self.settings.speculative is not None:
             return SpeculativeStepRunner(*placed, sampler=self._make_sampler(), **shared,
-                                         speculative=self.settings.speculative)
+                                         speculative=self.settings.speculative,
+                                         graphs_take_drafts=self.settings.graphs_take_drafts)
         return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
     def _make_image_encoder(self, cache: VisionCache) -> ImageEncoder:

@@ -41,7 +41,8 @@ class Settings:
     speculative: SpeculativeConfig | None = None
     """None: one token a step."""
     graphs_take_drafts: bool = True
-    """Else steps with drafts run without a graph: the model has layers with a state."""
+    """Else steps with drafts run without a graph: the model has layers with a state, and no graph of the platform takes
+    several tokens of a sequence through them."""
     state_ring_length: int = 0
     """As Platform's; 0 where nothing with states is decoded, or drafts need every token's state."""
 
@@ -92,7 +93,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     check_expert_parallel(config, model_config)
     max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
     block_size = _block_size(config.cache, platform)
-    graphs_take_drafts = not model_config.state_layers
+    graphs_take_drafts = not model_config.state_layers or platform.graphs_take_state_drafts
     drafts = speculative if graphs_take_drafts else None
     most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
     graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
@@ -124,8 +125,11 @@ def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> 
     cache, speculative, most_tokens = config.cache, settings.speculative, settings.max_num_batched_tokens
 
     def padding_of(num_seqs: int) -> int:
-        is_eager = settings.graph_mode == "eager"
-        return 0 if is_eager else most_padding(bucket_sizes(num_seqs, config.graphs.graph_batch_sizes))
+        if settings.graph_mode == "eager":
+            return 0
+        # Rows of steps with drafts share these, as many as there are.
+        least = 1 if speculative is not None and settings.graphs_take_drafts else 0
+        return max(least, most_padding(bucket_sizes(num_seqs, config.graphs.graph_batch_sizes)))
 
     needs = StateNeeds(max_num_seqs=max_num_seqs, is_given=config.scheduler.max_num_seqs is not None,
                        padding_of=padding_of,

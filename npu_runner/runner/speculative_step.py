@@ -9,7 +9,7 @@ that is not drawn never reaches the sampler, and what is drawn in its place is t
 
 To the network a token is a row of its own: it attends to its slot's blocks up to itself, as in a step of one token. A
 layer with a state goes from token to token of a row, and leaves the state of each in a slot of its own; which of them
-is the row's afterwards the scheduler knows (core/state_slots.py). Such a step runs without a graph.
+is the row's afterwards the scheduler knows (core/state_slots.py).
 
 B sequences in the step, T tokens in the step, R rows that still draw.
 """
@@ -29,11 +29,18 @@ from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
-from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay, step_logprobs
+from npu_runner.runner.step import (
+    DecodeStep,
+    DraftedDecodeStep,
+    PreparedStep,
+    StepRunner,
+    StepUnderWay,
+    step_logprobs,
+)
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
-_OF_TOKENS = ("positions", "slot_mapping", "context_lens", "token_slots", "state_slots")
+_OF_TOKENS = ("positions", "slot_mapping", "context_lens", "token_slots", "state_slots", "runs")
 
 
 @dataclass
@@ -106,13 +113,20 @@ class VerifiedStep:
 class SpeculativeStepRunner(StepRunner):
     """A StepRunner whose decode steps may have drafts; steps that have none are as ever. One step is under way.
 
-    Graphs are those of plain steps: one of P rows runs P tokens, of as many sequences or fewer.
+    Graphs are those of plain steps: one of P rows runs P tokens, of as many sequences or fewer. With states these are
+    graphs that take drafts, if `graphs_take_drafts`; else plain steps alone have graphs.
     """
 
-    def __init__(self, *arguments: Any, speculative: SpeculativeConfig, **settings: Any):
+    def __init__(self, *arguments: Any, speculative: SpeculativeConfig, graphs_take_drafts: bool, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.speculative = speculative
+        self.speculative, self.graphs_take_drafts = speculative, graphs_take_drafts
         self._verified: VerifiedStep | None = None
+
+    @property
+    def graph_step(self) -> DecodeStep:
+        if self.gated_delta is None or not self.graphs_take_drafts:
+            return self.decode_step
+        return DraftedDecodeStep(self.model, self.gated_delta)
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         self._verified = VerifiedStep(batch) if batch.has_drafts else None
@@ -128,10 +142,11 @@ class SpeculativeStepRunner(StepRunner):
         token_slots_T = np.arange(len(rows_T), dtype=np.int32)
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW) | {
             "context_lens": ends_of_tokens(query_lens, context_lens), "token_slots": token_slots_T}
-        bucket = self.buckets.find(len(rows_T)) if self.buckets and self.gated_delta is None else None
+        bucket = self.buckets.find(len(rows_T)) if self.buckets and self.graphs_take_drafts else None
         if bucket is not None:
-            # Their tokens lie behind those of sequences, and none of them has a state.
-            arrays["token_slots"] = arrays["state_slots"] = self.max_num_seqs + token_slots_T
+            arrays["token_slots"] = self.max_num_seqs + token_slots_T  # behind those of sequences
+            if self.gated_delta is None:
+                arrays["state_slots"] = arrays["token_slots"]  # a slot for each token, which none has
             return self._prepare_graph(batch, number, bucket, arrays, batch.slots_B[rows_T])
         arrays |= {"tokens": batch.token_ids_T, "rows": rows_T.astype(np.int32)}
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
@@ -140,7 +155,7 @@ class SpeculativeStepRunner(StepRunner):
         tensors["block_tables"] = tables_BW.index_select(0, tensors["rows"])
         on_host_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
         plan = self.attention.plan_drafts(query_lens, context_lens, on_host_BW, self.device)
-        state_plan = self.gated_delta and self.gated_delta.plan_drafts(query_lens, self.device)
+        state_plan = self.gated_delta and self.gated_delta.plan_drafts(query_lens, tensors["runs"])
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
 
     def _prepare_graph(self, batch: ScheduledBatch, number: int, bucket: Bucket, arrays: dict[str, np.ndarray],

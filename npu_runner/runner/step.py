@@ -53,6 +53,17 @@ class DecodeStep(nn.Module):
         return self.model.compute_logits(hidden_BD)
 
 
+class DraftedDecodeStep(DecodeStep):
+    """A graph's step of a model with states: a row is a token, and several may follow one another in a sequence."""
+
+    def __init__(self, model: LanguageModel, gated_delta: GatedDeltaBackend):
+        super().__init__(model)
+        self.gated_delta = gated_delta
+
+    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        return super().forward(inputs, plan, self.gated_delta.plan_drafts_in_graph(inputs.runs))
+
+
 @dataclass(frozen=True)
 class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
@@ -154,6 +165,11 @@ class StepRunner:
         self._last_number = 0
         self._newest: StepUnderWay | None = None
 
+    @property
+    def graph_step(self) -> DecodeStep:
+        """What decode graphs are made of."""
+        return self.decode_step
+
     def size_tables(self, max_model_len: int) -> None:
         """Make the block tables, for sequences of so many tokens at most. Nothing runs, and no graph is compiled."""
         assert self.buckets is None, "graphs read the block tables where they are"
@@ -250,6 +266,7 @@ class StepRunner:
         padded; returns what those hold, and the slots that their block tables are of."""
         assert self.buckets is not None, "a bucket is one of the buckets"
         padded = pad_into(bucket, arrays, slots, self.block_size, max_num_seqs=self.max_num_seqs,
+                          num_states=self.states.plan.num_padding if self.states else None,
                           repeats_a_row=self.attention.pads_with_real_rows)
         slots_B = padded["table_slots"]
         news = self.tables.news(batch.new_blocks_N3, slots_B)

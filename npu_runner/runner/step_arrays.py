@@ -47,6 +47,7 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
         "context_lens": batch.context_lens_B,
         "token_slots": batch.slots_B,
         "state_slots": batch.slots_B if batch.state_slots is None else batch.state_slots,
+        "runs": runs_of_tokens(batch.query_lens_B) if batch.has_drafts else np.ones(batch.batch_size, dtype=np.int32),
         "slots": slots_B,
         **of_rows,
         "receipts": np.full(len(slots_B), number, dtype=np.int32),
@@ -61,16 +62,27 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
     return arrays
 
 
-def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int) -> np.ndarray | int:
+def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int, num_states: int | None = None,
+            ) -> np.ndarray | int:
     """What the decode rows `rows`, which hold no sequence, have in array `name`: one token in the null block.
 
-    Their states, and the tokens that they look up, lie behind those of the `max_num_seqs` sequences that may run.
+    Their states, and the tokens that they look up, lie behind those of the `max_num_seqs` sequences that may run. More
+    rows than `num_states` share these.
     """
     if name in ("token_slots", "state_slots"):
-        return max_num_seqs + np.arange(len(rows), dtype=np.int32)
+        numbers = np.arange(len(rows), dtype=np.int32)
+        return max_num_seqs + (numbers if name == "token_slots" or num_states is None else numbers % num_states)
     if name == "slot_mapping":
         return rows % block_size  # not all the same: kernels promise nothing for a slot that is written twice
-    return 1 if name == "context_lens" else 0
+    return 1 if name in ("context_lens", "runs") else 0
+
+
+def runs_of_tokens(query_lens_B: np.ndarray) -> np.ndarray:
+    """StepInputs.runs of a step with drafts."""
+    firsts_B = np.cumsum(query_lens_B) - query_lens_B
+    runs_T = np.repeat(firsts_B, query_lens_B) - np.arange(query_lens_B.sum())
+    runs_T[firsts_B] = query_lens_B
+    return runs_T.astype(np.int32)
 
 
 def _image_rows(batch: ScheduledBatch) -> np.ndarray:

@@ -43,6 +43,8 @@ def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_s
     assert padded["slot_mapping"].tolist() == [9, 13, 2, 3]
     assert padded["context_lens"].tolist() == ([7, 3, 3, 3] if repeats_a_row else [7, 3, 1, 1])
     assert padded["table_slots"].tolist() == ([7, 4, 4, 4] if repeats_a_row else [7, 4, 8, 8])
+    few = pad_into(bucket(6), arrays, arrays["state_slots"], BLOCK_SIZE, max_num_seqs=8, num_states=3)
+    assert few["state_slots"].tolist() == [7, 4, 8, 9, 10, 8]
 
 
 SIDES = [

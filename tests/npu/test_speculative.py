@@ -1,7 +1,4 @@
-"""Steps with drafts on the npu platform: the tokens of plain steps on cpu. A token is a row there, in graphs, too.
-
-Where layers keep a state, plain steps run in graphs, and those with drafts eagerly.
-"""
+"""Steps with drafts on the npu platform: the tokens of plain steps on cpu. A token is a row there, in graphs, too."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SHAPE = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}, "is_new": {"type": "boolean"}},
          "required": ["colour", "is_new"], "additionalProperties": False}
-# Graphs of 4 and 16 rows: up to seven sequences, each with three drafts. Where layers keep a state they have none.
-SIZES, SIZES_OF_STATES = [4, 16], [4, 8]
+# Graphs of 4 and 16 rows: up to seven sequences, each with three drafts. Where layers keep a state every step has one.
+SIZES, SIZES_OF_STATES = [4, 16], ([4, 16, 32], [4, 16, 40])
 
 
 def cases_of(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
@@ -45,8 +42,10 @@ def with_states(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
     """Looked-up drafts, and those that a schema forces, of a layer with a state and one with attention."""
     of_attention = cases_of(mode, checkpoint, **settings)[:2]
     path = str(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]))
-    graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": SIZES_OF_STATES}
-    cases = [dataclasses.replace(case, model=path, settings={**case.settings, **graphs}) for case in of_attention]
+    graphs: list[dict[str, Any]] = [{} if mode == "eager" else {"graph_batch_sizes": sizes}
+                                    for sizes in SIZES_OF_STATES]
+    cases = [dataclasses.replace(case, model=path, settings={**case.settings, **sizes})
+             for case, sizes in zip(of_attention, graphs, strict=True)]
     cases[1].settings["speculative_config"] = {"method": "forced", "num_speculative_tokens": 7}
     return cases
 
@@ -56,7 +55,9 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
         assert result["tokens"] == on_cpu(dataclasses.replace(case))["tokens"], case.settings
         assert result["num_accepted_tokens"] > 0, "drafts were kept"
         if case.settings["graph_mode"] != "eager" and "tensor_parallel_size" not in case.settings:
-            assert_graphs_are_whole(result, case.settings["graph_batch_sizes"])  # ranks count their own
+            sizes = case.settings["graph_batch_sizes"]
+            assert_graphs_are_whole(result, sizes)  # ranks count their own
+            assert all(num > sizes[-1] for num in result["eager_drafts"]), result["eager_drafts"]
 
 
 @emulated
@@ -79,10 +80,12 @@ def test_the_fused_operator_takes_drafts_of_states(checkpoint: Any, tmp_path: Pa
     drafted = [dataclasses.replace(case, max_tokens=40,
                                    settings={**case.settings, "dtype": "bfloat16", "attention_backend": "auto"})
                for case in with_states("reduce-overhead", checkpoint)]
-    plain = [dataclasses.replace(case, settings={**case.settings, "speculative_config": None}) for case in drafted]
+    plain = [dataclasses.replace(case, settings={**case.settings, "speculative_config": None,
+                                                 "graph_batch_sizes": [4, 8]}) for case in drafted]
     results = on_npu([*drafted, *plain], tmp_path, cann_version="9.2.0")
     for ours, theirs in zip(results[:2], results[2:], strict=True):
         assert ours["tokens"] == theirs["tokens"]
+        assert ours["eager_drafts"] == [], "each ran in a graph"
     assert sum(result["num_accepted_tokens"] for result in results[:2]) > 0
 
 

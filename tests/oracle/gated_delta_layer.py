@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.runner.step_arrays import runs_of_tokens
 
 NUM_SLOTS = 16
 GATES = ("usual", "open", "shut", "mixed")
@@ -159,7 +161,8 @@ class Server:
             inputs += [seq.inputs.part(seq.num_done, seq.num_done + 1 + num),
                        Inputs.random(len(spares) - num, self.shape)]
             slots += [seq.slot, *spares]
-        plan = self.backend.plan_drafts(lens, self.device)
+        runs_T = torch.from_numpy(runs_of_tokens(np.array(lens))).to(self.device)
+        plan = self.backend.plan_drafts(lens, runs_T)
         outs = self._run(Inputs.cat(inputs), slots, is_prefill=False, plan=plan).split(lens)
         for seq, spares, num in rows:
             seq.num_done += 1 + num

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.gated_delta_plan import DraftPlan
 from npu_runner.platforms.ops import HeldExperts, TorchOps, experts_one_by_one
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
 
@@ -75,16 +74,6 @@ class CpuGatedDelta(TorchGatedDelta):
         # slow at 64 rows.
         rows = zip(qkv_BC.split(1), beta_BV.split(1), g_BV.split(1), slots_B.tolist(), strict=True)
         return torch.cat([self._step(qkv, beta, g, state[slot : slot + 1])[0] for qkv, beta, g, slot in rows])
-
-    def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
-                       plan: DraftPlan) -> Tensor:
-        """The same token by token: each begins with a copy of what the one before it has left."""
-        slots, firsts, outs = slots_T.tolist(), set(plan.firsts_B.tolist()), []
-        for token, (qkv, beta, g) in enumerate(zip(qkv_TC.split(1), beta_TV.split(1), g_TV.split(1), strict=True)):
-            if token not in firsts:
-                state[slots[token]].copy_(state[slots[token - 1]])
-            outs.append(self._step(qkv, beta, g, state[slots[token] : slots[token] + 1])[0])
-        return torch.cat(outs)
 
 
 def _is_eager_float32(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import gated_delta_kernels as kernels
+from npu_runner.platforms.cuda.gated_delta_drafts import convolve_run, delta_run
 from npu_runner.platforms.cuda.gated_delta_ring import delta_step_in_ring
 from npu_runner.platforms.gated_delta import (
     CHUNK_SIZE,
@@ -51,6 +52,13 @@ class ChunkPlan:
     rows: Tensor
     chunks: Tensor
     saves: Tensor
+
+
+@dataclass(kw_only=True)
+class DraftRuns:
+    """Of a decode step with drafts: StepInputs.runs."""
+
+    runs_T: Tensor
 
 
 class TritonGatedDelta(RingedGatedDelta):
@@ -91,6 +99,12 @@ class TritonGatedDelta(RingedGatedDelta):
         tables = upload_together([np.array(table, dtype=np.int32) for table in (rows, chunks, ends)], device)
         return ChunkPlan(rows=tables[0], chunks=tables[1], saves=tables[2])
 
+    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> DraftRuns:
+        return DraftRuns(runs_T=runs_T)
+
+    def plan_drafts_in_graph(self, runs_T: Tensor) -> DraftRuns:
+        return DraftRuns(runs_T=runs_T)
+
     def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert x_TC.stride(1) == weight_CW.stride(1) == 1, "channels lie together"
         assert conv_state[0].is_contiguous(), "a state lies together"
@@ -100,9 +114,11 @@ class TritonGatedDelta(RingedGatedDelta):
         strides = (x_TC.stride(0), conv_state.stride(0), num_channels)
         slots_B = metadata.state_slots_B
         if not metadata.is_prefill:
-            kernels.convolve_step[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
-                x_TC, weight_CW, conv_state, out_TC, slots_B, *strides, CHANNELS=_CONVOLVE_STEP.size, WIDTH=width,
-                num_warps=_CONVOLVE_STEP.num_warps,
+            runs = () if metadata.state_plan is None else (metadata.state_plan.runs_T,)
+            kernel = convolve_run if runs else kernels.convolve_step
+            kernel[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
+                x_TC, weight_CW, conv_state, out_TC, slots_B, *runs, *strides, CHANNELS=_CONVOLVE_STEP.size,
+                WIDTH=width, num_warps=_CONVOLVE_STEP.num_warps,
             )
             return out_TC
         plan: ChunkPlan = metadata.state_plan
@@ -123,9 +139,12 @@ class TritonGatedDelta(RingedGatedDelta):
             self._chunks(qkv_TC, (a_TV, b_TV, neg_exp_A_V, dt_bias_V), state, out_TVD, metadata)
             return out_TVD
         grid, heads, sizes = self._step_layout(len(qkv_TC))
-        kernels.delta_step[grid](
-            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B, qkv_TC.stride(0),
-            a_TV.stride(0), b_TV.stride(0), state.stride(0), *heads, **sizes, num_warps=_STEP.num_warps,
+        runs = () if metadata.state_plan is None else (metadata.state_plan.runs_T,)
+        kernel = delta_run if runs else kernels.delta_step
+        kernel[grid](
+            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B, *runs,
+            qkv_TC.stride(0), a_TV.stride(0), b_TV.stride(0), state.stride(0), *heads, **sizes,
+            num_warps=_STEP.num_warps,
         )
         return out_TVD
 

@@ -56,6 +56,8 @@ class CudaPlatform(Platform):
     modes_without_forms = ("max-autotune",)
     fp8_cache_backends = ("triton",)
     copies_rows_to_experts = False
+    most_state_drafts = None
+    graphs_take_state_drafts = True
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     # 16 tokens were no quicker (steps of 1 to 256 sequences), for twice the memory.
     state_ring_length = 8

@@ -44,6 +44,7 @@ class NpuPlatform(Platform):
     vision_head_dims = VISION_HEAD_DIMS
     weight_forms = ("int8", "int8_static", "int8_experts", "grouped")
     most_state_drafts = 7  # the fused operator takes eight tokens of a sequence
+    graphs_take_state_drafts = True
     lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
     ray_resource = "NPU"

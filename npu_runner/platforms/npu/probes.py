@@ -120,7 +120,7 @@ def step_inputs(side: Side, needs: ModelNeeds, done_lens: Sequence[int], new_len
     inputs = StepInputs(tokens=side.ints(tokens), positions=side.ints(np.concatenate(places)),
                         slot_mapping=side.ints(slots), context_lens=side.ints(context_lens),
                         block_tables=side.ints(tables), token_slots=side.ints(range(num_rows)),
-                        state_slots=side.ints(range(num_rows)))
+                        state_slots=side.ints(range(num_rows)), runs=side.ints([1] * num_rows))
     return inputs, context_lens, tables
 
 

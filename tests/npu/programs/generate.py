@@ -53,6 +53,7 @@ def run_case(case: Case) -> dict[str, Any]:
             with torch.inference_mode():
                 for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
                     cache[:, 0] = float("nan")
+        eager_drafts = drafts_without_graph(llm) if "tensor_parallel_size" not in case.settings else []
         before = snapshot()
         outputs = llm.generate(prompts, [parameters(case, index) for index in range(len(prompts))])
         stats = llm.stats()
@@ -62,9 +63,25 @@ def run_case(case: Case) -> dict[str, Any]:
             "logprobs": [[dict(top_of(place)) for place in output.logprobs or []] for output in outputs],
             "graphs": llm.engine.info.graphs,
             "before": before, "after": snapshot(),
-            "num_accepted_tokens": stats.num_accepted_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens, "eager_drafts": eager_drafts,
             "num_preemptions": stats.num_preemptions, "prefix_cache_hits": stats.prefix_cache_hits,
         }
+
+
+def drafts_without_graph(llm: LLM) -> list[int]:
+    """Fills itself with the tokens of each step with drafts that no graph runs."""
+    steps: Any = runner_of(llm).steps
+    prepare = steps.prepare
+    found: list[int] = []
+
+    def prepare_and_note(batch: Any, *arguments: Any) -> Any:
+        step = prepare(batch, *arguments)
+        if batch.has_drafts and step.bucket is None:
+            found.append(batch.num_tokens)
+        return step
+
+    steps.prepare = prepare_and_note
+    return found
 
 
 def parameters(case: Case, index: int) -> SamplingParams:
