@@ -69,7 +69,8 @@ def check_expert_parallel(config: RunnerConfig, model_config: ModelConfig) -> No
     """Raises ConfigError where experts cannot be shared out whole over the ranks. One rank holds all of them."""
     if not config.parallel.enable_expert_parallel:
         return
-    experts = [layer.channel.num_experts for layer in model_config.layers if isinstance(layer.channel, MoEConfig)]
+    experts = [layer.channel.num_experts for layer in model_config.all_layers
+               if isinstance(layer.channel, MoEConfig)]
     if not experts:
         raise ConfigError(f"enable_expert_parallel: {model_config.model_type} has no layers of experts; leave it out")
     if min(experts) < config.parallel.tensor_parallel_size:
@@ -132,7 +133,7 @@ def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
     """What the platform is asked for; heads are the rank's."""
     windows = [layer.sliding_window for layer in config.attention_layers]
-    vision, channels = config.vision, [layer.channel for layer in config.layers]
+    vision, channels = config.vision, [layer.channel for layer in config.all_layers]
     return ModelNeeds(
         dtype=settings.dtype, head_dim=config.head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         block_size=settings.block_size, has_experts=any(isinstance(channel, MoEConfig) for channel in channels),

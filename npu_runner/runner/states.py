@@ -5,7 +5,10 @@ drafts leave, and snapshots. Spare ones change places with those of sequences (c
 written twice the same way, as keys and values are: made-up steps keep those that serve aside. Knows slots and bytes,
 not sequences.
 
-L layers with states, W convolution kernel, C channels, Nv value heads, K and V their dims.
+Where a head drafts, a slot also has the final hidden state of the last token that its states have seen: the head reads
+it together with the next one.
+
+L layers with states, W convolution kernel, C channels, Nv value heads, K and V their dims, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape
@@ -32,17 +36,26 @@ _SNAPSHOT_SHARE, _SPARE_SHARE = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """The states of all layers: convolution tails in the model's dtype, recurrent states in float32."""
+    """The states of all layers: convolution tails in the model's dtype, recurrent states in float32. `hidden_size`: of
+    the hidden state that a head reads, in the model's dtype; 0: none does."""
 
     num_layers: int
     layer: GatedDeltaShape
     element_bytes: int
+    hidden_size: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
         before, channels = self.layer.conv_state_shape
         heads, values, keys = self.layer.state_shape
-        return self.num_layers * (before * channels * self.element_bytes + heads * values * keys * 4)
+        of_layer = before * channels * self.element_bytes + heads * values * keys * 4
+        return self.num_layers * of_layer + self.hidden_size * self.element_bytes
+
+
+def state_shape(config: ModelConfig, layer: GatedDeltaShape, dtype: torch.dtype) -> StateShape:
+    """Of a model whose layers have the rank's share `layer`."""
+    return StateShape(num_layers=len(config.state_layers), layer=layer, element_bytes=dtype.itemsize,
+                      hidden_size=0 if config.mtp is None else config.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +153,40 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
 
 
 class StatePool:
-    """conv_states (L, slots, W - 1, C) and states (L, slots, Nv, V, K), bound to the layers of `model`; zeros."""
+    """conv_states (L, slots, W - 1, C) and states (L, slots, Nv, V, K), bound to the layers of `model`, and hidden (1,
+    slots, D) beside them, None where no head reads it; zeros."""
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
         self.conv_states = zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
         self.states = zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
+        size = shape.hidden_size
+        self.hidden = zeros((1, plan.num_slots, size), dtype, device) if size else None
         bind_states(model, self.conv_states, self.states)
 
     @property
     def num_bytes(self) -> int:
-        return self.conv_states.nbytes + self.states.nbytes
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (self.conv_states, self.states, *([] if self.hidden is None else [self.hidden]))
+
+    def keep_hidden(self, hidden_TD: Tensor, slots_T: Tensor) -> None:
+        """The final hidden states of tokens, to the slots that have their states; nothing where no head reads them."""
+        if self.hidden is not None:
+            self.hidden[0].index_copy_(0, slots_T.long(), hidden_TD)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of all layers from slot to slot: (source, target) of each pair."""
-        for tensor in (self.conv_states, self.states):
+        for tensor in self._tensors:
             for source, target in pairs:
                 tensor[:, target].copy_(tensor[:, source])
 
     def zero(self) -> None:
         """Every slot is as it was made: no sequence has begun in it."""
-        self.conv_states.zero_()
-        self.states.zero_()
+        for tensor in self._tensors:
+            tensor.zero_()
 
     @contextmanager
     def aside(self, made_up: Sequence[ScheduledBatch]) -> Iterator[None]:
@@ -169,7 +194,7 @@ class StatePool:
         ones. It waits in host memory: a device may have no room for it."""
         num_seqs = max(batch.batch_size for batch in made_up)
         num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in made_up)
-        parts = [tensor.narrow(1, first, num) for tensor in (self.conv_states, self.states)
+        parts = [tensor.narrow(1, first, num) for tensor in self._tensors
                  for first, num in ((0, num_seqs), (self.plan.first_spare, num_drafts))]
         kept = [part.to(HOST, copy=True) for part in parts]
         try:
