@@ -3,9 +3,10 @@ steps. The forward is in mtp_reference.py."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,19 @@ import torch
 from torch import Tensor
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.config import RunnerConfig
+from npu_runner.engine.bounds import known_limits
+from npu_runner.errors import ConfigError, ModelError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.strategies import open_checkpoint
 from tests.oracle.mtp_reference import Head64, run_target, with_head
-from tests.oracle.running import SMALL, runner_of
+from tests.oracle.running import SMALL, need_devices, runner_of
+from tests.oracle.test_async_scheduling import SETTINGS as FEATURES
+from tests.oracle.test_async_scheduling import few_blocks
 from tests.oracle.test_families import prompts_of
-from tests.runner.test_several_tokens import knows
+from tests.oracle.test_qwen3_vl import make_prompts
+from tests.runner.test_several_tokens import assert_same, knows, requests
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 QUIET = 0.003
@@ -97,7 +105,8 @@ class Expected:
             if count < number:
                 next_TD = torch.cat([next_TD, self.head.embedding[logits_V.argmax()][None]])
                 hidden_TD = torch.cat([hidden_TD, made_TD[-1:]])
-                positions = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
+                behind = positions[..., -1:] + 1 if count else self.run.positions[..., place + 1 : place + 2]
+                positions = torch.cat([positions, behind], dim=-1)
         return logits_V
 
 
@@ -168,6 +177,22 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path)
     assert stats.num_draft_tokens == stats.num_mtp_drafted + stats.num_forced_drafted
 
 
+def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path) -> None:
+    """Chunks begin and end inside one, and a prompt ends with one."""
+    path = with_head(checkpoint("qwen3_5"), tmp_path / "head")
+    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
+        (whole, short), images = make_prompts(llm, ["t4t", "t1"])
+        end = short.spans[-1].start + short.spans[-1].num_tokens
+        positions = short.positions_3T[:, :end]
+        cut = replace(short, token_ids=short.token_ids[:end], positions_3T=positions,
+                      position_delta=int(positions.max()) + 1 - end)
+        with recorded_drafts(llm) as drafts:
+            outputs = run(llm, {"whole": whole, "cut": cut})
+    first, last = whole.spans[0].start, whole.spans[0].start + whole.spans[0].num_tokens
+    assert first < 64 < last
+    assert_drafts_are_the_heads(path, drafts, outputs, {"whole": (whole, images[0]), "cut": (cut, images[1])})
+
+
 @pytest.mark.full("pictures, experts and Qwen3-Next; text alone stays, and pictures with the embedded model")
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe_text", "qwen3_next"])
 def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
@@ -179,3 +204,97 @@ def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, c
             outputs = run(llm, prompts)
     assert_drafts_are_the_heads(path, drafts, outputs, {
         name: (prompt, shown) for (name, prompt), shown in zip(prompts.items(), images, strict=True)})
+
+
+@pytest.mark.full("every field of a request; some fields stay")
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5", "qwen3_next"])
+def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+    """In few blocks: prompts are cut, sequences are preempted, and drafts end where blocks do."""
+    path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
+    settings = {**FEATURES, **few_blocks(path, "cpu")}
+    found = []
+    for more in ({}, mtp(3)):
+        with LLM(path, platform="cpu", **settings, **more) as llm:
+            pairs = requests(llm, model_type)
+            found.append(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]))
+            stats = llm.stats()
+    assert_same(found[1], found[0])
+    assert stats.num_mtp_accepted > 0
+    assert stats.kv_blocks_used == 0
+
+
+def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: Any, tmp_path: Path) -> None:
+    """Five rows grow to more blocks than there are; one is aborted on the way."""
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    per_block = 2 * 2 * 16 * 2 * 32 * 4  # k and v, layers that attend and the head's, block, kv heads, head dim, bytes
+    prompts = {f"r-{index}": PromptInputs(LONG[index : index + 12]) for index in range(5)}
+    params = GREEDY.replace(max_tokens=40)
+    with LLM(path, platform="cpu", **SMALL) as llm:
+        plain = run(llm, prompts, params)
+    settings = {**SMALL, "max_model_len": 96, "block_size": 16, "kv_cache_bytes": 14 * per_block}
+    with LLM(path, platform="cpu", **mtp(3), **settings) as llm:
+        assert llm.engine.info.num_blocks == 14
+        knows(llm, [plain[name] for name in prompts], 3, 0.2)
+        with recorded_drafts(llm) as drafts:
+            llm.engine.add_request("r-9", PromptInputs(LONG[:30]), params)
+            llm.engine.step()
+            llm.engine.step()
+            llm.engine.abort_request("r-9")
+            outputs = run(llm, prompts, params)
+        stats = llm.stats()
+    del outputs["r-9"]
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        name: output.token_ids for name, output in plain.items()}
+    assert (stats.num_preemptions > 0, stats.num_accepted_tokens > 20, stats.kv_blocks_used) == (True, True, 0)
+    assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
+
+
+@pytest.mark.full("two ranks start; one rank stays")
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
+    need_devices(platform_name)
+    path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
+    prompts = [PromptInputs(LONG[start : start + 70]) for start in range(4)]
+    found = []
+    for ranks in (1, 2):
+        with LLM(path, platform=platform_name, tensor_parallel_size=ranks, **mtp(3), **SMALL) as llm:
+            tokens = [output.token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=30))]
+            stats = llm.stats()
+            found.append((tokens, stats.num_mtp_drafted, stats.num_mtp_accepted))
+    assert found[0] == found[1]
+    assert found[1][2] > 0
+
+
+def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint: Any, tmp_path: Path) -> None:
+    """A family without one, a checkpoint that was saved without, one of several layers, a platform."""
+    def opened(path: Path, **settings: Any) -> Any:
+        config = RunnerConfig.from_keywords(path, **{"platform": "cpu", **mtp(1), **settings})
+        return known_limits(open_checkpoint(config))
+
+    with pytest.raises(ConfigError, match="method mtp: qwen3_vl has no head for multi-token prediction"):
+        opened(checkpoint("qwen3_vl"))
+    with pytest.raises(ModelError, match=r"has no tensors mtp\.\*: it was saved without"):
+        opened(checkpoint("qwen3_5_text"))
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    assert opened(path).speculative.method == "mtp"
+    with pytest.raises(ConfigError, match="platform cuda verifies no drafts for such"):
+        opened(path, platform="cuda")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 2}))
+    with pytest.raises(ModelError, match="prediction of 2 layers, or with embeddings of its own, is not served"):
+        opened(path)
+
+
+def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint: Any, tmp_path: Path) -> None:
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    sizes = []
+    for settings in ({}, mtp(2)):
+        with LLM(path, platform="cpu", **SMALL, **settings) as llm:
+            runner = runner_of(llm)
+            assert runner.states is not None
+            sizes.append((runner.k_cache.shape[0], runner.states.plan.bytes_per_slot, hasattr(runner.model.mtp, "fc")))
+            manifest = llm.engine.describe()
+    assert [sizes[1][0] - sizes[0][0], sizes[1][1] - sizes[0][1]] == [1, 64 * 4], "a layer, and a hidden state a slot"
+    assert [size[2] for size in sizes] == [False, True]
+    assert json.loads(manifest["speculative_config"]) == {"method": "mtp", "num_speculative_tokens": 2}
