@@ -67,7 +67,12 @@ class HybridStrategy(CausalLMStrategy):
         if count != 1 or self.text.get("mtp_use_dedicated_embeddings"):
             raise ModelError(f"{self.path}: a head for multi-token prediction of {count} layers, or with embeddings of "
                              "its own, is not served; one layer and the decoder's embeddings are")
-        return LayerConfig(mixer=AttentionConfig(), channel=self.read_config().layers[-1].channel)
+        model_config = self.read_config()
+        if not model_config.state_layers:
+            raise ModelError(f"{self.path}: speculative_config.method mtp is served for models with Gated DeltaNet "
+                             "layers, and all layers of this one attend; take another method, or leave "
+                             "speculative_config out")
+        return LayerConfig(mixer=AttentionConfig(), channel=model_config.layers[-1].channel)
 
 
 class Qwen35TextStrategy(HybridStrategy):

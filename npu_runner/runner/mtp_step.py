@@ -97,6 +97,7 @@ class MTPStepRunner(SpeculativeStepRunner):
     def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Also leaves the last hidden state of each row beside its states, and of each snapshot."""
         batch, hidden_SD = step.batch, self._hidden_SD
+        assert self.gated_delta is not None, "a head drafts for models with states"
         ends_B = np.cumsum(batch.query_lens_B)
         firsts_B = ends_B - batch.query_lens_B
         slots_B = batch.slots_B if batch.state_slots is None else batch.state_slots
@@ -106,7 +107,7 @@ class MTPStepRunner(SpeculativeStepRunner):
         sent = to_device(self.platform.memory, {"tokens": tokens, "targets": targets}, self.device)
         before_BD = hidden_SD.index_select(0, sent["targets"][: batch.batch_size])
         self._prompts = _Prompts(x_TD, torch.cat([hidden_TD, before_BD]))
-        hidden_SD.index_copy_(0, sent["targets"], hidden_TD.index_select(0, sent["tokens"]))
+        self.gated_delta.write(hidden_SD, sent["targets"], hidden_TD.index_select(0, sent["tokens"]))
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
         result = super().make_result(step, logits_BV, of_rows)
@@ -153,8 +154,8 @@ class MTPStepRunner(SpeculativeStepRunner):
     def _hidden_SD(self) -> Tensor:
         """By state slot."""
         assert self.states is not None, "a head drafts for models with states"
-        assert self.states.hidden is not None, "the pool has hidden states where a head is loaded"
-        return self.states.hidden[0]
+        assert self.states.hidden_SD is not None, "the pool has hidden states where a head is loaded"
+        return self.states.hidden_SD
 
     def _kept(self, batch: ScheduledBatch) -> np.ndarray:
         """(B,) int32: drafts of each row that were kept, on every rank."""

@@ -28,6 +28,7 @@ from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape
 from npu_runner.runner.memory import MemoryGuard, weights_bytes
+from npu_runner.runner.mtp_step import MTPStepRunner
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import Settings
 from npu_runner.runner.states import StatePlan, StatePool, state_shape
@@ -158,7 +159,11 @@ class NetworkOnMeta:
         pooling = self._model_config.pooling
         if pooling is not None:
             return PoolingStepRunner(*placed, pooling=pooling, hidden_size=self._model_config.hidden_size, **shared)
-        return StepRunner(*placed, sampler=self._sampler(max_num_seqs, host.memory), **shared)
+        shared["sampler"] = self._sampler(max_num_seqs, host.memory)
+        speculative = self._settings.speculative
+        if speculative is not None and speculative.has_head:
+            return MTPStepRunner(*placed, speculative=speculative, **shared)
+        return StepRunner(*placed, **shared)
 
     def _sampler(self, max_num_seqs: int, memory: Memory) -> Sampler | None:
         if self._tp.rank != 0:

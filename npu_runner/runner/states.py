@@ -153,15 +153,15 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
 
 
 class StatePool:
-    """conv_states (L, slots, W - 1, C) and states (L, slots, Nv, V, K), bound to the layers of `model`, and hidden (1,
-    slots, D) beside them, None where no head reads it; zeros."""
+    """conv_states (L, slots, W - 1, C) and states (L, slots, Nv, V, K), bound to the layers of `model`, and
+    hidden_SD (slots, D) beside them, None where no head reads it; zeros."""
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
         self.conv_states = zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
         self.states = zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
         size = shape.hidden_size
-        self.hidden = zeros((1, plan.num_slots, size), dtype, device) if size else None
+        self.hidden_SD = zeros((plan.num_slots, size), dtype, device) if size else None
         bind_states(model, self.conv_states, self.states)
 
     @property
@@ -170,12 +170,7 @@ class StatePool:
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return (self.conv_states, self.states, *([] if self.hidden is None else [self.hidden]))
-
-    def keep_hidden(self, hidden_TD: Tensor, slots_T: Tensor) -> None:
-        """The final hidden states of tokens, to the slots that have their states; nothing where no head reads them."""
-        if self.hidden is not None:
-            self.hidden[0].index_copy_(0, slots_T.long(), hidden_TD)
+        return (self.conv_states, self.states, *([] if self.hidden_SD is None else [self.hidden_SD[None]]))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of all layers from slot to slot: (source, target) of each pair."""

@@ -39,12 +39,13 @@ from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
 class DecodeStep(nn.Module):
     """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name. `states` keep
-    the final hidden states of the tokens."""
+    the final hidden states of the tokens where a head reads them; `gated_delta` writes these."""
 
-    def __init__(self, model: LanguageModel, states: StatePool | None):
+    def __init__(self, model: LanguageModel, states: StatePool | None, gated_delta: GatedDeltaBackend | None):
         super().__init__()
         self.model = model
         self.states = states
+        self.gated_delta = gated_delta
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
         """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
@@ -52,8 +53,8 @@ class DecodeStep(nn.Module):
         metadata = AttentionMetadata.of(inputs, plan, is_prefill=False, state_plan=state_plan)
         input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
         hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
-        if self.states is not None:
-            self.states.keep_hidden(hidden_BD, inputs.state_slots)
+        if self.states is not None and self.states.hidden_SD is not None and self.gated_delta is not None:
+            self.gated_delta.write(self.states.hidden_SD, inputs.state_slots.long(), hidden_BD)
         return self.model.compute_logits(hidden_BD)
 
 
@@ -137,7 +138,7 @@ class StepRunner:
                  states: StatePool | None = None, most_rows: int = 0):
         """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
-        self.decode_step = DecodeStep(model, states)
+        self.decode_step = DecodeStep(model, states, gated_delta)
         self.attention = attention
         self.platform = platform
         self.device = device

@@ -52,7 +52,7 @@ class NpuGatedDelta(TorchGatedDelta):
         slots_T = metadata.state_slots_B
         assert slots_T is not None, "a model with states has slots"
         window_TWC = self._windows(x_TC, conv_state, slots_T, metadata.state_plan)
-        self._write(conv_state, slots_T, window_TWC[:, 1:])
+        self.write(conv_state, slots_T, window_TWC[:, 1:])
         # Products in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
         return F.silu((window_TWC * weight_CW.t()).sum(1))
 
@@ -102,7 +102,7 @@ class NpuGatedDelta(TorchGatedDelta):
         head_dim = self.shape.head_k_dim
         return torch_npu.npu_rms_norm(x_BC.unflatten(-1, (-1, head_dim)), weight_D, L2_EPS / head_dim)[0]
 
-    def _write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    def write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
         # index_copy_ sorts its indices in bfloat16, and compilers copy the pool for it.
         torch_npu.npu_scatter_nd_update_(pool, slots[:, None], values)
 
