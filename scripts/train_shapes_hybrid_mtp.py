@@ -2,7 +2,7 @@
 
 The checkpoint answers questions about fresh drawings. Of each prompt with its answer the embedded tokens and the final
 hidden states are kept. The head learns to name the token after next of these answers, and from what it made of that
-pair the one behind it. Its layer and norms are transformers' own classes, of which it has no head. A few minutes on one
+pair the one behind it. Its layer and norms are transformers' own classes; a whole head it has not. Some minutes on one
 core of a CPU:
 
     OMP_NUM_THREADS=1 python scripts/train_shapes_hybrid_mtp.py --output npu_runner/assets/shapes-hybrid
@@ -162,7 +162,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint, which has the rest")
-    parser.add_argument("--rows", type=int, default=1200)
+    parser.add_argument("--rows", type=int, default=700)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -182,6 +182,7 @@ def main() -> None:
     head.bfloat16().float()
     print(json.dumps({"right, first and second drafts": accuracy(head, held_out, table_VD),
                       "seconds": round(time.monotonic() - began, 1)}))
+    arguments.output.mkdir(parents=True, exist_ok=True)
     tensors |= {f"mtp.{name}": value.detach().bfloat16().contiguous() for name, value in head.state_dict().items()}
     save_file(tensors, arguments.output / "model.safetensors", metadata={"format": "pt"})
 
