@@ -302,7 +302,7 @@ def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint
 
 
 def test_the_head_of_the_embedded_model_keeps_what_it_was_trained_to() -> None:
-    """Short answers and JSON, about drawings that no training saw: 271 of 335 drafts. What is mixed up in the head costs
+    """Short answers and JSON, about drawings that no training saw: 271 of 335 drafts. A head that is read wrong costs
     drafts, and no answer."""
     examples = [draw(seed) for seed in TEST_SEEDS[:12] for draw in (draw_example, draw_json_example)]
     params = SamplingParams(temperature=0.0, max_tokens=80)
