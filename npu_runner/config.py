@@ -92,9 +92,10 @@ class CacheConfig:
 
     block_size: int | None = None
     """Tokens per KV block; None: the platform's, which its attention kernels decide."""
-    kv_cache_dtype: str = one_of("auto", "fp8", "fp8_e4m3")
-    """How keys and values are kept: auto, in the model's dtype; fp8, which is fp8_e4m3: in half the memory of 16 bits,
-    with a scale of 1 (cuda from Ada on). vLLM's name."""
+    kv_cache_dtype: str = one_of("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+    """How keys and values are kept: fp8, which is fp8_e4m3, in half the memory of 16 bits, with the checkpoint's scales
+    or 1 (cuda from Ada on); bfloat16 and float16, in the model's dtype, which must be that. auto: fp8 where the
+    checkpoint has a kv_cache_scheme of it and the platform keeps it, else in the model's dtype. vLLM's name."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache; more than is free when the model starts to load is refused. None: measured from free device
     memory; on the cpu platform 1 GiB."""
@@ -258,11 +259,12 @@ class RunnerConfig:
     """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     load_format: str = one_of("safetensors", "dummy")
     """safetensors reads the checkpoint; dummy draws random weights on the device, for benchmarks."""
-    quantization: str = one_of("auto", "int8")
+    quantization: str = one_of("auto", "int8", "fp8")
     """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
     loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
-    loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). cpu rounds the
-    weights alike and multiplies in float32."""
+    loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). fp8 makes FP8 (e4m3)
+    of such linears in the same way, of 16 bits alone, and leaves experts (cuda on Hopper, in bfloat16). cpu rounds the
+    weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto. vLLM's name."""
     lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
     """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
     so serves all requests. None: no adapter."""

@@ -3,10 +3,10 @@
     python scripts/bench_cuda_attention.py [--part decode prefill tower] [--sweep] [--against FOLDER]
 
 `--against FOLDER`, platforms/cuda of another checkout: its attention runs beside ours, on the same tensors, and how far
-the two are apart is said. The tower runs beside torch's flash attention, too. `--sweep` tries other tiles and numbers
-of parts, from which platforms/cuda/attention_tiles.py is filled. Times of decode attention are those in a graph, as a
-decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the share is that of the read
-bandwidth, measured in the same run. Prints a table, then one JSON line.
+the two are apart is said. Prompts and towers run in Triton, too, and towers in torch's flash attention. `--sweep` tries
+other tiles and numbers of parts, from which platforms/cuda/attention_tiles.py is filled. Times of decode attention are
+those in a graph, as a decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the
+share is that of the read bandwidth, measured in the same run. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def _decode_choices(heads: Heads, batch_size: int) -> Iterator[tuple[Tile, int]]
 def prefill(is_sweep: bool, other: Other) -> Iterator[Case]:
     """Steps of 8,192 tokens: whole prompts of one length, a long one's last chunk."""
     steps = {"13 x 630": ([0] * 13, [630] * 13), "16 mixed": ([0] * 16, _mixed(16)), "2 x 4096": ([0] * 2, [4096] * 2),
+             "4 x 4000": ([0] * 4, [4000] * 4), "8192": ([0], [8192]), "8192 behind 8192": ([8192], [8192]),
              "8192 behind 24576": ([24576], [8192])}
     for (model, heads), (kind, (cached_lens, query_lens)) in itertools.product(MODELS.items(), steps.items()):
         if model != "8b" and kind not in ("16 mixed", "2 x 4096"):
@@ -181,9 +182,12 @@ def prefill(is_sweep: bool, other: Other) -> Iterator[Case]:
 
         ours = TritonAttention(**heads.settings)
         work = {"num_bytes": contexts.num_bytes, "operations": 4.0 * seen * heads.num_heads * heads.head_dim}
-        yield from _both(f"prefill {model}, {kind}", call_of, ours, other, heads, **work)
+        name = f"prefill {model}, {kind}"
+        yield from _both(name, call_of, ours, other, heads, **work)
+        with _changed(ours, prompts=None):
+            yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
         for tile in _prefill_choices() if is_sweep and model != "0.6b" and kind in ("13 x 630", "2 x 4096") else ():
-            with _changed(ours, prefill_tile=tile):
+            with _changed(ours, prefill_tile=tile, prompts=None):
                 yield Case(name=f"  {tuple(tile)}", call=call_of(ours), **work)
 
 
@@ -214,9 +218,12 @@ def tower(is_sweep: bool, other: Other) -> Iterator[Case]:
                 "operations": 4.0 * sum(length**2 for length in lengths) * num_heads * head_dim}
         name = f"tower {head_dim}, {kind}"
         yield from _both(name, call_of, ours, other, heads, **work)
+        with _changed(ours.images, takes=lambda *_: False):
+            yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
         yield Case(name=f"{name}, torch's flash", call=_torch_flash(qkv, lengths), **work)
         for tile in _tower_choices() if is_sweep and head_dim in (64, 72) else ():
-            with _changed(attention, tower_tile=lambda *_, tile=tile: tile, SPLIT_TOWER=tile):
+            with (_changed(attention, tower_tile=lambda *_, tile=tile: tile, SPLIT_TOWER=tile),
+                  _changed(ours.images, takes=lambda *_: False)):
                 yield Case(name=f"  {tuple(tile)}", call=call_of(ours), **work)
 
 

@@ -12,6 +12,7 @@ other tile sizes and warps for the products and the scan. Prints tables, then on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -25,11 +26,12 @@ from bench_cuda_cases import CALLS, DEVICE, Case, measure, report
 from triton.runtime.errors import OutOfResources
 
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _ROTATED_BYTES = 256 << 20
+_RING = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,18 @@ def steps(shape: Shape, _: bool) -> Iterator[Case]:
         yield Case(name=f"convolve, batch {batch_size}", call=convolve,
                    num_bytes=channels * 2 * delta.conv_kernel_size)
         yield Case(name=f"delta rule, batch {batch_size}", call=rule, num_bytes=2 * batch_size * state_bytes)
+        # Rows have contexts of 1, 2, ...: from 8 rows on rings are filled alike, and a row in 8 writes its state.
+        rings = [_ring(delta, batch_size) for _ in range(num_layers)]
+        lengths_B = torch.arange(1, batch_size + 1, dtype=torch.int32, device=DEVICE)
+        with_lengths = dataclasses.replace(metadata, context_lens_B=lengths_B)
+
+        def ringed(index: int, pools: Any = pools, rings: Any = rings, inputs: Any = inputs,
+                   metadata: Any = with_lengths) -> None:
+            layer = index % len(pools)
+            backend.step_in_ring(inputs.qkv, *inputs.gates, pools[layer][1], rings[layer], metadata)
+
+        yield Case(name=f"delta rule beside a ring, batch {batch_size}", call=ringed,
+                   num_bytes=batch_size * (state_bytes + state_bytes / _RING))
 
 
 def prompts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
@@ -271,6 +285,13 @@ class _DeltaInputs:
 def _states(delta: GatedDeltaShape, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (torch.zeros(batch_size, *delta.conv_state_shape, device=DEVICE, dtype=torch.bfloat16),
             torch.zeros(batch_size, *delta.state_shape, device=DEVICE))
+
+
+def _ring(delta: GatedDeltaShape, batch_size: int) -> Ring:
+    return Ring(torch.randn(batch_size, _RING, *delta.state_shape[:2], device=DEVICE),
+                torch.randn(batch_size, _RING, delta.num_k_heads, delta.head_k_dim, device=DEVICE).bfloat16(),
+                -torch.rand(batch_size, delta.num_v_heads, _RING, device=DEVICE),
+                torch.zeros(batch_size, dtype=torch.int32, device=DEVICE))
 
 
 def _expert_weights(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,7 @@ class RouterRecord:
 
 def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord | None) -> dict[str, int | None]:
     """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read.
+    Where there are rings, that is the mean of as many steps as a ring has tokens.
 
     Those of experts are None where nobody saw which ones a step chose (`chosen` None).
     """
@@ -61,13 +62,14 @@ def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRec
     if layers:
         active = chosen.last(batch_size, len(layers)) if chosen is not None else None
     kv_bytes = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * runner.k_cache.element_size()
-    state_bytes = sum(_state_bytes(layer.mixer) for layer in config.layers
+    ring_length = runner.settings.state_ring_length
+    state_bytes = sum(_state_bytes(layer.mixer, ring_length, runner.dtype.itemsize) for layer in config.layers
                       if isinstance(layer.mixer, GatedDeltaNetConfig))
     return {"weight_bytes": _weight_bytes(model, config.tie_word_embeddings) - sum(map(_bytes, layers)),
             "expert_bytes": None if active is None else
             sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.cpu().unique())
                 for layer, experts_TK in zip(layers, active, strict=True)),
-            "kv_bytes": batch_size * context * kv_bytes, "state_bytes": 2 * batch_size * state_bytes}
+            "kv_bytes": batch_size * context * kv_bytes, "state_bytes": batch_size * state_bytes}
 
 
 def _weight_bytes(model: nn.Module, is_tied: bool) -> int:
@@ -80,6 +82,12 @@ def _bytes(module: nn.Module) -> int:
     return sum(value.numel() * value.element_size() for value in module.parameters())
 
 
-def _state_bytes(mixer: GatedDeltaNetConfig) -> int:
-    """Of one sequence and layer: the float32 matrices; next to them the convolution's inputs are nothing."""
-    return 4 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+def _state_bytes(mixer: GatedDeltaNetConfig, ring_length: int, element_bytes: int) -> int:
+    """Moved for one sequence and layer: the float32 matrices and the ring; next to them the convolution's inputs are
+    nothing."""
+    state = 4 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+    if not ring_length:
+        return 2 * state
+    token = (4 * mixer.num_v_heads * (mixer.head_v_dim + 1) + element_bytes * mixer.num_k_heads * mixer.head_k_dim)
+    # Of L steps one writes the state, the others a token each; they find 0 to L - 1 tokens.
+    return state + (state + (ring_length - 1) * token) // ring_length + (ring_length - 1) * token // 2

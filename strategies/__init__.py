@@ -21,7 +21,7 @@ from typing import Any
 from npu_runner.checkpoint.files import require_json, resolve_checkpoint
 from npu_runner.checkpoint.lora import Adapter, read_adapter
 from npu_runner.checkpoint.model_config import ModelConfig
-from npu_runner.checkpoint.quantization import Quantization, read_quantization
+from npu_runner.checkpoint.quantization import Quantization, asked_of, read_quantization
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
 from npu_runner.prompts.processor import ChatProcessor
@@ -132,8 +132,9 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     began = time.perf_counter()
     path = resolve_checkpoint(config.model, config.revision)
     strategy = pick_strategy(path)
-    resolved = strategy.resolve_config(config)
-    model_config, quantization = strategy.model_config_for(resolved), read_quantization(path)
+    resolved, quantization = strategy.resolve_config(config), read_quantization(path)
+    resolved = resolved.replace(quantization=asked_of(quantization, resolved.quantization))
+    model_config = strategy.model_config_for(resolved)
     adapter = None if config.lora is None else _adapter(config.lora, quantization)
     if adapter is not None and model_config.tie_word_embeddings and adapter.has("lm_head.weight"):
         model_config = replace(model_config, tie_word_embeddings=False)  # its head is the embedding's no more

@@ -21,7 +21,8 @@ _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
 _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
 """Formats that may have weights for products with inputs of int8."""
-_AS_INT8 = "multiplied as int8, inputs rounded by row"
+_MADE = {"int8": "int8", "fp8": "FP8"}
+"""What the setting `quantization` makes, by row."""
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
 _AS_FP8 = "multiplied as fp8, inputs rounded by row or by groups of 128"
 _HOLD_GROUPED = (MODELSLIM, COMPRESSED_TENSORS, AWQ, GPTQ)
@@ -44,9 +45,10 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     products for.
     """
     method = None if quantization is None else quantization.method
-    if asked == "int8":
+    if asked in _MADE:
         source = "" if method is None else f"{method}, "
-        return f"{source}made int8 by row at load, {_AS_INT8 if 'int8' in weight_forms else _AS_THEY_ARE}"
+        then = f"multiplied as {asked}, inputs rounded by row" if asked in weight_forms else _AS_THEY_ARE
+        return f"{source}made {_MADE[asked]} by row at load, {then}"
     held = []
     kinds = [name for form, name in (("int8", "dynamic"), ("int8_static", "static")) if form in weight_forms]
     if method in _HOLD_INT8 and kinds:
@@ -58,6 +60,33 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     if held:
         return f"{method}, {'; '.join(held)}; other weights {_AS_THEY_ARE}"
     return None if method is None else f"{method}, {_AS_THEY_ARE}"
+
+
+def kv_cache_scheme(quantization: Quantization | None) -> str | None:
+    """How the checkpoint wants keys and values to be kept: fp8, which is e4m3 with one scale for a layer's keys and one
+    for its values; another way, in words; None: it does not say."""
+    settings = {} if quantization is None else quantization.settings
+    if quantization is not None and quantization.method == MODELSLIM:
+        kind = settings.get("kv_cache_type") or settings.get("kv_quant_type")
+        return None if kind is None else f"modelslim, {shown(kind)}"
+    scheme = settings.get("kv_cache_scheme")
+    if not scheme or scheme == "static":  # the word of AutoFP8
+        return "fp8" if scheme else None
+    if not isinstance(scheme, dict):
+        return f"kv_cache_scheme {shown(scheme)}"
+    strategy = scheme.get("strategy") or ("tensor" if scheme.get("group_size") is None else "group")
+    kind, bits = scheme.get("type", "int"), scheme.get("num_bits", 8)
+    more = ["dynamic"] * bool(scheme.get("dynamic")) + ["asymmetric"] * (not scheme.get("symmetric", True))
+    is_fp8 = (kind, bits, strategy, more) == ("float", 8, "tensor", [])
+    return "fp8" if is_fp8 else ", ".join([f"kv_cache_scheme: {kind} of {bits} bits, strategy {strategy}", *more])
+
+
+def asked_of(quantization: Quantization | None, asked: str) -> str:
+    """The setting `quantization` as it is for such a checkpoint: FP8 of what is FP8 already is its own form, auto."""
+    is_fp8 = quantization is not None and (
+        quantization.method == FP8 or (quantization.method, quantization.settings.get("format")) == (
+            COMPRESSED_TENSORS, "float-quantized"))
+    return "auto" if asked == "fp8" and is_fp8 else asked
 
 
 def read_quantization(folder: Path) -> Quantization | None:

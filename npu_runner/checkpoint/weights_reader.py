@@ -21,8 +21,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INDICES = "*.safetensors.index.json"
 _Reader = TypeVar("_Reader", bound="WeightsReader")
-Int8Piece: TypeAlias = tuple[slice, torch.Tensor, torch.Tensor]
-"""Which rows of those that were asked for, their values (int8), and a scale for each of them (float32)."""
+ScaledRows: TypeAlias = tuple[slice, torch.Tensor, torch.Tensor]
+"""Which rows of those that were asked for, their values (int8 or e4m3), and a scale for each of them (float32)."""
 
 
 class Int8Inputs(NamedTuple):
@@ -108,9 +108,10 @@ class WeightsReader(ABC):
         it is not, or inputs stay as they are. Of a stack: with each of its matrices."""
         return None
 
-    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
-        """As `pieces`, not multiplied out. Asked for where there are `int8_inputs`, of a stack for each `Member`."""
-        raise AssertionError(f"{name} is not int8 by row")
+    def row_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[ScaledRows]:
+        """As `pieces`, not multiplied out. Asked for where there are `int8_inputs`, of a stack for each `Member`, and
+        where the `fp8_form` is fp8."""
+        raise AssertionError(f"{name} has no scales of rows")
 
     def fp8_form(self, name: str) -> str | None:
         """fp8: a matrix of FP8 (e4m3) with a scale for each row. fp8_blocks: one for each block of 128 x 128. Both are
@@ -119,11 +120,11 @@ class WeightsReader(ABC):
 
     def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
                    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """As `pieces`, in FP8 and not multiplied out. Asked for where there is an `fp8_form`."""
+        """As `pieces`, in FP8 and not multiplied out. Asked for where the `fp8_form` is fp8_blocks."""
         raise AssertionError(f"{name} is not FP8")
 
     def fp8_scales(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> torch.Tensor:
-        """float32 of the elements of `fp8_pieces`: a scale for each row, or for each block; none of those is cut."""
+        """float32 of the elements of `fp8_pieces`: a scale for each block, none of which is cut."""
         raise AssertionError(f"{name} is not FP8")
 
     def grouped_form(self, name: str) -> GroupedForm | None:
@@ -134,6 +135,11 @@ class WeightsReader(ABC):
                        ) -> Iterator[GroupedPiece]:
         """As `pieces`, not multiplied out; no group is cut. Asked for where there is a `grouped_form`."""
         raise AssertionError(f"{name} has no groups")
+
+    def kv_scales(self, module: str) -> tuple[float, float] | None:
+        """What keys and what values of an attention module are divided by before they become FP8; None: it has no such
+        scales. Raises WeightsError for what is none."""
+        return None
 
     @abstractmethod
     def close(self) -> None: ...

@@ -114,12 +114,13 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
 
 def _arithmetic(quantization: Quantization | None, config: RunnerConfig) -> str | None:
     """How quantised weights are computed with on the platform that is named; on any, and where it differs."""
-    from npu_runner.checkpoint.quantization import arithmetic
+    from npu_runner.checkpoint.quantization import arithmetic, asked_of
 
+    asked = asked_of(quantization, config.quantization)
     if config.platform != AUTO:
-        return arithmetic(quantization, config.quantization, find_platform(config.platform).weight_forms)
-    said = arithmetic(quantization, config.quantization, ())
-    others = {platform.name: arithmetic(quantization, config.quantization, platform.weight_forms)
+        return arithmetic(quantization, asked, find_platform(config.platform).weight_forms)
+    said = arithmetic(quantization, asked, ())
+    others = {platform.name: arithmetic(quantization, asked, platform.weight_forms)
               for platform in platforms()}
     return said and said + "".join(f"; on {name}: {other}" for name, other in others.items() if other != said)
 

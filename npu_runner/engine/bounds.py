@@ -47,7 +47,7 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known["pooling"] = pooling.describe()
     if num_ranks == 1:  # else this process loads no platform: ranks do
         platform = pick_platform(config.platform)
-        settings = resolve_settings(config, checkpoint.model_config, platform)
+        settings = resolve_settings(config, checkpoint.model_config, platform, checkpoint.quantization)
         known |= {"platform": platform.name, **settings.describe()}
         said = arithmetic(checkpoint.quantization, config.quantization, settings.weight_forms)
         if said is not None and not platform.proves_forms():
@@ -100,7 +100,7 @@ def known_limits(checkpoint: OpenedCheckpoint) -> Settings:
     """
     name = checkpoint.config.platform
     platform = pick_platform(name) if name == AUTO else find_platform(name)
-    return resolve_settings(checkpoint.config, checkpoint.model_config, platform)
+    return resolve_settings(checkpoint.config, checkpoint.model_config, platform, checkpoint.quantization)
 
 
 @overload

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.weights_reader import WeightsReader, renamed_tensor
 from npu_runner.errors import ConfigError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.ops import HeadNorms
@@ -33,6 +36,7 @@ class PagedAttention(nn.Module):
         self.window = window
         self.ops = context.ops
         self.backend = context.attention
+        self.device = context.device
 
     def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: AttentionMetadata) -> Tensor:
         self.backend.write_kv(k_TKH, v_TKH, self.k_cache, self.v_cache, metadata.slot_mapping_T)
@@ -45,6 +49,10 @@ class PagedAttention(nn.Module):
             self.ops, q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=self.k_cache, v_cache=self.v_cache,
             slot_mapping_T=metadata.slot_mapping_T)
         return self._attend(q_TNH, metadata)
+
+    def take_scales(self, keys: float, values: float) -> None:
+        """Of a cache in e4m3: what keys and values are divided by."""
+        self.backend = self.backend.with_kv_scales(torch.tensor([keys, values], device=self.device))
 
     def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
@@ -78,6 +86,24 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
             )
     for index, layer in layers.items():
         layer.k_cache, layer.v_cache = keys[index], values[index]
+
+
+def take_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> tuple[int, int]:
+    """Give each PagedAttention the checkpoint's scales for a cache in e4m3, those of all heads on every rank. Returns
+    how many layers have some, and how many there are.
+
+    `renamed` as in `load_weights`.
+    """
+    num_scaled = num_layers = 0
+    for name, module in model.named_modules():
+        if isinstance(module, PagedAttention):
+            beside = f"{name.rpartition('.')[0]}.k_scale"
+            scales = reader.kv_scales(renamed_tensor(beside, renamed).removesuffix(".k_scale"))
+            num_layers += 1
+            if scales is not None:
+                num_scaled += 1
+                module.take_scales(*scales)
+    return num_scaled, num_layers
 
 
 def resolve_windows(model: nn.Module, max_model_len: int) -> list[int | None]:

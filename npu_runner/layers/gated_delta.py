@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.model_config import GatedDeltaNetConfig, ModelConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.parallel import LayerContext, TensorParallel
-from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring, RingedGatedDelta
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 class GatedDelta(nn.Module):
-    """Convolution, then the gated delta rule. `bind_states` gives it conv_state (slots, W - 1, C) and state (slots, Nv,
-    V, K)."""
+    """Convolution, then the gated delta rule. `bind_states` gives it conv_state (slots, W - 1, C), state (slots, Nv,
+    V, K) and, where decode steps do not write every state, a ring."""
 
     conv_state: Tensor
     state: Tensor
+    ring: Ring | None = None
 
     def __init__(self, state_layer: int, context: LayerContext):
         """state_layer counts the layers that have a state."""
@@ -33,7 +34,10 @@ class GatedDelta(nn.Module):
                 metadata: AttentionMetadata) -> Tensor:
         """(T, Nv, V). The arguments are those of GatedDeltaBackend."""
         qkv_TC = self.backend.convolve(x_TC, conv_CW, self.conv_state, metadata)
-        return self.backend.delta_rule(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, self.state, metadata)
+        if self.ring is None or metadata.is_prefill:
+            return self.backend.delta_rule(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, self.state, metadata)
+        assert isinstance(self.backend, RingedGatedDelta), "no other is given a ring"
+        return self.backend.step_in_ring(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, self.state, self.ring, metadata)
 
 
 def gated_delta_shape(model_config: ModelConfig, tp: TensorParallel) -> GatedDeltaShape | None:
@@ -61,11 +65,17 @@ def unbind_states(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GatedDelta):
             module.conv_state = module.state = torch.empty(0)
+            module.ring = None
 
 
-def bind_states(model: nn.Module, conv_states: Tensor, states: Tensor) -> None:
-    """Give every GatedDelta of `model` its layer of the pool: (L, slots, W - 1, C) and (L, slots, Nv, V, K)."""
+def bind_states(model: nn.Module, conv_states: Tensor, states: Tensor, rings: Ring | None = None) -> None:
+    """Give every GatedDelta of `model` its layer of the pool: (L, slots, W - 1, C) and (L, slots, Nv, V, K).
+
+    `rings`: a dimension of layers before those of a Ring, except for `starts`. Backends that use none are given none.
+    """
     layers = {module.state_layer: module for module in model.modules() if isinstance(module, GatedDelta)}
     assert sorted(layers) == list(range(len(states))), f"layers {sorted(layers)} against a pool of {len(states)}"
     for index, layer in layers.items():
         layer.conv_state, layer.state = conv_states[index], states[index]
+        if rings is not None and isinstance(layer.backend, RingedGatedDelta):
+            layer.ring = Ring(rings.updates[index], rings.keys[index], rings.log_decays[index], rings.starts)

@@ -47,7 +47,7 @@ class OutputPart:
     start: int
     length: int
     is_gate: bool = False
-    """Of few outputs that decide how much is kept: it stays in 16 bits where other weights are made int8."""
+    """Of few outputs that decide how much is kept: it stays in 16 bits where others are made int8 or FP8."""
 
     def runs(self, padding: Padding) -> list[tuple[int, int, int]]:
         """(start, length, where it goes) of every run of rows, counted from the first row of this part."""
@@ -115,7 +115,7 @@ class HeldLinear(nn.Module):
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
     stays: bool = False
-    """Its inputs have outliers: it is left in 16 bits where other weights are made int8."""
+    """Its inputs have outliers: it is left in 16 bits where other weights are made int8 or FP8."""
     splits: bool = True
     """Rows may be of both kinds. Not where others than the loader move rows."""
 
@@ -165,6 +165,11 @@ class HeldLinear(nn.Module):
         weight_OI = self.weight.data.view(torch.int8) if self.form == FP8 else self.weight.data
         others = (self.scales, self.zeros, self.shifts, self.bias)
         return [weight_OI, *(each.data for each in others if each is not None)]
+
+    def may_be_made(self, how: Held) -> bool:
+        """Whether weights that are not gates may be held as `how`, which they are made while they are read."""
+        held = [None if part.name in self.gates else how for part in self.weight_parts["weight"]]
+        return not self.stays and how in held and self._has_product(how, held)
 
     def _has_product(self, how: Held, inputs: Sequence[Held | None]) -> bool:
         """FP8 has none of sizes that no 16 bytes divide; blocks have none where rows or columns cut one, nor where

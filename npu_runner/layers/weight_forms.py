@@ -12,6 +12,10 @@ from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_
 from npu_runner.layers.expert_weights import FORMS_OF_EXPERTS, ExpertWeights
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear, form_of
+from npu_runner.platforms.ops import FP8, INT8
+
+MADE_AT_LOAD: Mapping[str, Held] = {INT8: BY_ROW, FP8: FP8}
+"""By the setting `quantization`, how weights are held that it makes."""
 
 
 def match_experts(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> None:
@@ -37,9 +41,9 @@ def how_stored(reader: WeightsReader, name: str) -> Held | None:
     return reader.int8_inputs(name) or reader.fp8_form(name) or reader.grouped_form(name)
 
 
-def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
-    """The checkpoint's names of weights that `quantization` int8 means: those of the decoder's linears and experts, as
-    `match_experts` found them, and of a tower's blocks.
+def names_to_round(model: nn.Module, renamed: Mapping[str, str], how: Held = BY_ROW) -> set[str]:
+    """The checkpoint's names of weights that `quantization` means: those of the decoder's linears and experts, as
+    `match_experts` found them, and of a tower's blocks, as far as weights that are held as `how` have products.
 
     Embeddings, output head, routers, gates, convolutions and mergers stay as they are, and so does the last linear of a
     tower's MLPs.
@@ -48,8 +52,10 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
     if (tower := getattr(model, "visual", None)) is not None:
         parts.append(tower.blocks)
     inside = {id(module) for part in parts for module in part.modules()}
-    of_linears = {stored for name, linear in _linears(model) if id(linear) in inside and not linear.stays
+    of_linears = {stored for name, linear in _linears(model) if id(linear) in inside and linear.may_be_made(how)
                   for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
+    if form_of(how) not in FORMS_OF_EXPERTS:
+        return of_linears
     return of_linears | {stored for name, experts in _experts(model) if id(experts) in inside
                          for stored in _of_experts(name, experts, renamed)}
 
@@ -67,9 +73,9 @@ def forms_of_random(how: Held | None, weight_forms: Collection[str]) -> tuple[st
 
 
 def hold_rounded(model: nn.Module, how: Held = BY_ROW) -> None:
-    """`hold_as_stored` without a checkpoint: `how`, as `HeldLinear.hold` takes it, where `quantization` int8 makes int8
-    of 16 bits."""
-    meant = names_to_round(model, {})
+    """`hold_as_stored` without a checkpoint: `how`, as `HeldLinear.hold` takes it, where `quantization` makes
+    such weights of 16 bits."""
+    meant = names_to_round(model, {}, how)
     _hold(model, {}, lambda name: how if name in meant else None)
 
 

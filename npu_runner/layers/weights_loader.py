@@ -105,10 +105,10 @@ def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     target, num_bytes = part.place(parameter.data), 0
     if scales is not None:
         own = scales.data if part.index is None else scales.data[part.index]
-        if parameter.dtype == torch.float8_e4m3fn:
-            return _fill_fp8(target, own, part, reader)
+        if own.dim() == 2:
+            return _fill_blocks(target, own, part, reader)
         scales_O = own.narrow(0, part.target_start, part.length) if part.dim == 0 else own
-        for rows, values, scales_R in reader.int8_pieces(part.name + part.member, part.dim, part.start, part.length):
+        for rows, values, scales_R in reader.row_pieces(part.name + part.member, part.dim, part.start, part.length):
             target[rows].copy_(values)
             scales_O[rows].copy_(scales_R)
             if sums is not None:
@@ -124,15 +124,15 @@ def _fill(wanted: _Wanted, reader: WeightsReader) -> int:
     return num_bytes
 
 
-def _fill_fp8(target: torch.Tensor, scales: torch.Tensor, part: WeightPart, reader: WeightsReader) -> int:
-    """`scales`: of all rows, or (rows / 128, columns / 128)."""
+def _fill_blocks(target: torch.Tensor, scales: torch.Tensor, part: WeightPart, reader: WeightsReader) -> int:
+    """`scales`: (rows / 128, columns / 128)."""
     asked = (part.name + part.member, part.dim, part.start, part.length)
     num_bytes = 0
     for rows, values in reader.fp8_pieces(*asked):
         target[rows].copy_(values)
         num_bytes += values.nbytes
-    found, per_scale = reader.fp8_scales(*asked), FP8_BLOCK if scales.dim() == 2 else 1
-    own = scales.narrow(0, part.target_start // per_scale, len(found)) if part.dim == 0 else scales
+    found = reader.fp8_scales(*asked)
+    own = scales.narrow(0, part.target_start // FP8_BLOCK, len(found)) if part.dim == 0 else scales
     own.copy_(found)
     return num_bytes + found.nbytes
 

@@ -32,6 +32,11 @@ class AttentionBackend(ABC):
     vision_patches: int | None = None
     """Patches that a vision tower should take at once, if it is not one image that has more; None: all of a step."""
 
+    def with_kv_scales(self, scales_2: Tensor) -> AttentionBackend:
+        """The same for a layer whose cache, in e4m3, holds its keys and values divided by these. float32 (2,), on the
+        device: of keys, of values. Asked for where `Platform.fp8_cache_backends` name the backend."""
+        raise AssertionError(f"{self.name} keeps keys and values in the model's dtype")
+
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,27 @@ class GatedDeltaShape:
     def state_shape(self) -> tuple[int, int, int]:
         """(Nv, Dv, Dk): of one sequence, in float32."""
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+
+class Ring(NamedTuple):
+    """The last tokens of each slot, which its state does not hold yet: a token is `update key^T` behind its decay.
+
+    L: tokens between two writes of the state, a power of two. How many there are now follows from lengths alone:
+    (context length - 1 - start) modulo L.
+    """
+
+    updates: Tensor
+    """(slots, L, Nv, Dv) float32."""
+    keys: Tensor
+    """(slots, L, Nk, Dk) in the model's dtype."""
+    log_decays: Tensor
+    """(slots, Nv, L) float32."""
+    starts: Tensor
+    """(slots,) int32, of all layers: the sequence's length when its prompt ended, or a chunk of it."""
+
+    @property
+    def length(self) -> int:
+        return self.updates.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,4 +161,15 @@ class GatedDeltaBackend(ABC):
 
         neg_exp_A_V = -exp(A_log) and dt_bias_V are float32. state (slots, Nv, Dv, Dk) float32, updated in place at the
         row's slot, and written for the saves.
+        """
+
+
+class RingedGatedDelta(GatedDeltaBackend):
+    """A backend whose decode steps may keep tokens in a ring, and write a state every L tokens only."""
+
+    @abstractmethod
+    def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                     state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
+        """As `delta_rule` of a decode step. The token goes into the slot's ring; the L-th goes into the state, with all
+        of the ring, which is empty then. A prefill finds every ring empty: no decode step comes before it in its slot.
         """

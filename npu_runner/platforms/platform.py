@@ -81,7 +81,10 @@ class Platform(ABC):
     modes_without_forms: tuple[str, ...] = ()
     """The graph modes in which it has none of these."""
     rounds_weights: bool = False
-    """`quantization` int8 is taken without such products: what was rounded is dequantised."""
+    """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
+    state_ring_length: int = 0
+    """Tokens from one write of a Gated DeltaNet state to the next, in decode steps without drafts: its backend is a
+    RingedGatedDelta. 0: every step writes it."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     fp8_cache_backends: tuple[str, ...] = ()

@@ -17,8 +17,7 @@ from npu_runner.checkpoint.weights_reader import weights_are_there
 from npu_runner.config import RunnerConfig
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError
-from npu_runner.layers.weight_forms import hold_as_floats, hold_as_stored, hold_rounded
-from npu_runner.platforms.ops import INT8
+from npu_runner.layers.weight_forms import MADE_AT_LOAD, hold_as_floats, hold_as_stored, hold_rounded
 from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import GIB, MIB
 from npu_runner.runner.base import MemoryProfile
@@ -106,7 +105,7 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
         raise ConfigError("the model is served through transformers, by the generic strategy, which is not estimated; "
                           "take a model of a family with a strategy of its own, or start it on a device")
     model_config = strategy.model_config_for(config)
-    settings = resolve_settings(config, model_config, platform)
+    settings = resolve_settings(config, model_config, platform, read_quantization(strategy.path))
     network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0,
                             hold=partial(_hold, strategy, config, settings))
     num_ranks = config.parallel.tensor_parallel_size
@@ -125,8 +124,9 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
 def _hold(strategy: LoadStrategy, config: RunnerConfig, settings: Settings, model: nn.Module) -> None:
     """In the forms of a start; without files of weights all that they would tell counts as 16 bits."""
     quantization = read_quantization(strategy.path)
-    if config.quantization == INT8 and settings.weight_forms:
-        hold_rounded(model)
+    how = MADE_AT_LOAD.get(config.quantization)
+    if how is not None and settings.weight_forms:
+        hold_rounded(model, how)
     elif quantization is not None and settings.weight_forms and weights_are_there(strategy.path):
         with open_weights(strategy.path, quantization) as reader:
             hold_as_stored(model, reader, strategy.renamed(reader.names))

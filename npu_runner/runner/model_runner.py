@@ -73,7 +73,7 @@ class ModelRunner(ModelRunnerBase):
         self.platform = pick_platform(self.config.platform)
         self._enter("setting the device")
         self.device = self.platform.devices.set_device(self.tp.rank)
-        self.settings = resolve_settings(self.config, self.model_config, self.platform)
+        self.settings = resolve_settings(self.config, self.model_config, self.platform, checkpoint.quantization)
         self._wanted_num_seqs = self.settings.max_num_seqs
         self.max_model_len = self.settings.max_model_len
         self.dtype, self.kv_dtype = self.settings.torch_dtypes
@@ -197,7 +197,7 @@ class ModelRunner(ModelRunnerBase):
         if self.delta_shape is None:
             return
         self._progress("allocating states")
-        shape = state_shape(self.model_config, self.delta_shape, self.dtype)
+        shape = state_shape(self.model_config, self.delta_shape, self.dtype, self.settings.state_ring_length)
         needs = state_needs(self.config, self.settings, self._wanted_num_seqs)
         plan = fit_states(
             shape, needs, profile, is_measured=self.platform.memory.info() is not None,

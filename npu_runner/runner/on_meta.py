@@ -92,7 +92,8 @@ class NetworkOnMeta:
         self._num_kv_heads = self._tp.kv_head_share(model_config.num_kv_heads)[1]
         self.kv_shape = KVCacheShape(len(model_config.attention_layers), settings.block_size,
                                      self._num_kv_heads * model_config.head_dim, self._kv_dtype.itemsize)
-        self.state_shape = None if delta is None else state_shape(model_config, delta, self._dtype)
+        self.state_shape = None if delta is None else state_shape(model_config, delta, self._dtype,
+                                                                  settings.state_ring_length)
 
     def worst_step(self, max_num_seqs: int, states: StatePlan | None) -> StepBytes:
         """Of the steps that the runner measures on a device: a prefill as large as settings allow, and a decode step.

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from npu_runner.checkpoint.model_config import ModelConfig, MoEConfig
+from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
@@ -17,6 +18,7 @@ from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.states import StateNeeds
 
 MAX_COUNTED_TOKENS = 2**31 - 1
+FP8_CACHE = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Settings:
     """None: one token a step."""
     graphs_take_drafts: bool = True
     """Else steps with drafts run without a graph: the model has layers with a state."""
+    state_ring_length: int = 0
+    """As Platform's; 0 where nothing with states is decoded, or drafts need every token's state."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -79,8 +83,9 @@ def check_expert_parallel(config: RunnerConfig, model_config: ModelConfig) -> No
                           "one at least; lower that, or leave enable_expert_parallel out")
 
 
-def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: Platform) -> Settings:
-    """Decide every open setting.
+def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: Platform,
+                     quantization: Quantization | None) -> Settings:
+    """Decide every open setting. `quantization`: of the checkpoint.
 
     Raises ConfigError for combinations that this model or platform cannot do.
     """
@@ -107,10 +112,11 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
-        kv_cache_dtype=_kv_cache_dtype(config, platform, dtype),
+        kv_cache_dtype=_kv_cache_dtype(config, platform, dtype, kv_cache_scheme(quantization)),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
         graphs_take_drafts=graphs_take_drafts,
+        state_ring_length=_state_ring_length(model_config, platform) if speculative is None else 0,
     )
 
 
@@ -151,16 +157,22 @@ def _block_size(config: CacheConfig, platform: Platform) -> int:
     return block_size
 
 
-def _kv_cache_dtype(config: RunnerConfig, platform: Platform, dtype: str) -> str:
+def _kv_cache_dtype(config: RunnerConfig, platform: Platform, dtype: str, scheme: str | None) -> str:
+    """`scheme`: the checkpoint's. auto takes it where it is fp8 and the platform keeps that."""
     asked = config.cache.kv_cache_dtype
-    if asked == "auto":
-        return dtype
+    if asked not in ("auto", dtype) and not asked.startswith("fp8"):
+        raise ConfigError(f"kv_cache_dtype {asked}: keys and values are kept in the model's dtype, {dtype}, or in fp8; "
+                          "leave it at auto")
     problem = platform.why_no_fp8_cache()
     if config.attention_backend != "auto" and config.attention_backend not in platform.fp8_cache_backends:
         problem = f"attention_backend {config.attention_backend} keeps keys and values in the model's dtype"
+    if not asked.startswith("fp8"):
+        return FP8_CACHE if (asked, scheme, problem) == ("auto", "fp8", None) else dtype
+    if problem is None and scheme not in (None, "fp8"):
+        problem = f"the checkpoint's keys and values are to be kept otherwise ({scheme})"
     if problem is not None:
         raise ConfigError(f"kv_cache_dtype {asked}: {problem}; leave it at auto")
-    return "float8_e4m3fn"
+    return FP8_CACHE
 
 
 def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batched_tokens: int, block_size: int) -> None:
@@ -172,6 +184,11 @@ def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batche
     if model_config.state_layers and max_num_batched_tokens < state_alignment(block_size):
         raise ConfigError(f"max_num_batched_tokens {max_num_batched_tokens}: chunks of this model's prompts begin at "
                           f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
+
+
+def _state_ring_length(model_config: ModelConfig, platform: Platform) -> int:
+    decodes = model_config.pooling is None
+    return platform.state_ring_length if model_config.state_layers and decodes else 0
 
 
 def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:

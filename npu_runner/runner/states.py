@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.layers.gated_delta import bind_states
-from npu_runner.platforms.gated_delta import GatedDeltaShape
+from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
 from npu_runner.platforms.pools import zeros
 from npu_runner.platforms.transfers import HOST
 from npu_runner.request.limits import GIB, size
@@ -36,26 +36,37 @@ _SNAPSHOT_SHARE, _SPARE_SHARE = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """The states of all layers: convolution tails in the model's dtype, recurrent states in float32. `hidden_size`: of
-    the hidden state that a head reads, in the model's dtype; 0: none does."""
+    """The states of all layers: convolution tails in the model's dtype, recurrent states in float32.
+
+    `ring_length`: tokens of the rings beside the states (platforms/gated_delta.py); 0: there are none. `hidden_size`:
+    of the hidden state that a head reads, in the model's dtype; 0: none does.
+    """
 
     num_layers: int
     layer: GatedDeltaShape
     element_bytes: int
+    ring_length: int = 0
     hidden_size: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
         before, channels = self.layer.conv_state_shape
         heads, values, keys = self.layer.state_shape
-        of_layer = before * channels * self.element_bytes + heads * values * keys * 4
-        return self.num_layers * of_layer + self.hidden_size * self.element_bytes
+        state = before * channels * self.element_bytes + heads * values * keys * 4
+        of_layers = self.num_layers * (state + self._ring_bytes) + (4 if self.ring_length else 0)
+        return of_layers + self.hidden_size * self.element_bytes
+
+    @property
+    def _ring_bytes(self) -> int:
+        """Of a slot and layer; its start, which all layers share, left out."""
+        layer = self.layer
+        return self.ring_length * (4 * layer.value_size + self.element_bytes * layer.key_size + 4 * layer.num_v_heads)
 
 
-def state_shape(config: ModelConfig, layer: GatedDeltaShape, dtype: torch.dtype) -> StateShape:
+def state_shape(config: ModelConfig, layer: GatedDeltaShape, dtype: torch.dtype, ring_length: int) -> StateShape:
     """Of a model whose layers have the rank's share `layer`."""
     return StateShape(num_layers=len(config.state_layers), layer=layer, element_bytes=dtype.itemsize,
-                      hidden_size=0 if config.mtp is None else config.hidden_size)
+                      ring_length=ring_length, hidden_size=0 if config.mtp is None else config.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +164,8 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
 
 
 class StatePool:
-    """conv_states (L, slots, W - 1, C) and states (L, slots, Nv, V, K), bound to the layers of `model`, and
-    hidden_SD (slots, D) beside them, None where no head reads it; zeros."""
+    """conv_states (L, slots, W - 1, C), states (L, slots, Nv, V, K), rings; bound to the layers of `model`. Beside them
+    hidden_SD (slots, D), None where no head reads it. Zeros."""
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
@@ -162,25 +173,38 @@ class StatePool:
         self.states = zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
         size = shape.hidden_size
         self.hidden_SD = zeros((plan.num_slots, size), dtype, device) if size else None
-        bind_states(model, self.conv_states, self.states)
+        self.rings = _make_rings(plan.num_slots, shape, dtype, device) if shape.ring_length else None
+        bind_states(model, self.conv_states, self.states, self.rings)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept, (L or 1, slots, ...)."""
+        rings = [] if self.rings is None else [*self.rings[:-1], self.rings.starts[None]]
+        return [*self._of_snapshots, *rings]
+
+    @property
+    def _of_snapshots(self) -> list[Tensor]:
+        return [self.conv_states, self.states, *([] if self.hidden_SD is None else [self.hidden_SD[None]])]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
-
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return (self.conv_states, self.states, *([] if self.hidden_SD is None else [self.hidden_SD[None]]))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of all layers from slot to slot: (source, target) of each pair."""
-        for tensor in self._tensors:
+        """Copy the states of all layers from slot to slot: (source, target) of each pair. Rings are no part of it: a
+        snapshot has none, and what is loaded goes on with a prompt."""
+        for tensor in self._of_snapshots:
             for source, target in pairs:
                 tensor[:, target].copy_(tensor[:, source])
 
+    def end_prompts(self, slots_B: Tensor, context_lens_B: Tensor) -> None:
+        """Prompts, or chunks of them, of these lengths have left their states: the rings of their slots are empty."""
+        if self.rings is not None:
+            self.rings.starts.index_copy_(0, slots_B.long(), context_lens_B.int())
+
     def zero(self) -> None:
         """Every slot is as it was made: no sequence has begun in it."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor.zero_()
 
     @contextmanager
@@ -189,7 +213,7 @@ class StatePool:
         ones. It waits in host memory: a device may have no room for it."""
         num_seqs = max(batch.batch_size for batch in made_up)
         num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in made_up)
-        parts = [tensor.narrow(1, first, num) for tensor in self._tensors
+        parts = [tensor.narrow(1, first, num) for tensor in self.tensors
                  for first, num in ((0, num_seqs), (self.plan.first_spare, num_drafts))]
         kept = [part.to(HOST, copy=True) for part in parts]
         try:
@@ -197,3 +221,14 @@ class StatePool:
         finally:
             for part, values in zip(parts, kept, strict=True):
                 part.copy_(values)
+
+
+def _make_rings(num_slots: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> Ring:
+    """(L, slots, ...) of each, but for the starts."""
+    layer, many = shape.layer, (shape.num_layers, num_slots)
+    return Ring(
+        updates=zeros((*many, shape.ring_length, layer.num_v_heads, layer.head_v_dim), torch.float32, device),
+        keys=zeros((*many, shape.ring_length, layer.num_k_heads, layer.head_k_dim), dtype, device),
+        log_decays=zeros((*many, layer.num_v_heads, shape.ring_length), torch.float32, device),
+        starts=zeros((num_slots,), torch.int32, device),
+    )

@@ -345,6 +345,8 @@ class StepRunner:
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         self.keep_prompts(step, x_TD, hidden_TD)
         of_prompts = self.look_at_prompts(step, hidden_TD)
+        if self.states is not None:
+            self.states.end_prompts(inputs.state_slots, inputs.context_lens)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
         return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], of_prompts)

@@ -11,13 +11,15 @@ from torch import nn
 
 from npu_runner.checkpoint.adapted_weights import AdaptedReader
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
-from npu_runner.checkpoint.formats.rounding import RoundingReader
+from npu_runner.checkpoint.formats.rounding import TO_FP8, TO_INT8, RoundingReader
 from npu_runner.checkpoint.quantization import AWQ, GPTQ
 from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
+from npu_runner.layers.attention import take_kv_scales
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weight_forms import (
+    MADE_AT_LOAD,
     forms_of_random,
     hold_as_stored,
     how_stored,
@@ -27,14 +29,15 @@ from npu_runner.layers.weight_forms import (
 )
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.platforms.devices import Memory
-from npu_runner.platforms.ops import FP8, FP8_BLOCK, FP8_BLOCKS, INT8
+from npu_runner.platforms.ops import FP8, FP8_ALIGNMENT, FP8_BLOCK, FP8_BLOCKS, INT8
 from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import size
 from npu_runner.runner.memory import weights_bytes
-from npu_runner.runner.settings import Settings
+from npu_runner.runner.settings import FP8_CACHE, Settings
 from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
+_TARGETS = {INT8: TO_INT8, FP8: TO_FP8}
 
 
 def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, memory: Memory,
@@ -45,21 +48,25 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     is free.
     """
     strategy, model_config = checkpoint.strategy, checkpoint.model_config
-    rounds = checkpoint.config.quantization == INT8
+    made = MADE_AT_LOAD.get(checkpoint.config.quantization)
     if checkpoint.config.load_format == "dummy":
-        how = BY_ROW if rounds else _named_form(checkpoint)
+        how = _named_form(checkpoint) if made is None else made
         context = dataclasses.replace(context, weight_forms=forms_of_random(how, settings.weight_forms))
         model = strategy.build(model_config, settings.max_model_len, context)
         fill_with_random_weights(model, checkpoint.config.seed, how or BY_ROW)
         return model
-    if rounds or checkpoint.quantization is not None:
+    if made is not None or checkpoint.quantization is not None:
         context = dataclasses.replace(context, weight_forms=settings.weight_forms)
     with open_weights(checkpoint.path, checkpoint.quantization, progress) as stored:
         reader = _adapted(stored, checkpoint)
-        if rounds or checkpoint.quantization is not None:
+        if made is not None or checkpoint.quantization is not None:
             reader = _in_forms(reader, checkpoint, settings, context, memory)
         model = strategy.build(model_config, settings.max_model_len, context)
         strategy.load_weights(model, reader, model_config)
+        if settings.kv_cache_dtype == FP8_CACHE:
+            num_scaled, num_layers = take_kv_scales(model, reader, strategy.renamed(reader.names))
+            logger.info("keys and values are kept in FP8: %d of %d layers with the checkpoint's scales, else with 1",
+                        num_scaled, num_layers)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{type(strategy).__name__}.load_weights leaves linears without weights; those whose weights "
                          "are quantised are filled by npu_runner.layers.weights_loader.load_weights")
@@ -108,32 +115,38 @@ def _adapted(reader: WeightsReader, checkpoint: OpenedCheckpoint) -> WeightsRead
 def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
               memory: Memory) -> WeightsReader:
     """What the network is to be filled from; says what is multiplied in which form. Reads no weight."""
-    rounds = checkpoint.config.quantization == INT8
-    planned, on_meta = _planned(reader, checkpoint, settings, context, rounds=rounds)
+    asked = checkpoint.config.quantization
+    planned, on_meta = _planned(reader, checkpoint, settings, context, asked)
     held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
     _check_fit(reader, checkpoint, settings, context, memory, weights_bytes(on_meta))
     if isinstance(reader, DequantisingReader):
         stored = {name for name in held if how_stored(reader, name) is not None}
-        logger.info("%s", reader.describe(context.dtype, stored))
+        logger.info("%s", reader.describe(context.dtype, stored,
+                                          uses_kv_scales=settings.kv_cache_dtype == FP8_CACHE))
     if isinstance(planned, RoundingReader):
-        logger.info("quantization int8: %s", planned.describe(context.dtype, is_multiplied=bool(held)))
+        logger.info("quantization %s: %s", asked, planned.describe(context.dtype, is_multiplied=bool(held)))
     return planned
 
 
-def _planned(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, *,
-             rounds: bool) -> tuple[WeightsReader, nn.Module]:
-    """The reader, over one that rounds if that is asked for; and the network without memory."""
+def _planned(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
+             asked: str) -> tuple[WeightsReader, nn.Module]:
+    """The reader, over one that rounds if `asked`, the setting `quantization`, says so; and the network without
+    memory."""
     on_meta = checkpoint.strategy.build(checkpoint.model_config, settings.max_model_len,
                                         dataclasses.replace(context, device=torch.device("meta")))
-    if not rounds:
+    how = MADE_AT_LOAD.get(asked)
+    if how is None:
         return reader, on_meta
     renamed = checkpoint.strategy.renamed(reader.names)
     match_experts(on_meta, reader, renamed)
-    names = names_to_round(on_meta, renamed)
+    meant, names = names_to_round(on_meta, renamed), names_to_round(on_meta, renamed, how)
     if not names:
-        raise ConfigError(f"quantization int8: {type(checkpoint.strategy).__name__} builds no linears of ours, which "
-                          "are what is made int8; leave it at auto")
-    return RoundingReader(reader, names, turned_stacks(on_meta, renamed)), on_meta
+        raise ConfigError(f"quantization {asked}: {type(checkpoint.strategy).__name__} builds no linears of ours that "
+                          f"have products of such weights, which are what is made {asked}; leave it at auto")
+    if meant - names:
+        logger.info("quantization %s: %d weights of experts, or of sizes that %d does not divide, have no such "
+                    "products and stay as they are", asked, len(meant - names), FP8_ALIGNMENT)
+    return RoundingReader(reader, names, turned_stacks(on_meta, renamed), _TARGETS[asked]), on_meta
 
 
 def _check_fit(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
@@ -146,7 +159,8 @@ def _check_fit(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Se
     if free is None or need * num_sharing <= free:
         return
     ranks = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
-    method = "int8 is made of them" if checkpoint.quantization is None else checkpoint.quantization.method
+    stored, made = checkpoint.quantization, f"{checkpoint.config.quantization} is made of them"
+    method = made if stored is None else stored.method
     multiplied = ", ".join(settings.weight_forms) or "none of quantised ones"
     remedies = ["raise tensor_parallel_size over more devices"]
     remedies += ["set dtype to 16 bits"] if settings.dtype == "float32" else []
@@ -163,7 +177,7 @@ def _fits_as_int8(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings:
     if INT8 not in settings.weight_forms or checkpoint.config.quantization == INT8:
         return False
     try:
-        planned, on_meta = _planned(reader, checkpoint, settings, context, rounds=True)
+        planned, on_meta = _planned(reader, checkpoint, settings, context, INT8)
     except ConfigError:  # of integers that are not made int8
         return False
     hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))

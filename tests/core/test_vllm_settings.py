@@ -39,7 +39,7 @@ def test_what_asks_for_nothing_is_left_out(given: dict[str, Any]) -> None:
     ({"dtype": "half"}, {"dtype": "float16"}), ({"dtype": "float"}, {"dtype": "float32"}),
     ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}), ({"load_format": "dummy"}, {"load_format": "dummy"}),
     ({"task": "embedding"}, {"task": "embed"}), ({"task": "score"}, {"task": "score"}),
-    ({"task": "generate"}, {"runner": "generate"}), ({"quantization": "int8"}, {"quantization": "int8"}),
+    ({"task": "generate"}, {"runner": "generate"}), ({"quantization": "fp8"}, {"quantization": "fp8"}),
     ({"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 9999, "fps": 1}},
      {"image_min_pixels": 784, "image_max_pixels": 9999, "video_fps": 1}),
     ({"mm_processor_kwargs": {"num_frames": 8, "max_frames": None}}, {"video_num_frames": 8}),
@@ -55,7 +55,7 @@ def test_what_means_the_same_is_ours(given: dict[str, Any], ours: dict[str, Any]
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"quantization": "fp8"}, "quantization: 'fp8' is not one of auto, int8"),
+    ({"quantization": "int4"}, "quantization: 'int4' is not one of auto, int8, fp8"),
     ({"tokenizer": "other/model"}, "tokenizer='other/model' is not served: the tokenizer is the checkpoint's"),
     ({"max_logprobs": 100}, "max_logprobs=100 is not served: a request may ask for 20 at most"),
     ({"pipeline_parallel_size": 2}, "use tensor_parallel_size"),

@@ -32,6 +32,8 @@ class PagedWork:
     window: int | None = None
     cache_dtype: torch.dtype | None = None
     """Of the cache, where it is another one."""
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """What keys and values were divided by before they were stored."""
     keys: list[Tensor] = field(init=False)
     values: list[Tensor] = field(init=False)
 
@@ -83,14 +85,17 @@ class PagedWork:
         return out_TNH.cpu()
 
     def expected(self) -> Tensor:
-        parts = zip(self.q_TNH.split(self.query_lens), self.keys, self.values, strict=True)
-        return torch.cat([attention(q, k, v, self.window) for q, k, v in parts])
+        parts, (k_scale, v_scale) = zip(self.q_TNH.split(self.query_lens), self.keys, self.values,
+                                        strict=True), self.kv_scales
+        return torch.cat([attention(q, k.double() * k_scale, v.double() * v_scale, self.window) for q, k, v in parts])
 
     def assert_equals_definition(self, device: torch.device, *, is_prefill: bool, num_sms: int | None = 2) -> None:
         """`num_sms`: of how many multiprocessors the backend is to think, None: as many as there are."""
         backend = self.backend()
         if num_sms:
             backend.gpu = backend.gpu._replace(num_sms=num_sms)
+        if self.kv_scales != (1.0, 1.0):
+            backend = backend.with_kv_scales(torch.tensor(self.kv_scales, device=device))
         assert_close(self.run(device, backend, is_prefill=is_prefill), self.expected(), self.dtype)
 
 

@@ -65,6 +65,23 @@ def test_a_cache_in_fp8(device: torch.device, is_prefill: bool, head_dim: int, d
     work.assert_equals_definition(device, is_prefill=is_prefill)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_sms", [1, 4], ids=["one part", "parts"])
+@pytest.mark.parametrize("is_prefill", [True, False], ids=["prefill", "decode"])
+def test_a_cache_in_fp8_with_scales(device: torch.device, is_prefill: bool, num_sms: int, dtype: torch.dtype) -> None:
+    """Of keys and of values; the one in the place of the other is another answer."""
+    if device.type == "cuda":
+        need_fp8(device)
+    work = PagedWork([0, 64, 77, 150], [70, 64, 20, 1] if is_prefill else [1] * 4, dtype=dtype,
+                     cache_dtype=torch.float8_e4m3fn, kv_scales=(0.37, 5.3))
+    work.assert_equals_definition(device, is_prefill=is_prefill, num_sms=num_sms)
+    expected = work.expected()
+    work.kv_scales = (5.3, 0.37)
+    swapped = work.backend().with_kv_scales(torch.tensor(work.kv_scales, device=device))
+    with pytest.raises(AssertionError, match="of the largest value"):
+        assert_close(work.run(device, swapped, is_prefill=is_prefill), expected, dtype)
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GROUPS)
 @pytest.mark.parametrize("is_prefill", [True, False], ids=["prefill", "decode"])
 def test_groups_of_query_heads(device: torch.device, is_prefill: bool, num_heads: int, num_kv_heads: int) -> None:

@@ -26,8 +26,8 @@ HEAD_DIMS = [16, 20, 64, 72, 80, 96, 128, 192, 256]
 def test_tiles_fit_into_the_shared_memory_of_the_gpu(shared_kib: int, dtype: torch.dtype) -> None:
     gpu = Gpu(100, shared_kib << 10)
     for head_dim in HEAD_DIMS:
-        for tile in (decode_tile(head_dim, 4, dtype, gpu), prefill_tile(head_dim, 4, dtype, gpu),
-                     tower_tile(head_dim, dtype, gpu)):
+        for tile in (decode_tile(head_dim, 4, dtype, gpu), decode_tile(head_dim, 4, dtype, gpu, from_fp8=True),
+                     prefill_tile(head_dim, 4, dtype, gpu), tower_tile(head_dim, dtype, gpu)):
             assert tile.shared_bytes(head_width(head_dim), dtype.itemsize) <= gpu.shared_bytes
             assert min(tile.rows, tile.columns) >= 16, "what products take"
 

@@ -46,14 +46,14 @@ class Work:
     def norms_on(self, device: torch.device) -> HeadNorms | None:
         return self.norms and HeadNorms(self.norms.q_weight_H.to(device), self.norms.k_weight_H.to(device), EPS)
 
-    def run(self, device: torch.device) -> list[Tensor]:
+    def run(self, device: torch.device, kv_scales: Tensor | None = None) -> list[Tensor]:
         """Queries, the caches of keys and of values."""
         from npu_runner.platforms.cuda.heads import norm_rotary_store
 
         k_cache, v_cache = self.cache.clone().to(device)
         q_TNH = norm_rotary_store(*self.heads(device), self.norms_on(device), self.cos_TR.to(device),
                                   self.sin_TR.to(device), k_cache=k_cache, v_cache=v_cache,
-                                  slot_mapping_T=self.slots_T.to(device))
+                                  slot_mapping_T=self.slots_T.to(device), kv_scales=kv_scales)
         assert q_TNH.is_contiguous()
         return [x.cpu() for x in (q_TNH, k_cache, v_cache)]
 
@@ -125,6 +125,31 @@ def test_a_cache_in_fp8_holds_what_a_wider_one_would_rounded(device: torch.devic
         assert torch.equal(found.view(torch.uint8)[finite], rounded.view(torch.uint8)[finite])
     assert narrow[1].float().isnan().sum() == 1
     assert (narrow[1].float().abs() == 448).any()
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (24, 16)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_in_fp8_holds_what_was_divided_by_its_scales(device: torch.device, dtype: torch.dtype,
+                                                             dims: tuple[int, int]) -> None:
+    """In float32, to the nearest; so it does where a backend writes without the rotary embedding."""
+    from npu_runner.platforms.cuda.attention import TritonAttention
+
+    need_fp8(device)
+    work, scales = Work(7, (8, 2), dims, dtype), torch.tensor([3.7, 11.3])
+    work.qkv[:, -dims[0]:] *= 900
+    _, *wide = work.run(device)
+    work.cache = torch.zeros_like(work.cache).to(torch.float8_e4m3fn)
+    _, *narrow = work.run(device, scales.to(device))
+    backend = TritonAttention(num_heads=8, num_kv_heads=2, head_dim=dims[0], block_size=16, dtype=dtype)
+    backend = backend.with_kv_scales(scales.to(device))
+    again = [cache.to(device) for cache in work.cache.clone()]
+    places = work.slots_T.long()
+    written = [whole.flatten(0, 1)[places] for whole in wide]
+    backend.write_kv(*(x.to(device) for x in written), *again, work.slots_T.to(device))
+    for found, other, x_TKH, scale in zip(narrow, again, written, scales, strict=True):
+        rounded = (x_TKH.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert torch.equal(found.view(torch.uint8).flatten(0, 1)[places], rounded)
+        assert torch.equal(other.cpu().view(torch.uint8).flatten(0, 1)[places], rounded)
 
 
 def test_more_rows_than_a_program_has(device: torch.device) -> None:

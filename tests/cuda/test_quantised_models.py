@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from npu_runner import LLM
 from npu_runner.checkpoint.formats.reader import open_weights
-from npu_runner.checkpoint.formats.rounding import RoundingReader
+from npu_runner.checkpoint.formats.rounding import TO_FP8, TO_INT8, RoundingReader
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.request.prompt_inputs import PromptInputs
 from scripts.quantised.writing import quantise
@@ -27,8 +27,11 @@ PROMPT, COUNT = [3, 17, 5, 40, 11, 29, 8], 6
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 128, "num_hidden_layers": 2}
 FORMS = {"w8a8": "int8", "fp8-dynamic": "fp8", "fp8-tensor": "fp8", "fp8-block": "fp8_blocks", "int8": "int8",
+         "fp8": "fp8",
          **dict.fromkeys(("w4a16", "w4a16-asym", "w8a16", "awq", "gptq", "gptq-int8", "modelslim-w4a16",
                           "modelslim-w8a16"), "grouped")}
+MADE = {"int8": TO_INT8, "fp8": TO_FP8}
+"""By the setting `quantization`, which makes them of 16 bits."""
 MODES: list[dict[str, Any]] = [{"graph_mode": "eager"}, {"graph_mode": "reduce-overhead"}]
 
 
@@ -70,8 +73,8 @@ def test_logits_of_experts_are_as_near_as_plain_torch(name: str, form: str, chec
 def assert_logits(name: str, path: Path, forms: set[str | None], forms_of: Callable[[LLM], set[str | None]],
                   tmp_path: Path) -> None:
     settings: dict[str, Any] = {}
-    if name == "int8":
-        quantised, settings = path, {"quantization": "int8"}
+    if name in MADE:
+        quantised, settings = path, {"quantization": name}
     else:
         quantised = tmp_path / name
         quantise(path, quantised, name)
@@ -85,8 +88,9 @@ def assert_logits(name: str, path: Path, forms: set[str | None], forms_of: Calla
             assert "multiplied as" in llm.engine.describe()["quantization"]
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(open_weights(quantised, read_quantization(quantised)))
-        if name == "int8":
-            reader = RoundingReader(reader, {each for each in reader.names if "_proj" in each})
+        if name in MADE:
+            names = {each for each in reader.names if "_proj" in each}
+            reader = RoundingReader(reader, names, target=MADE[name])
         exact, plain = rounded_models(path, reader)
     for tokens, ours in found:
         expected = logits(exact, tokens)

@@ -121,10 +121,12 @@ def _has_groups(reader: WeightsReader, name: str) -> bool:
 
 
 def _held(reader: WeightsReader, name: str) -> Held | None:
-    if name in reader.names and (inputs := reader.int8_inputs(name)) is not None:
-        pieces = list(reader.int8_pieces(name))
+    inputs = reader.int8_inputs(name) if name in reader.names else None
+    form = reader.fp8_form(name) if name in reader.names else None
+    if inputs is not None or form == "fp8":
+        pieces = list(reader.row_pieces(name))
         return Held(torch.cat([values for _, values, _ in pieces]), torch.cat([scales for _, _, scales in pieces]),
                     inputs)
-    if name in reader.names and reader.fp8_form(name) is not None:
+    if form is not None:
         return Held(torch.cat([values for _, values in reader.fp8_pieces(name)]), reader.fp8_scales(name))
     return None

@@ -253,7 +253,7 @@ def assert_rounds(reader: WeightsReader, weight: Tensor) -> None:
     for dim, start, length in ((None, 0, 0), (0, 7, 50), (1, 33, 64)):
         rows = slice(start, start + length) if dim == 0 else slice(None)
         columns = slice(start, start + length) if dim == 1 else slice(None)
-        pieces = list(reader.int8_pieces("q_proj.weight", dim, start, length))
+        pieces = list(reader.row_pieces("q_proj.weight", dim, start, length))
         found, scales = (torch.cat([piece[index] for piece in pieces]) for index in (1, 2))
         assert found.dtype == torch.int8
         assert float((found.double() - values[rows, columns]).abs().max()) <= 0.5001
@@ -279,7 +279,7 @@ def test_stored_int8_stays_and_other_integers_are_refused(tmp_path: Path) -> Non
     stored = compressed_int(weights(96))
     path = folder(tmp_path / "dynamic", {"q_proj": stored})
     with open_weights(path, read_quantization(path)) as reader:
-        ((_, values, _),) = RoundingReader(reader, {"q_proj.weight"}).int8_pieces("q_proj.weight")
+        ((_, values, _),) = RoundingReader(reader, {"q_proj.weight"}).row_pieces("q_proj.weight")
         assert torch.equal(values, stored["weight"])
     path = folder(tmp_path / "weights alone", {"q_proj": stored}, None)
     with open_weights(path, read_quantization(path)) as reader, pytest.raises(
@@ -291,7 +291,7 @@ def test_weights_that_are_no_numbers_are_an_error(tmp_path: Path) -> None:
     weight = weights(96)
     weight[5, 7] = torch.nan
     with open_weights(float_folder(tmp_path, weight), None) as stored, pytest.raises(WeightsError, match="no numbers"):
-        list(RoundingReader(stored, {"q_proj.weight"}).int8_pieces("q_proj.weight"))
+        list(RoundingReader(stored, {"q_proj.weight"}).row_pieces("q_proj.weight"))
 
 
 def test_the_cpu_computes_with_what_a_w8a8_checkpoint_holds(checkpoint: Any, tmp_path: Path,

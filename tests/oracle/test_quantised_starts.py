@@ -53,8 +53,8 @@ def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkey
     with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights with "
                                           "inputs of float32"):
         LLM(quantised, platform="cpu", quantization="int8", **SMALL)
-    with pytest.raises(ConfigError, match="quantization: 'fp8' is not one of auto, int8"):
-        LLM(quantised, platform="cpu", quantization="fp8", **SMALL)
+    with pytest.raises(ConfigError, match="quantization: 'int4' is not one of auto, int8, fp8"):
+        LLM(quantised, platform="cpu", quantization="int4", **SMALL)
 
 
 def with_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_quantization_int8_means_inputs_by_row_of_such_weights_too(tmp_path: Pat
             assert stored.int8_inputs("q_proj.weight") != BY_ROW
             reader = RoundingReader(stored, {"q_proj.weight"})
             assert reader.int8_inputs("q_proj.weight") == BY_ROW
-            ((_, values, scales),) = reader.int8_pieces("q_proj.weight")
+            ((_, values, scales),) = reader.row_pieces("q_proj.weight")
         assert torch.equal(values, made["weight"])
         torch.testing.assert_close(scales, made["weight_scale"][:, 0])
 

@@ -23,7 +23,6 @@ from npu_runner.errors import ModelError
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED)
 _INPUTS, _OUTPUTS = ("input_scale", "input_zero_point"), ("output_scale", "output_zero_point")
-_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -75,11 +74,6 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
             _take(contents, module, scheme)
             contents.leave("scales of inputs and outputs", *(f"{module}.{name}" for name in (
                 _OUTPUTS if scheme.has_static_inputs else (*_INPUTS, *_OUTPUTS))))
-    attention = {module.rpartition(".")[0] for module in contents.suffixed(".q_proj.weight", ".k_proj.weight",
-                                                                           ".k_proj.weight_packed")}
-    for module in attention:
-        contents.leave("scales of the KV cache", *(f"{module}.{name}" for name in _CACHE),
-                       *(f"{module}.{proj}.output_scale" for proj in ("k_proj", "v_proj")))
 
 
 def _schemes(settings: dict[str, Any]) -> list[_Scheme]:

@@ -65,7 +65,7 @@ class Contents:
     def leave(self, what: str, *names: str) -> None:
         """Take tensors that nothing is computed from; those that are not there are none."""
         for name in names:
-            if self.has(name):
+            if self.has(name) and name not in self.taken:
                 self.taken.add(name)
                 self.unused[what] += 1
 

@@ -83,9 +83,9 @@ class StaticMatrix(QuantisedMatrix):
         self._check_bias(*spans)
         return super().read(spans)
 
-    def read_int8(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+    def read_rows(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
         self._check_bias(rows, columns)
-        return super().read_int8(rows, columns)
+        return super().read_rows(rows, columns)
 
     def _check_bias(self, rows: Span, columns: Span) -> None:
         if self.must_be_empty is not None and columns == (0, self.values.shape[1]):

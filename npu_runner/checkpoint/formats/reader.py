@@ -18,6 +18,7 @@ import torch
 
 from npu_runner.checkpoint.formats import grouped
 from npu_runner.checkpoint.formats.contents import Contents
+from npu_runner.checkpoint.formats.kv_scales import KV_SCALES, read_kv_scales, take_kv_scales
 from npu_runner.checkpoint.formats.stored import QuantisedMatrix, QuantisedStack
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
 from npu_runner.checkpoint.weights_reader import (
@@ -25,7 +26,7 @@ from npu_runner.checkpoint.weights_reader import (
     GroupedForm,
     GroupedPiece,
     Int8Inputs,
-    Int8Piece,
+    ScaledRows,
     WeightsReader,
     split_member,
 )
@@ -67,6 +68,7 @@ class DequantisingReader(WeightsReader):
         self.path, self._stored, self._method = stored.path, stored, quantization.method
         self._contents = Contents(stored)
         self._grouped: dict[str, GroupedForm | None] = {}
+        self._kv_scales = take_kv_scales(self._contents)
         import_module(f"npu_runner.checkpoint.formats.{_MODULES[quantization.method]}").read(
             self._contents, quantization.settings)
         self._contents.raise_problems()
@@ -106,10 +108,10 @@ class DequantisingReader(WeightsReader):
         made = self._quantised(name)
         return made.inputs if made is not None and isinstance(made.inputs, Int8Inputs) else None
 
-    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
+    def row_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[ScaledRows]:
         made, first, columns = self._matrix(name, dim, start, length)
         for rows, span in some_rows(first, columns[1]):
-            yield rows, *made.read_int8(span, columns)
+            yield rows, *made.read_rows(span, columns)
 
     def fp8_form(self, name: str) -> str | None:
         made = self._quantised(name)
@@ -137,6 +139,10 @@ class DequantisingReader(WeightsReader):
         assert form is not None, f"{name} has no groups"
         for rows, span in some_rows(first, columns[1]):
             yield grouped.read(made, form, rows, span, columns)
+
+    def kv_scales(self, module: str) -> tuple[float, float] | None:
+        names = self._kv_scales.get(module)
+        return None if names is None else read_kv_scales(self._stored, names)
 
     def _matrix(self, name: str, dim: int | None, start: int, length: int
                 ) -> tuple[QuantisedMatrix, tuple[int, int], tuple[int, int]]:
@@ -167,11 +173,12 @@ class DequantisingReader(WeightsReader):
         """How many weights are stored in which form."""
         return self._contents.describe()
 
-    def describe(self, dtype: torch.dtype, multiplied: Collection[str] = ()) -> str:
+    def describe(self, dtype: torch.dtype, multiplied: Collection[str] = (), *, uses_kv_scales: bool = False) -> str:
         """For the log: what is dequantised, its bytes in the files and as `dtype`, and what nothing is computed from.
         `multiplied`: those that are not dequantised, but multiplied as they are stored."""
         contents = self._contents
-        unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items()))
+        unused = "".join(f"; {count} {what} are not used" for what, count in sorted(contents.unused.items())
+                         if not (uses_kv_scales and what == KV_SCALES))
         others = [tensor for name, tensor in contents.made.items() if name not in multiplied]
         num_others = sum(bool(tensor.form) for tensor in others)
         kinds = Counter(self.fp8_form(name) or (None if self.int8_inputs(name) else "grouped") for name in multiplied)

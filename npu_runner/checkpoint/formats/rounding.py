@@ -1,5 +1,6 @@
-"""Matrices of a 16-bit or FP8 checkpoint as int8 with a scale for each row, made while they are read: what the setting
-`quantization` int8 asks for. Knows no model; which matrices are meant is told.
+"""Matrices of a checkpoint as int8 or FP8 (e4m3) with a scale for each row, made while they are read: what the setting
+`quantization` asks for. int8 is made of 16 bits and FP8, FP8 of 16 bits. Knows no model; which matrices are meant is
+told.
 
 R rows, K inputs.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from types import EllipsisType
+from typing import NamedTuple
 
 import torch
 
@@ -17,31 +19,57 @@ from npu_runner.checkpoint.weights_reader import (
     GroupedForm,
     GroupedPiece,
     Int8Inputs,
-    Int8Piece,
     Member,
+    ScaledRows,
     WeightsReader,
     split_member,
 )
 from npu_runner.errors import ConfigError, WeightsError
 
-_INT8_MAX = 127.0
+
+class Target(NamedTuple):
+    """What rows become: weight / scale to the nearest, ties to even, with the scale max|weight| / `largest`. Of e4m3
+    see arXiv 2209.05433."""
+
+    name: str
+    """As `quantization` and the start line call it."""
+    largest: float
+    dtype: torch.dtype
+
+    def rounded(self, weight_RK: torch.Tensor, most_R: torch.Tensor) -> torch.Tensor:
+        """In `dtype`; `weight_RK`, float32, is overwritten. `most_R`: the largest magnitudes of the rows.
+
+        Weights of 16 bits have many ties. They stay ties, because their product with `largest` is exact.
+        """
+        values_RK = weight_RK.mul_(self.largest).div_(most_R.masked_fill(most_R == 0, 1.0)[:, None])
+        return (values_RK if self.dtype.is_floating_point else values_RK.round_()).to(self.dtype)
+
+
+TO_INT8, TO_FP8 = Target("int8", 127.0, torch.int8), Target("FP8", 448.0, torch.float8_e4m3fn)
 
 
 class RoundingReader(WeightsReader):
-    """Tensors of `base`; those called `names` are rounded to the nearest of 255 steps, the row's largest at 127.
+    """Tensors of `base`; those called `names` are rounded to `target`.
 
     Scales are those of whole rows, whichever columns are wanted. Matrices that are int8 by row already stay as they
-    are. Raises ConfigError for those that are stored in other integers. `turned`: the stacks among `names` whose
-    matrices lie as (inputs, outputs); a row is what makes one output.
+    are, of FP8 those of any form. Raises ConfigError for those that are stored in other integers. `turned`: the stacks
+    among `names` whose matrices lie as (inputs, outputs); a row is what makes one output.
     """
 
-    def __init__(self, base: WeightsReader, names: Collection[str], turned: Collection[str] = ()):
+    def __init__(self, base: WeightsReader, names: Collection[str], turned: Collection[str] = (),
+                 target: Target = TO_INT8):
         self.path, self._base, self._names, self._turned = base.path, base, set(names), set(turned)
+        self._target, self._is_int8 = target, target == TO_INT8
         for name in sorted(names):
             form = base.form(name) if isinstance(base, DequantisingReader) else None
-            if form is not None and not form.startswith("fp8") and base.int8_inputs(name) is None:
-                raise ConfigError(f"quantization int8 makes int8 weights of 16 bits and of FP8, and {name} is stored "
-                                  f"as {form}; leave it at auto")
+            if form is None or (self._is_int8 and base.int8_inputs(name) is not None):
+                continue
+            if not form.startswith("fp8"):
+                made_of = "16 bits and of FP8" if self._is_int8 else "16 bits"
+                raise ConfigError(f"quantization {target.name.lower()} makes {target.name} weights of {made_of}, and "
+                                  f"{name} is stored as {form}; leave it at auto")
+            if not self._is_int8:
+                self._names.remove(name)
 
     @property
     def names(self) -> set[str]:
@@ -65,7 +93,7 @@ class RoundingReader(WeightsReader):
         elif len(self.shape(name)) == 3:
             yield from self._experts(name, dim, start, length)
         else:
-            for rows, values_RK, scales_R in self.int8_pieces(name, dim, start, length):
+            for rows, values_RK, scales_R in self.row_pieces(name, dim, start, length):
                 yield rows, values_RK.float().mul_(scales_R[:, None])
 
     def _experts(self, name: str, dim: int | None, start: int, length: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -77,26 +105,25 @@ class RoundingReader(WeightsReader):
         for place in range(count):
             member = Member(first + place, is_turned)
             parts = [values_RK.float() * scales_R[:, None]
-                     for _, values_RK, scales_R in self.int8_pieces(name + member.suffix)]
+                     for _, values_RK, scales_R in self.row_pieces(name + member.suffix)]
             whole = torch.cat(parts)
             yield slice(place, place + 1), (whole.T if is_turned else whole).narrow(axis - 1, *cut)[None]
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
         """By row, also where the file has one scale for all inputs."""
-        return BY_ROW if name in self._names else self._base.int8_inputs(name)
+        return BY_ROW if self._is_int8 and name in self._names else self._base.int8_inputs(name)
 
-    def int8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[Int8Piece]:
-        if self._base.int8_inputs(name) is not None:
-            yield from self._base.int8_pieces(name, dim, start, length)
+    def row_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[ScaledRows]:
+        if split_member(name)[0] not in self._names or self._base.int8_inputs(name) is not None:
+            yield from self._base.row_pieces(name, dim, start, length)
             return
         columns = slice(start, start + length) if dim == 1 else slice(None)
         for rows, weight_RK in self._rows(name, (start, length) if dim == 0 else None):
-            scales_R = weight_RK.abs().amax(1) / _INT8_MAX
-            if not bool(scales_R.isfinite().all()):
+            most_R = weight_RK.abs().amax(1)
+            if not bool((most_R * self._target.largest).isfinite().all()):
                 raise WeightsError(f"{name} holds values that are no numbers; copy the checkpoint again from its "
                                    "source")
-            weight_RK.div_(scales_R.masked_fill(scales_R == 0, 1.0)[:, None]).round_()
-            yield rows, weight_RK[:, columns].to(torch.int8), scales_R
+            yield rows, self._target.rounded(weight_RK, most_R)[:, columns], most_R / self._target.largest
 
     def _rows(self, name: str, span: tuple[int, int] | None) -> Iterator[tuple[slice, torch.Tensor]]:
         """Whole rows in float32, some at a time; None: all. A matrix of a stack is read whole."""
@@ -112,7 +139,9 @@ class RoundingReader(WeightsReader):
             yield rows, whole_NK[begin : begin + count].to(torch.float32, copy=True)
 
     def fp8_form(self, name: str) -> str | None:
-        return None if name in self._names else self._base.fp8_form(name)
+        if name in self._names:
+            return None if self._is_int8 else "fp8"
+        return self._base.fp8_form(name)
 
     def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
                    ) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -128,13 +157,17 @@ class RoundingReader(WeightsReader):
                        ) -> Iterator[GroupedPiece]:
         return self._base.grouped_pieces(name, dim, start, length)
 
+    def kv_scales(self, module: str) -> tuple[float, float] | None:
+        return self._base.kv_scales(module)
+
     def close(self) -> None:
         self._base.close()
 
     def describe(self, dtype: torch.dtype, *, is_multiplied: bool) -> str:
-        """For the log. `is_multiplied`: as int8, and not dequantised to `dtype`."""
+        """For the log. `is_multiplied`: as the target, and not dequantised to `dtype`."""
+        made = self._target.name
         done = sum(self._base.int8_inputs(name) is not None for name in self._names)
-        stay = f" ({done} are int8 already)" if done else ""
-        then = ("multiplied with inputs that are rounded to int8 by row, too" if is_multiplied else
+        stay = f" ({done} are {made} already)" if done else ""
+        then = (f"multiplied with inputs that are rounded to {made} by row, too" if is_multiplied else
                 f"dequantised to {str(dtype).removeprefix('torch.')}; inputs are not quantised")
-        return f"{len(self._names)} weights are rounded to int8 by row while loading{stay}, and {then}"
+        return f"{len(self._names)} weights are rounded to {made} by row while loading{stay}, and {then}"

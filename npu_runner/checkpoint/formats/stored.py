@@ -166,23 +166,22 @@ class QuantisedMatrix(FloatTensor):
             scale = scale * other
         return weight_RC.mul_(scale)
 
-    def read_int8(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
-        """int8 (R, C) and float32 (R,), of one that has `inputs`."""
-        assert isinstance(self.inputs, Int8Inputs), f"{self.form} is not int8 by row"
+    def read_rows(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+        """int8 or float8_e4m3fn (R, C) and float32 (R,), of one whose `inputs` say that rows have scales."""
+        assert self.inputs is not None and self.inputs != "fp8_blocks", f"{self.form} has none"  # noqa: PT018
         (grid,) = self.scales
-        return self.values.read(rows, columns).to(torch.int8), grid.at(rows, (0, 1)).flatten().expand(rows[1])
-
+        values = self.values.read(rows, columns)
+        return (values.to(torch.int8) if isinstance(self.inputs, Int8Inputs) else values,
+                grid.at(rows, (0, 1)).flatten().expand(rows[1]))
 
     def read_fp8(self, rows: Span, columns: Span) -> Tensor:
-        """float8_e4m3fn (R, C), of one whose `inputs` are FP8."""
-        assert isinstance(self.inputs, str), f"{self.form} is not FP8 for products"
+        """float8_e4m3fn (R, C), of one in blocks."""
+        assert self.inputs == "fp8_blocks", f"{self.form} is not FP8 in blocks"
         return self.values.read(rows, columns)
 
     def read_fp8_scales(self, rows: Span, columns: Span) -> Tensor:
-        """float32: (R,), or a scale for each block, of which none is cut."""
+        """float32: a scale for each block, of which none is cut."""
         (grid,) = self.scales
-        if self.inputs == "fp8":
-            return grid.at(rows, (0, 1)).flatten().expand(rows[1])
         spans = [(start // size, -(-length // size)) for (start, length), size in zip((rows, columns), grid.block,
                                                                                      strict=True)]
         return grid.matrix.read(*spans).to(torch.float32)

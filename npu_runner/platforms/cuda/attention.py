@@ -1,10 +1,14 @@
-"""Paged attention on CUDA through our own Triton kernels. Knows nothing of models or requests.
+"""Paged attention on CUDA through our own kernels: Triton's, and one in CUDA C++ for long prompts and images on Hopper.
+
+Knows nothing of models or requests.
 
 T tokens, B sequences, N query heads, K kv heads, G = N / K, H head dim, P parts that a context is split into.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +31,17 @@ from npu_runner.platforms.cuda.attention_tiles import (
     prefill_tile,
     tower_tile,
 )
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
-from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention, plan_images
+from npu_runner.platforms.cuda.image_attention import ImageAttention
+from npu_runner.platforms.cuda.prompt_attention import PromptAttention, why_no_prompts
+from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
+
+logger = logging.getLogger(__name__)
 
 _LOG2_E = math.log2(math.e)
 
@@ -42,6 +51,8 @@ class PrefillPlan:
     """(tiles, 4) int32 on the device: sequence, first row of the tile in T, rows left from there, place in context."""
 
     tiles: Tensor
+    prompt_tiles: Tensor | None = None
+    """Those of PromptAttention, where it takes the step."""
 
 
 class TritonAttention(AttentionBackend):
@@ -56,25 +67,37 @@ class TritonAttention(AttentionBackend):
         self.gpu = Gpu.current()
         self.group = num_heads // num_kv_heads
         self._head = head_width(head_dim)
-        self.decode_tile = decode_tile(head_dim, self.group, dtype, self.gpu)
+        self.decode_tile, self.decode_tile_of_fp8 = (
+            decode_tile(head_dim, self.group, dtype, self.gpu, from_fp8=from_fp8) for from_fp8 in (False, True))
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
+        self.kv_scales: Tensor | None = None
         self._has_combined = False
+        self.prompts = self._make_prompts()
+        self.images = ImageAttention()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
+
+    def _make_prompts(self) -> PromptAttention | None:
+        """The kernel for long prompts, where there is one."""
+        reason = why_no_prompts(self.head_dim, self.group, self.block_size, self.dtype)
+        if reason is not None:
+            logger.debug("attention of prompts: triton (%s)", reason)
+            return None
+        return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
+                               dtype=self.dtype)
+
+    def with_kv_scales(self, scales_2: Tensor) -> TritonAttention:
+        scaled = copy.copy(self)
+        scaled.kv_scales = scales_2
+        return scaled
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
-        tokens_a_tile = self.prefill_tile.rows // self.group
-        queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
-        counts_B = -(-queries_B // tokens_a_tile)
-        sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
-        # How far each tile's first token is from the first of its sequence.
-        starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
-        first_rows_B = queries_B.cumsum() - queries_B
-        tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
-                          (contexts_B - queries_B)[sequences] + starts], axis=1)
-        # Longest contexts first: the last programs to start are then the shortest.
-        order = np.argsort(-tiles[:, 3], kind="stable")
-        return PrefillPlan(upload(tiles[order].astype(np.int32), device))
+        lens = query_lens_B, context_lens_B
+        tiles = upload(cut_into_tiles(*lens, self.prefill_tile.rows // self.group), device)
+        prompts = self.prompts
+        if prompts is None or not prompts.takes(query_lens_B):
+            return PrefillPlan(tiles)
+        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device))
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
@@ -95,24 +118,33 @@ class TritonAttention(AttentionBackend):
         width = self.num_kv_heads * self.head_dim
         assert k_TKH.stride(1) == v_TKH.stride(1) == self.head_dim, "heads of one token lie together"
         kernels.write_kv[(k_TKH.shape[0],)](
-            k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, k_TKH.stride(0), v_TKH.stride(0), width,
-            BLOCK=triton.next_power_of_2(width), num_warps=4,
+            k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, self._scales_or(k_TKH), k_TKH.stride(0), v_TKH.stride(0),
+            width, BLOCK=triton.next_power_of_2(width), IS_SCALED=self.kv_scales is not None, num_warps=4,
         )
 
     def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
                           cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
                           slot_mapping_T: Tensor) -> Tensor:
         return norm_rotary_store(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=k_cache, v_cache=v_cache,
-                                 slot_mapping_T=slot_mapping_T)
+                                 slot_mapping_T=slot_mapping_T, kv_scales=self.kv_scales)
+
+    def _scales_or(self, other: Tensor) -> Tensor:
+        """What a kernel is handed for the scales; it does not read `other`."""
+        return other if self.kv_scales is None else self.kv_scales
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
+        # While kernels are met ahead, Triton's has to be: short steps take it.
+        if (self.prompts is not None and plan.prompt_tiles is not None and window is None
+                and k_cache.dtype == q_TNH.dtype and not is_ahead()):
+            return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
         tile = self.prefill_tile
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
             q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, plan.tiles, metadata.block_tables_BW,
-            q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E, WINDOW=window or 0,
+            self._scales_or(q_TNH), q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E,
+            IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
             NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size,
             ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head, num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -122,7 +154,8 @@ class TritonAttention(AttentionBackend):
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
         batch_size = q_BNH.shape[0]
-        tile, num_parts = self.decode_tile, self.num_parts(batch_size)
+        tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
+        num_parts = self.num_parts(batch_size)
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         # With one part nothing is written to these; what they are stays the same to the compiler.
         shape = (batch_size, self.num_heads, num_parts) if num_parts > 1 else (1, 1, 1)
@@ -130,8 +163,9 @@ class TritonAttention(AttentionBackend):
         weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
         kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
             q_BNH, _readable(k_cache), _readable(v_cache), out_BNH, parts, weights, metadata.block_tables_BW,
-            metadata.context_lens_B, q_BNH.stride(0), metadata.block_tables_BW.stride(0), num_parts,
-            FACTOR=scale * _LOG2_E, WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
+            metadata.context_lens_B, self._scales_or(q_BNH), q_BNH.stride(0), metadata.block_tables_BW.stride(0),
+            num_parts, FACTOR=scale * _LOG2_E, IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
+            NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
             HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
         )
@@ -150,13 +184,31 @@ class TritonAttention(AttentionBackend):
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
-        return plan_images(lengths, device)
+        return VisionPlan(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
+        if self.images.takes(q_TNH, k_TNH, v_TNH, plan):
+            return self.images.attend(q_TNH, k_TNH, v_TNH, plan, scale)
         if self._split_heads.take(q_TNH, k_TNH, v_TNH, scale):
             return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
         return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,
                                tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))
+
+
+def cut_into_tiles(query_lens_B: Sequence[int], context_lens_B: Sequence[int], tokens_a_tile: int) -> np.ndarray:
+    """(tiles, 4) int32 as in PrefillPlan: each sequence's new tokens, `tokens_a_tile` at a time."""
+    queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
+    counts_B = -(-queries_B // tokens_a_tile)
+    sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
+    # How far each tile's first token is from the first of its sequence.
+    starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
+    first_rows_B = queries_B.cumsum() - queries_B
+    tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
+                      (contexts_B - queries_B)[sequences] + starts], axis=1)
+    # Longest contexts first: the last programs to start are then the shortest.
+    order = np.argsort(-tiles[:, 3], kind="stable")
+    ordered: np.ndarray = tiles[order].astype(np.int32)
+    return ordered
 
 
 def _readable(cache: Tensor) -> Tensor:

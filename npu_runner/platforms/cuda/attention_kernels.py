@@ -4,7 +4,9 @@ A cache row is one token's K * H values; the row of context token `t` is block_t
 size S. A step of a loop takes COLUMNS tokens from a multiple of COLUMNS on. If COLUMNS divides the block size, they lie
 in one block, whose number is read once. Products are exact in float32 inputs (no TF32), sums are float32 always.
 
-What a cache holds in e4m3 is multiplied in the queries' dtype.
+What a cache holds in e4m3 is multiplied in float16 where queries are bfloat16: float16 holds it exactly, and Hopper has
+an instruction that makes it, where bfloat16 takes a way over float32. IS_SCALED: it holds keys and values that were
+divided by `scales` (float32, of keys and of values), which scores and sums are multiplied with.
 
 Softmax is in base 2: FACTOR is the scale times log2(e), above 0. It is a constant, because a float argument is float64
 to inductor and would make the sums so; sizes of the model are constants for the compiler's sake. WINDOW is how many
@@ -26,7 +28,8 @@ _CHANGES = ["stride_table", "num_parts"]
 
 
 @triton.jit
-def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl.constexpr):
+def write_kv(k, v, k_cache, v_cache, slots, scales, stride_k, stride_v, width, BLOCK: tl.constexpr,
+             IS_SCALED: tl.constexpr):
     """One token per program."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -34,15 +37,20 @@ def write_kv(k, v, k_cache, v_cache, slots, stride_k, stride_v, width, BLOCK: tl
     slot = tl.load(slots + token).to(tl.int64)
     keys = tl.load(k + token * stride_k + columns, mask=mask)
     values = tl.load(v + token * stride_v + columns, mask=mask)
-    tl.store(k_cache + slot * width + columns, as_stored(keys, k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + slot * width + columns, as_stored(values, v_cache.dtype.element_ty), mask=mask)
+    kind: tl.constexpr = k_cache.dtype.element_ty
+    tl.store(k_cache + slot * width + columns, as_stored(keys, kind, scales, IS_SCALED), mask=mask)
+    tl.store(v_cache + slot * width + columns, as_stored(values, kind, scales + 1, IS_SCALED), mask=mask)
 
 
 @triton.jit
-def as_stored(values, kind: tl.constexpr):
-    """In the cache's dtype. e4m3 is rounded to from float32; beyond its largest number it takes that, and NaN stays."""
+def as_stored(values, kind: tl.constexpr, scale, IS_SCALED: tl.constexpr):
+    """In the cache's dtype. e4m3 is rounded to from float32; beyond its largest number it takes that, and NaN stays.
+    `scale`: where the number lies that values are divided by before, if IS_SCALED."""
     if kind != values.dtype:
-        values = values.to(tl.float32).to(kind)
+        values = values.to(tl.float32)
+        if IS_SCALED:
+            values = tl.div_rn(values, tl.load(scale) + tl.zeros_like(values))
+        values = values.to(kind)
     return values
 
 
@@ -55,20 +63,38 @@ def as_read(tile, kind: tl.constexpr):
 
 
 @triton.jit
-def weigh(scores, is_seen, highest, total, FACTOR: tl.constexpr):
+def weigh(scores, is_seen, highest, total, factor):
     """One step of the softmax: probabilities, what is left of earlier sums, the new highest score and the new total.
 
-    `is_seen` None: all are. The factor goes into one multiply-add a score, and the highest is kept without it.
+    `is_seen` None: all are. `factor`: FACTOR, or a float32 number, above 0. It goes into one multiply-add a score, and
+    the highest is kept without it.
     """
     if is_seen is not None:
         scores = tl.where(is_seen, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    base = new_highest * FACTOR
+    base = new_highest * factor
     if is_seen is not None:  # a row may have seen nothing yet
         base = tl.where(new_highest == float("-inf"), 0.0, base)
-    probabilities = tl.exp2(scores * FACTOR - base[:, None])
-    fade = tl.exp2(highest * FACTOR - base)
+    probabilities = tl.exp2(scores * factor - base[:, None])
+    fade = tl.exp2(highest * factor - base)
     return probabilities, fade, new_highest, total * fade + tl.sum(probabilities, 1)
+
+
+@triton.jit
+def _factor(scales, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr):
+    """What scores are multiplied with: FACTOR, and the scale of keys."""
+    factor = FACTOR
+    if IS_SCALED:
+        factor = FACTOR * tl.load(scales)
+    return factor
+
+
+@triton.jit
+def _in_float16(queries, factor):
+    """`queries` by the power of 2 that puts the largest at 1 to 2, in float16, and `factor` times that."""
+    most = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
+    unit = tl.where((most > 0.0) & (most < float("inf")), tl.exp2(tl.floor(tl.log2(most))), 1.0)
+    return (queries.to(tl.float32) / unit).to(tl.float16), factor * unit
 
 
 @triton.jit
@@ -101,8 +127,8 @@ def _find_blocks(table, start, begin, end, WINDOW: tl.constexpr, BLOCK_SIZE: tl.
 
 @triton.jit
 def _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, is_there, is_seen, dims,
-                ROW: tl.constexpr, FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+                ROW: tl.constexpr, factor, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+                HEAD: tl.constexpr):
     """COLUMNS context tokens in `blocks`, from `start` on; `is_there` says which of them may be read, None: all."""
     columns = tl.arange(0, COLUMNS)
     if BLOCK_SIZE % COLUMNS == 0:
@@ -113,7 +139,7 @@ def _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, 
         place = row[:, None] * ROW + dims[None, :]
     keys = as_read(load_rows(k_cache + place, is_there, dims, HEAD_DIM, HEAD), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    probabilities, fade, highest, total = weigh(scores, is_seen, highest, total, FACTOR)
+    probabilities, fade, highest, total = weigh(scores, is_seen, highest, total, factor)
     values = as_read(load_rows(v_cache + place, is_there, dims, HEAD_DIM, HEAD), queries.dtype)
     sums = tl.dot(probabilities.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
     return highest, total, sums
@@ -121,8 +147,8 @@ def _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, 
 
 @triton.jit
 def _masked_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, begin, end, places, dims,
-                 WINDOW: tl.constexpr, ROW: tl.constexpr, FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+                 WINDOW: tl.constexpr, ROW: tl.constexpr, factor, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                 COLUMNS: tl.constexpr, HEAD: tl.constexpr):
     """The same of what lies from `begin` to `end`; each query sees what is not after its place, nor before its window.
 
     `places` None: each sees all of it.
@@ -137,13 +163,14 @@ def _masked_step(queries, highest, total, sums, k_cache, v_cache, blocks, start,
         if WINDOW:
             is_seen = is_seen & (context[None, :] > places[:, None] - WINDOW)
     return _paged_step(queries, highest, total, sums, k_cache, v_cache, blocks, start, is_there, is_seen, dims, ROW,
-                       FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                       factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_table, FACTOR: tl.constexpr,
-            WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-            BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr):
+def prefill(q, k_cache, v_cache, out, tiles, block_tables, scales, stride_q, stride_table, FACTOR: tl.constexpr,
+            IS_SCALED: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+            HEAD: tl.constexpr):
     """All query heads of one kv head, of ROWS // GROUP tokens, over everything before and at them, or their windows.
 
     Only columns at the diagonal, and where a window begins, are masked; those after the diagonal are never visited.
@@ -173,6 +200,9 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD), tl.float32)
+    factor = _factor(scales, FACTOR, IS_SCALED)
+    if k_cache.dtype.element_ty == tl.uint8 and queries.dtype == tl.bfloat16:
+        queries, factor = _in_float16(queries, factor)
     # All rows see the columns from `whole` on and before `diagonal`. Blocks are found one step ahead: see `decode`.
     first = begin // COLUMNS * COLUMNS
     diagonal = (first_place + 1) // COLUMNS * COLUMNS
@@ -183,28 +213,30 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, stride_q, stride_tabl
         for start in range(first, whole, COLUMNS):
             next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
             highest, total, sums = _masked_step(queries, highest, total, sums, keys, values, blocks, start, begin, end,
-                                                places, dims, WINDOW, ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                                places, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
             blocks = next_blocks
     for start in range(whole, diagonal, COLUMNS):
         next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
         highest, total, sums = _paged_step(queries, highest, total, sums, keys, values, blocks, start, None, None, dims,
-                                           ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                           ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
         blocks = next_blocks
     for start in range(diagonal, end, COLUMNS):
         next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
         highest, total, sums = _masked_step(queries, highest, total, sums, keys, values, blocks, start, begin, end,
-                                            places, dims, WINDOW, ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                            places, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
         blocks = next_blocks
+    if IS_SCALED:
+        sums *= tl.load(scales + 1)
     place = ((first_row + tokens) * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out + place, (sums / total[:, None]).to(out.dtype.element_ty),
              mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens, stride_q, stride_table, num_parts,
-           FACTOR: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-           HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-           HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens, scales, stride_q, stride_table,
+           num_parts, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+           COLUMNS: tl.constexpr, HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context; kv heads of a sequence are neighbours.
 
     With one part the result goes to `out`. With more, the part's sums go to `parts`; its highest score (times FACTOR)
@@ -235,14 +267,19 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD), tl.float32)
+    factor = _factor(scales, FACTOR, IS_SCALED)
+    if k_cache.dtype.element_ty == tl.uint8 and queries.dtype == tl.bfloat16:
+        queries, factor = _in_float16(queries, factor)
     # Masked throughout: a step of its own for the rest of a context would wait for memory once more. Blocks are found
     # one step ahead: looked up where they are needed, the compiler would fetch keys and values no earlier than that.
     blocks = _find_blocks(table, begin, first, end, WINDOW, BLOCK_SIZE, COLUMNS)
     for start in range(begin, end, COLUMNS):
         next_blocks = _find_blocks(table, start + COLUMNS, first, end, WINDOW, BLOCK_SIZE, COLUMNS)
         highest, total, sums = _masked_step(queries, highest, total, sums, keys, values, blocks, start, first, end,
-                                            None, dims, WINDOW, ROW, FACTOR, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                            None, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
         blocks = next_blocks
+    if IS_SCALED:
+        sums *= tl.load(scales + 1)
     row = sequence * (NUM_KV_HEADS * GROUP) + heads
     mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
     if num_parts == 1:
@@ -251,7 +288,7 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     else:
         row = row * num_parts + part
         tl.store(parts + row[:, None] * HEAD_DIM + dims[None, :], sums, mask=mask & (begin < end))
-        tl.store(weights + row * 2, highest * FACTOR, mask=is_member)
+        tl.store(weights + row * 2, highest * factor, mask=is_member)
         tl.store(weights + row * 2 + 1, total, mask=is_member)
 
 

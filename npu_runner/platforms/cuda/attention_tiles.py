@@ -57,6 +57,7 @@ class Gpu(NamedTuple):
 
 # By the power of 2 that holds the head dim; smaller ones take the first. Rows of decode: the least that products take.
 _DECODE = {128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 3)}
+_DECODE_FP8 = {128: Tile(16, 64, 2, 3), 256: Tile(16, 32, 4, 3)}
 _PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
 _TOWER = {128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
 # Of heads in two parts, 64 dims and up to 16: with one stage, ptxas 12.8 makes wrong code of it (vision_kernels).
@@ -72,10 +73,12 @@ def head_width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def decode_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
-    """`group`: query heads of a kv head."""
-    tile = _choose(_DECODE_FLOAT32 if dtype == torch.float32 else _DECODE, head_width(head_dim), dtype, gpu)
-    return tile._replace(rows=max(tile.rows, triton.next_power_of_2(group)))
+def decode_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu, *, from_fp8: bool = False) -> Tile:
+    """`group`: query heads of a kv head. `from_fp8`: the cache is in e4m3."""
+    table = _DECODE_FLOAT32 if dtype == torch.float32 else _DECODE_FP8 if from_fp8 else _DECODE
+    tile, rows = _choose(table, head_width(head_dim), dtype, gpu), triton.next_power_of_2(group)
+    # Two warps have registers for no more rows than these.
+    return tile if rows <= tile.rows else tile._replace(rows=rows, num_warps=max(4, tile.num_warps))
 
 
 def prefill_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu) -> Tile:

@@ -100,6 +100,9 @@ class FlashInferAttention(TritonAttention):
         self._key = next(_KEYS)
         _BACKENDS[self._key] = self
 
+    def _make_prompts(self) -> None:
+        """Prompts are FlashInfer's."""
+
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> dict[int | None, Any]:
         """The wrapper of each window."""

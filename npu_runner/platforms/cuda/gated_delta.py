@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,15 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import gated_delta_kernels as kernels
-from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
+from npu_runner.platforms.cuda.gated_delta_ring import delta_step_in_ring
+from npu_runner.platforms.gated_delta import (
+    CHUNK_SIZE,
+    GatedDeltaShape,
+    Ring,
+    RingedGatedDelta,
+    StateSave,
+    check_saves,
+)
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload_together
 
@@ -45,7 +53,7 @@ class ChunkPlan:
     saves: Tensor
 
 
-class TritonGatedDelta(GatedDeltaBackend):
+class TritonGatedDelta(RingedGatedDelta):
     name = "triton"
 
     def __init__(self, shape: GatedDeltaShape, dtype: torch.dtype):
@@ -110,22 +118,44 @@ class TritonGatedDelta(GatedDeltaBackend):
 
     def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
                    state: Tensor, metadata: AttentionMetadata) -> Tensor:
-        assert qkv_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1, "heads lie together"
-        assert state[0].is_contiguous(), "a state lies together"
-        shape = self.shape
-        out_TVD = torch.empty((qkv_TC.shape[0], shape.num_v_heads, shape.head_v_dim), dtype=qkv_TC.dtype,
-                              device=qkv_TC.device)
+        out_TVD = self._make_output(qkv_TC, a_TV, b_TV, state)
         if metadata.is_prefill:
             self._chunks(qkv_TC, (a_TV, b_TV, neg_exp_A_V, dt_bias_V), state, out_TVD, metadata)
             return out_TVD
-        values = self._values(_STEP.size)
-        kernels.delta_step[(triton.cdiv(shape.head_v_dim, values), shape.num_v_heads, qkv_TC.shape[0])](
+        grid, heads, sizes = self._step_layout(len(qkv_TC))
+        kernels.delta_step[grid](
             qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B, qkv_TC.stride(0),
-            a_TV.stride(0), b_TV.stride(0), state.stride(0), shape.num_k_heads, shape.num_v_heads, shape.head_k_dim,
-            shape.head_v_dim, SCALE=shape.head_k_dim**-0.5, VALUES=values, KEYS=self._keys,
-            IS_WHOLE=shape.head_k_dim == self._keys and shape.head_v_dim % values == 0, num_warps=_STEP.num_warps,
+            a_TV.stride(0), b_TV.stride(0), state.stride(0), *heads, **sizes, num_warps=_STEP.num_warps,
         )
         return out_TVD
+
+    def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                     state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
+        assert ring.length & (ring.length - 1) == 0, "places in a ring are lengths modulo a power of two"
+        assert all(tensor[0].is_contiguous() for tensor in ring), "a slot's ring lies together"
+        out_TVD = self._make_output(qkv_TC, a_TV, b_TV, state)
+        grid, heads, sizes = self._step_layout(len(qkv_TC))
+        delta_step_in_ring[grid](
+            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, *ring, out_TVD, metadata.state_slots_B,
+            metadata.context_lens_B, qkv_TC.stride(0), a_TV.stride(0), b_TV.stride(0), state.stride(0), *heads, **sizes,
+            LENGTH=ring.length, PRODUCT=self._product, num_warps=_STEP.num_warps,
+        )
+        return out_TVD
+
+    def _make_output(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, state: Tensor) -> Tensor:
+        """(T, Nv, Dv), not filled; the inputs lie as kernels read them."""
+        assert qkv_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1, "heads lie together"
+        assert state[0].is_contiguous(), "a state lies together"
+        return torch.empty((qkv_TC.shape[0], self.shape.num_v_heads, self.shape.head_v_dim), dtype=qkv_TC.dtype,
+                           device=qkv_TC.device)
+
+    def _step_layout(self, batch_size: int) -> tuple[tuple[int, int, int], tuple[int, int, int, int], dict[str, Any]]:
+        """The programs of one token a row, numbers and dims of heads, and what kernels are compiled for."""
+        shape, values = self.shape, self._values(_STEP.size)
+        sizes = {"SCALE": shape.head_k_dim**-0.5, "VALUES": values, "KEYS": self._keys,
+                 "IS_WHOLE": shape.head_k_dim == self._keys and shape.head_v_dim % values == 0}
+        return ((triton.cdiv(shape.head_v_dim, values), shape.num_v_heads, batch_size),
+                (shape.num_k_heads, shape.num_v_heads, shape.head_k_dim, shape.head_v_dim), sizes)
 
     def _chunks(self, qkv_TC: Tensor, gates: tuple[Tensor, Tensor, Tensor, Tensor], state: Tensor, out_TVD: Tensor,
                 metadata: AttentionMetadata) -> None:

@@ -24,8 +24,10 @@ _CHANGES = ["num_tokens", "slots"]
 
 
 def norm_rotary_store(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None, cos_TR: Tensor,
-                      sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> Tensor:
-    """See AttentionBackend.norm_rotary_store. Rounded where the separate operators round; q comes back contiguous."""
+                      sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor,
+                      kv_scales: Tensor | None = None) -> Tensor:
+    """See AttentionBackend.norm_rotary_store. Rounded where the separate operators round; q comes back contiguous.
+    `kv_scales`: float32, what keys and what values are divided by for a cache in e4m3; None: by nothing."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q_TNH.shape, k_TKH.shape[1]
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     num_rows = max(1, _ELEMENTS // triton.next_power_of_2(head_dim))
@@ -33,22 +35,24 @@ def norm_rotary_store(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNo
     num_programs = triton.cdiv(num_tokens * num_heads, num_rows) + 2 * triton.cdiv(num_tokens * num_kv_heads, num_rows)
     _norm_rotary_store[(num_programs,)](
         q_TNH, k_TKH, v_TKH, out_TNH, q_TNH if norms is None else norms.q_weight_H,
-        k_TKH if norms is None else norms.k_weight_H, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, num_tokens,
+        k_TKH if norms is None else norms.k_weight_H, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T,
+        q_TNH if kv_scales is None else kv_scales, num_tokens,
         q_TNH.stride(0), q_TNH.stride(1), k_TKH.stride(0), k_TKH.stride(1), v_TKH.stride(0), v_TKH.stride(1),
         cos_TR.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=half, REST=head_dim - 2 * half,
         EPS=-1.0 if norms is None else norms.eps, ROWS=num_rows, BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(max(1, head_dim - 2 * half)),
-        HEAD_BLOCK=triton.next_power_of_2(head_dim), num_warps=_WARPS, **launch_settings(),
+        HEAD_BLOCK=triton.next_power_of_2(head_dim), IS_SCALED=kv_scales is not None, num_warps=_WARPS,
+        **launch_settings(),
     )
     return out_TNH
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_cache, slots, num_tokens, stride_qt,
-                       stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_c, HEADS: tl.constexpr,
+def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_cache, slots, scales, num_tokens,
+                       stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_c, HEADS: tl.constexpr,
                        KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-                       IS_DEPENDENT: tl.constexpr):
+                       IS_SCALED: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """A row is a head of a token: first programs for those of q, then of k, then of v. EPS below 0: no norm."""
     HEAD: tl.constexpr = 2 * HALF + REST
     after_earlier_kernels(IS_DEPENDENT)
@@ -59,7 +63,7 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
         rows = program * ROWS + tl.arange(0, ROWS)
         tokens, heads = (rows // HEADS).to(tl.int64), rows % HEADS
         _turn(q + tokens * stride_qt + heads * stride_qn, out + rows.to(tl.int64) * HEAD, tokens * stride_c,
-              rows < num_tokens * HEADS, q_weight, cos, sin, HALF, REST, EPS, BLOCK, REST_BLOCK)
+              rows < num_tokens * HEADS, q_weight, cos, sin, scales, HALF, REST, EPS, BLOCK, REST_BLOCK, False)
     else:
         program -= num_q_programs
         is_key = program < num_kv_programs
@@ -70,19 +74,20 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
         places = (tl.load(slots + tokens, mask=is_row, other=0).to(tl.int64) * KV_HEADS + heads) * HEAD
         if is_key:
             _turn(k + tokens * stride_kt + heads * stride_kn, k_cache + places, tokens * stride_c, is_row, k_weight,
-                  cos, sin, HALF, REST, EPS, BLOCK, REST_BLOCK)
+                  cos, sin, scales, HALF, REST, EPS, BLOCK, REST_BLOCK, IS_SCALED)
         else:
             dims = tl.arange(0, HEAD_BLOCK)
             mask = is_row[:, None] & (dims < HEAD)[None, :]
             values = tl.load((v + tokens * stride_vt + heads * stride_vn)[:, None] + dims[None, :], mask=mask)
-            tl.store((v_cache + places)[:, None] + dims[None, :], as_stored(values, v_cache.dtype.element_ty),
-                     mask=mask)
+            tl.store((v_cache + places)[:, None] + dims[None, :],
+                     as_stored(values, v_cache.dtype.element_ty, scales + 1, IS_SCALED), mask=mask)
 
 
 @triton.jit
-def _turn(sources, targets, turns, is_row, weight, cos, sin, HALF: tl.constexpr, REST: tl.constexpr,
-          EPS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr):
-    """Norm and rotary embedding of the rows that begin at `sources`; `turns`: where their cos and sin begin."""
+def _turn(sources, targets, turns, is_row, weight, cos, sin, divisor, HALF: tl.constexpr, REST: tl.constexpr,
+          EPS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Norm and rotary embedding of the rows that begin at `sources`; `turns`: where their cos and sin begin. `divisor`:
+    the scale of `as_stored`."""
     halves = tl.arange(0, BLOCK)
     is_dim = halves < HALF
     mask = is_row[:, None] & is_dim[None, :]
@@ -109,10 +114,11 @@ def _turn(sources, targets, turns, is_row, weight, cos, sin, HALF: tl.constexpr,
     places = turns[:, None] + halves[None, :]
     c = tl.load(cos + places, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to_first, as_stored((first * c - second * s).to(kind), stored), mask=mask)
-    tl.store(to_first + HALF, as_stored((second * c + first * s).to(kind), stored), mask=mask)
+    tl.store(to_first, as_stored((first * c - second * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
+    tl.store(to_first + HALF, as_stored((second * c + first * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
     if REST > 0:
-        tl.store(targets[:, None] + rests[None, :], as_stored(rest.to(kind), stored), mask=rest_mask)
+        tl.store(targets[:, None] + rests[None, :], as_stored(rest.to(kind), stored, divisor, IS_SCALED),
+                 mask=rest_mask)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +28,35 @@ logger = logging.getLogger(__name__)
 _CHECKED_LENGTHS, _TOLERANCE = (273, 64, 5), 2e-2
 
 
-class VisionPlan(NamedTuple):
-    """Tokens of each image, and where they begin: `starts_B1` int32 on the device, the end of the last behind it."""
+class VisionPlan:
+    """Where the images of a call lie, for all layers.
 
-    lengths: list[int]
-    starts_B1: Tensor
+    `starts_B1` int32 on the device, the end of the last behind it.
+    """
 
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        self.lengths = list(lengths)
+        self._starts_B1 = np.zeros(len(self.lengths) + 1, dtype=np.int32)
+        np.cumsum(self.lengths, out=self._starts_B1[1:])
+        self.starts_B1 = upload(self._starts_B1, device)
+        self.seen = sum(length**2 for length in self.lengths) / sum(self.lengths)
+        """How many tokens a token sees on average."""
+        self._tiles: dict[int, Tensor] = {}
 
-def plan_images(lengths: Sequence[int], device: torch.device) -> VisionPlan:
-    starts_B1 = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts_B1[1:])
-    return VisionPlan(list(lengths), upload(starts_B1, device))
+    def tiles(self, rows: int, device: torch.device) -> Tensor:
+        """(tiles, 4) int32: first token of the image, first of the tile, tokens left from there, tokens of the image.
+
+        Of `rows` tokens each, those of the largest images first; made once.
+        """
+        if rows not in self._tiles:
+            lengths_B = np.asarray(self.lengths, dtype=np.int32)
+            order = np.argsort(-lengths_B, kind="stable")
+            images = np.repeat(order, -(-lengths_B[order] // rows))
+            firsts = np.concatenate([np.arange(0, length, rows) for length in lengths_B[order]])
+            begins, lengths = self._starts_B1[images], lengths_B[images]
+            tiles = np.stack([begins, begins + firsts, lengths - firsts, lengths], axis=1)
+            self._tiles[rows] = upload(tiles.astype(np.int32), device)
+        return self._tiles[rows]
 
 
 def image_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float,
@@ -92,7 +109,7 @@ class SplitHeads:
     def _compare(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
         q_TNH, k_TNH, v_TNH = made_up = [_like(x, sum(_CHECKED_LENGTHS), seed)
                                          for seed, x in enumerate((q_TNH, k_TNH, v_TNH))]
-        plan = plan_images(_CHECKED_LENGTHS, q_TNH.device)
+        plan = VisionPlan(_CHECKED_LENGTHS, q_TNH.device)
         found_TNH = image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True).float()
         parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in made_up), strict=True)
         expected_TNH = torch.cat([(torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1)

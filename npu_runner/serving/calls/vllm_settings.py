@@ -119,8 +119,8 @@ def _tokenizer(model: str, value: Any) -> dict[str, Any]:
 
 
 def _quantization(_: str, value: Any) -> dict[str, Any]:
-    """A format's name asks for what the checkpoint says of itself (`check_format`). vLLM's fp8 makes such weights of
-    others, too."""
+    """A format's name asks for what the checkpoint says of itself (`check_format`). fp8 is no such name: it makes such
+    weights of others, too."""
     is_named = isinstance(value, str) and value in FORMATS
     return {} if value is None or is_named else {"quantization": value}
 

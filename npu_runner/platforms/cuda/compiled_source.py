@@ -1,0 +1,161 @@
+"""CUDA C++ that NVRTC compiles for this GPU, and the driver's calls that load and launch it. Knows no kernel.
+
+torch brings NVRTC with it; no header and no nvcc is needed. What was compiled lies where triton keeps its kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.cache import get_cache_manager
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+class NoKernel(Exception):
+    """NVRTC is not there, it does not take the source, or the driver not what it made; says why."""
+
+
+class CompiledSource:
+    """Files, one behind the other, with their constants, compiled for one architecture, such as sm_90a."""
+
+    def __init__(self, paths: Sequence[Path], constants: dict[str, int], architecture: str):
+        self._paths = paths
+        self._options = [f"--gpu-architecture={architecture}", "--std=c++17",
+                         *(f"-D{name}={value}" for name, value in constants.items())]
+
+    def cubin(self) -> bytes:
+        """Compiled, or as it was kept. Needs no context of a GPU. Raises NoKernel."""
+        source = "".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in self._paths)
+        library = _nvrtc()
+        key = "\n".join([_version_of(library), *self._options, source])
+        cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        name = self._paths[-1].name
+        file = f"{name}.cubin"
+        kept = cache.get_file(file)
+        if kept is not None:
+            return Path(kept).read_bytes()
+        started = time.perf_counter()
+        cubin = _compile(library, source, name, self._options)
+        logger.info("%s compiled in %.1f s", name, time.perf_counter() - started)
+        cache.put(cubin, file, binary=True)
+        return cubin
+
+
+class LoadedKernel:
+    """A kernel in the current context. Raises NoKernel where the driver does not take it."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int):
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._shared_bytes = shared_bytes
+        try:
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
+            _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+            _check(_driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
+        except RuntimeError as error:
+            raise NoKernel(str(error)) from error
+
+    def launch(self, programs: int, threads: int, arguments: Sequence[Any]) -> None:
+        """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`."""
+        values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(_driver().cuLaunchKernel(self._function, programs, 1, 1, threads, 1, 1, self._shared_bytes, stream,
+                                        places, None))
+
+
+def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
+    """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
+
+    The tensor has 16 bits and consecutive elements in its last dimension; its address and its strides are multiples of
+    16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the ends is 0.
+    """
+    return _map_of(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
+
+
+@functools.lru_cache(maxsize=4096)  # caches keep their places, and steps mostly get the same memory again
+def _map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype,
+            box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
+    rank, count, size = len(shape), ctypes.c_uint64, ctypes.c_uint32
+    places = (count * (rank - 1))(*(stride * dtype.itemsize for stride in reversed(strides[:-1])))
+    room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
+    _check(_driver().cuTensorMapEncodeTiled(
+        made, _MAP_KINDS[dtype], rank, ctypes.c_void_p(address), (count * rank)(*reversed(shape)), places,
+        (size * rank)(*reversed(box)), (size * rank)(*[1] * rank), 0,
+        _SWIZZLES[box[-1] * dtype.itemsize], _PROMOTED_TO_256_BYTES, 0))
+    return made
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int) -> None:
+    if status:
+        words = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(words))
+        raise RuntimeError(f"CUDA: {words.value.decode() if words.value else status}")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    for name in _nvrtc_names():
+        try:
+            # NVRTC looks for its builtins in the system's folders only, unless they are there already.
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
+                ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise NoKernel("no NVRTC of CUDA 12 or newer was found")
+
+
+def _nvrtc_names() -> Iterator[str]:
+    """Those of the wheels that torch comes with, then the one that the system knows."""
+    major = (torch.version.cuda or "12").split(".")[0]
+    found = importlib.util.find_spec("nvidia")
+    for folder in found.submodule_search_locations or () if found else ():
+        yield from map(str, sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{major}")))
+    yield f"libnvrtc.so.{major}"
+
+
+def _version_of(library: ctypes.CDLL) -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def _compile(library: ctypes.CDLL, source: str, name: str, options: Sequence[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None):
+        raise NoKernel("NVRTC takes no program")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise NoKernel(f"NVRTC {_version_of(library)}: {log.value.decode().strip()}")
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, cubin)
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))

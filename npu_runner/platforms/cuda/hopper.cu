@@ -1,0 +1,132 @@
+// Hopper's instructions as functions: barriers in shared memory, copies by tensor maps, products of warpgroups, and
+// conversions to the 16-bit kind that IS_BFLOAT16 names. Knows no kernel. Addresses of shared memory are 32 bits.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) Map { unsigned char bytes[128]; };
+
+__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int dim, int head, int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token) : "memory");
+}
+__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int dim, int head, int token, int block) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "r"(block) : "memory");
+}
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#if IS_BFLOAT16
+#define KIND "bf16"
+#else
+#define KIND "f16"
+#endif
+#define SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUMS_8 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_16 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define SUMS_24 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_32 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define SUMS_40 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define SUMS_48 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define SUMS_56 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define LIST_32 SUMS_0 ", " SUMS_8 ", " SUMS_16 ", " SUMS_24
+#define LIST_40 LIST_32 ", " SUMS_32
+#define LIST_48 LIST_40 ", " SUMS_40
+#define LIST_56 LIST_48 ", " SUMS_48
+#define LIST_64 LIST_56 ", " SUMS_56
+#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define EIGHT(d, i) FOUR(d, i), FOUR(d, i + 4)
+#define ALL_32(d) EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24)
+#define ALL_40(d) ALL_32(d), EIGHT(d, 32)
+#define ALL_48(d) ALL_40(d), EIGHT(d, 40)
+#define ALL_56(d) ALL_48(d), EIGHT(d, 48)
+#define ALL_64(d) ALL_56(d), EIGHT(d, 56)
+
+// Products of a warpgroup: 64 rows, `columns`, 16 terms. A thread has half as many sums as there are columns; the names
+// of what comes behind them follow. `right` is rows of terms.
+#define MULTIPLY(columns, count, left_name, right_name, adds_name)                                                     \
+  __device__ __forceinline__ void multiply(float (&sums)[count], u64 left, u64 right, int adds) {                      \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." KIND "." KIND " {" LIST_##count "}, " left_name \
+                 ", " right_name ", adds, 1, 1, 0, 0;\n}" : ALL_##count(sums) : "l"(left), "l"(right), "r"(adds));     \
+  }                                                                                                                    \
+  __device__ __forceinline__ void read_behind(float (&sums)[count]) { asm volatile("" : ALL_##count(sums)::"memory"); }
+MULTIPLY("128", 64, "%64", "%65", "%66")
+MULTIPLY("112", 56, "%56", "%57", "%58")
+MULTIPLY("96", 48, "%48", "%49", "%50")
+
+// The same with 4 registers as `left`, whose names are given; `right` is rows of columns.
+#define MULTIPLY_REGISTERS(columns, count, left_names, right_name, adds_name)                                          \
+  __device__ __forceinline__ void multiply(float (&sums)[count], const u32 *left, u64 right, int adds) {               \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." KIND "." KIND " {" LIST_##count "}, {"           \
+                 left_names "}, " right_name ", adds, 1, 1, 1;\n}"                                                     \
+                 : ALL_##count(sums)                                                                                   \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(adds));                     \
+  }
+MULTIPLY_REGISTERS("128", 64, "%64, %65, %66, %67", "%68", "%69")
+MULTIPLY_REGISTERS("80", 40, "%40, %41, %42, %43", "%44", "%45")
+MULTIPLY_REGISTERS("64", 32, "%32, %33, %34, %35", "%36", "%37")
+// What reads `sums` comes behind what was before: the wait for them.
+__device__ __forceinline__ void read_behind(float (&sums)[40]) { asm volatile("" : ALL_40(sums)::"memory"); }
+__device__ __forceinline__ void read_behind(float (&sums)[32]) { asm volatile("" : ALL_32(sums)::"memory"); }
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most `MOST` groups of products run; `read_behind` has to follow.
+template <int MOST> __device__ __forceinline__ void await_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(MOST) : "memory");
+}
+
+// What `x`, never negative, depends on is computed before what follows: the assembler keeps the order of a store, which
+// is never made, and of a wait. Else it would wait for products first, and have nothing to do beside them.
+__device__ __forceinline__ void compute_first(float x, u32 nowhere) {
+  asm volatile("{\n.reg .pred is_negative;\nsetp.lt.f32 is_negative, %0, 0f00000000;\n"
+               "@is_negative st.volatile.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(nowhere) : "memory");
+}
+
+// A matrix in shared memory as products take it: rows of BYTES bytes (128, 64), swizzled, 8 a group. Parts of BYTES
+// bytes are `part` bytes apart, which counts where rows are terms.
+template <u32 BYTES> __device__ __forceinline__ u64 matrix(u32 address, u32 part) {
+  const u64 swizzle = BYTES == 128 ? 1 : 2;
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)(part >> 4) << 16 | (u64)(8 * BYTES >> 4) << 32 | swizzle << 62;
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ u32 packed(float low, float high) {
+  u32 pair;
+#if IS_BFLOAT16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+  return pair;
+}
+__device__ __forceinline__ float highest_of_four_lanes(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float sum_of_four_lanes(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}

@@ -1,0 +1,64 @@
+// Attention of prompts: causal, over a paged cache, all dims of a head in products.
+//
+// Constants of the host, beside those of hopper_attention.cu: QUERY_HEADS of a kv head, BLOCK_SIZE. A tile is TOKENS
+// tokens with all query heads of one kv head: row = token * QUERY_HEADS + head, up to ROWS.
+
+struct Prompts {
+  static constexpr int GROUP = QUERY_HEADS, HEAD_DIM = DIMS, TOKENS = ROWS / GROUP, CHUNK = 64;
+
+  const int4 *tiles;  // sequence, first row of the queries, tokens left from there, place in the context
+  int num_tiles, num_heads;  // kv heads
+  const int *tables;
+  int stride_table;
+
+  struct Item {
+    int head, sequence, first_row, num_tokens, first_place, end;
+    __device__ Item(const Prompts &work, int index) {
+      const int4 tile = work.tiles[index % work.num_tiles];
+      head = index / work.num_tiles;
+      sequence = tile.x;
+      first_row = tile.y;
+      num_tokens = min(tile.z, TOKENS);
+      first_place = tile.w;
+      end = first_place + num_tokens;
+    }
+    // The last column that a row sees, and how many tiles of columns all rows see.
+    __device__ int place(int row) const { return first_place + row / GROUP; }
+    __device__ int whole() const { return (first_place + 1) / COLUMNS; }
+  };
+
+  // Block numbers of 32 chunks of a context, one in each lane.
+  struct Source {
+    const int *table;
+    int head, num_chunks, first = -1, held = 0;
+    __device__ Source(const Prompts &work, const Item &item)
+        : table(work.tables + (long long)item.sequence * work.stride_table), head(item.head),
+          num_chunks((item.end + CHUNK - 1) / CHUNK) {}
+    __device__ int block_of(int chunk) {
+      if (chunk / 32 != first) {
+        first = chunk / 32;
+        const int mine = first * 32 + threadIdx.x % 32;
+        held = mine < num_chunks ? table[mine * CHUNK / BLOCK_SIZE] : 0;
+      }
+      return __shfl_sync(~0u, held, chunk % 32);
+    }
+    // Chunks of tile `n` that lie in the context, to `to`.
+    __device__ void bring_tile(u32 to, const Map &map, u32 barrier, int n) {
+      const int begin = n * (COLUMNS / CHUNK), count = min(COLUMNS / CHUNK, num_chunks - begin);
+      if (threadIdx.x == 0) expect(barrier, count * CHUNK * PARTS * SPAN);
+      for (int i = 0; i < count; ++i) {
+        const int block = block_of(begin + i), token = (begin + i) * CHUNK % BLOCK_SIZE;
+        if (threadIdx.x == 0)
+          for (int part = 0; part < PARTS; ++part)
+            bring(to + i * CHUNK * SPAN + part * TILE_PART, map, barrier, part * SPAN / 2, head, token, block);
+      }
+    }
+  };
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attend_prompts(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, const __grid_constant__ Map v_map,
+               const int4 *tiles, int num_tiles, int num_heads, unsigned short *out, u32 *counters, float factor,
+               const int *tables, int stride_table) {
+  attend(q_map, k_map, v_map, Prompts{tiles, num_tiles, num_heads, tables, stride_table}, out, counters, factor);
+}
