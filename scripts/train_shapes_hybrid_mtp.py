@@ -84,7 +84,8 @@ def collect(seeds: Sequence[int]) -> list[Row]:
         steps: Any = llm.engine._executor._runner.steps  # type: ignore[attr-defined]
         rows = []
         for prompt, answer in zip(prompts, answers, strict=True):
-            whole, seen = _with_answer(prompt, answer.token_ids), []
+            whole = _with_answer(prompt, answer.token_ids)
+            seen: list[Any] = []
             steps.keep_prompts = lambda step, x_TD, hidden_TD, seen=seen: seen.append((step, x_TD, hidden_TD))
             llm.generate([whole], SamplingParams(temperature=0.0, max_tokens=1))
             ((step, x_TD, hidden_TD),) = seen

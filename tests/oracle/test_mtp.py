@@ -214,8 +214,9 @@ def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_
     path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
     settings = {**FEATURES, **few_blocks(path, "cpu")}
     found = []
-    for more in ({}, mtp(3)):
-        with LLM(path, platform="cpu", **settings, **more) as llm:
+    # Blocks of one layer that attends, then of two.
+    for more in ({}, {**mtp(3), "kv_cache_bytes": 2 * settings["kv_cache_bytes"]}):
+        with LLM(path, platform="cpu", **{**settings, **more}) as llm:
             pairs = requests(llm, model_type)
             found.append(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]))
             stats = llm.stats()
