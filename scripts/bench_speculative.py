@@ -7,6 +7,7 @@ each case, then one JSON line.
 
     python scripts/bench_speculative.py                                      # the embedded model on cpu, some minutes
     python scripts/bench_speculative.py --rows 1 --method forced --repeats 9
+    python scripts/bench_speculative.py --model shapes-hybrid --method mtp-2 --task text     # its own head
     python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method forced     # random weights
 
 A model of random weights has a vocabulary in which a text has one spelling, and a schema whose fields are four free
@@ -36,6 +37,7 @@ from npu_runner.request.outputs import EngineStats
 _METHODS: dict[str, dict[str, Any]] = {
     "forced": {"method": "forced"},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    **{f"mtp-{num}": {"method": "mtp", "num_speculative_tokens": num} for num in (1, 2, 3)},
 }
 # Without white space names and signs are one forced text. json.dumps writes blanks, and so the model learned it: then
 # the model chooses where they are, and only names are forced.
@@ -48,7 +50,7 @@ _PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--method", nargs="+", choices=_METHODS, default=list(_METHODS))
+    parser.add_argument("--method", nargs="+", choices=_METHODS, default=["forced", "ngram"])
     parser.add_argument("--task", nargs="+", choices=_TASKS, default=list(_TASKS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--platform", default="cpu")
