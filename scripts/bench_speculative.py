@@ -7,6 +7,7 @@ each case, then one JSON line.
 
     python scripts/bench_speculative.py                                      # the embedded model on cpu, some minutes
     python scripts/bench_speculative.py --rows 1 --method forced --repeats 9
+    python scripts/bench_speculative.py --model shapes-hybrid --method mtp-2 --task text     # its own head
     python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method forced     # random weights
 
 A model of random weights has a vocabulary in which a text has one spelling, and a schema whose fields are four free
@@ -38,6 +39,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     # Configured, and off for every number of rows.
     "off": {"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 4096, 0]]},
+    **{f"mtp-{num}": {"method": "mtp", "num_speculative_tokens": num} for num in (1, 2, 3)},
 }
 # Without white space names and signs are one forced text. json.dumps writes blanks, and so the model learned it: then
 # the model chooses where they are, and only names are forced.

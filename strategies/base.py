@@ -14,11 +14,11 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.files import require_json
-from npu_runner.checkpoint.model_config import ModelConfig, PoolingConfig, ScorePooling
+from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, PoolingConfig, ScorePooling
 from npu_runner.checkpoint.pooling_files import read_pooling
 from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig, flat_values
-from npu_runner.errors import ModelError
+from npu_runner.errors import ConfigError, ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.largest_image import largest_image
@@ -112,13 +112,22 @@ class LoadStrategy(ABC):
         return read_pooling(self.path, runner=config.runner, task=config.task,
                             token_id=lambda token: read_tokenizer(self.path).token_to_id(token))
 
+    def mtp_layer(self, config: RunnerConfig) -> LayerConfig:
+        """The layer of the checkpoint's head for multi-token prediction. Raises ConfigError for a family that has none,
+        ModelError for a checkpoint."""
+        raise ConfigError(f"speculative_config.method mtp: {self.read_config().model_type} has no head for multi-token "
+                          "prediction that is served; take another method, or leave speculative_config out")
+
     def model_config_for(self, config: RunnerConfig) -> ModelConfig:
-        """The result of `read_config`, with pooling if `config` or the checkpoint asks for it."""
+        """The result of `read_config`, with pooling if `config` or the checkpoint asks for it, and with the head that
+        drafts if `config` does."""
         pooling, read = self.pooling(config), self.read_config()
         if isinstance(pooling, ScorePooling) and max(pooling.token_ids) >= read.vocab_size:
             raise ModelError(f"{self.path}: scores are made of the tokens {pooling.token_ids}, the model has tokens "
                              f"0 to {read.vocab_size - 1}; the files belong to different checkpoints")
-        return dataclasses.replace(read, pooling=pooling)
+        speculative = config.scheduler.speculative
+        mtp = self.mtp_layer(config) if speculative is not None and speculative.has_head and not pooling else None
+        return dataclasses.replace(read, pooling=pooling, mtp=mtp)
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and images to prompts; picklable, for worker processes."""

@@ -22,6 +22,8 @@ from npu_runner.checkpoint.model_config import (
     ModelConfig,
     RopeConfig,
 )
+from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
 from npu_runner.layers.norm import ZeroCentredRMSNorm
 from npu_runner.models.decoder import DecoderLayer
@@ -33,21 +35,48 @@ HEAD_DIM = 256
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _SECTION = (11, 11, 10)
 _ROTARY_SHARE = 0.25
-# Layers that predict the token after next; nothing here speculates.
-_MTP_PREFIXES = ("mtp.",)
+# The head for multi-token prediction.
+_MTP = "mtp."
 
 
 class Qwen35Layer(DecoderLayer):
     norm_class = ZeroCentredRMSNorm
 
 
-class Qwen35TextStrategy(CausalLMStrategy):
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
+class HybridStrategy(CausalLMStrategy):
+    """What text alone, images and Qwen3-Next share."""
+
     layer_class = Qwen35Layer
     attention_class = GatedAttention
     has_states = True
-    left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
     has_experts: ClassVar[bool] = False
+
+    def left_out(self, model_config: ModelConfig) -> tuple[str, ...]:
+        return (_MTP,) if model_config.mtp is None else ()
+
+    def mtp_layer(self, config: RunnerConfig) -> LayerConfig:
+        """It attends, and mixes channels as the decoder's last layer does."""
+        if config.load_format != "dummy":
+            with CheckpointReader(self.path) as reader:
+                has_head = any(name.startswith(_MTP) for name in reader.names)
+            if not has_head:
+                raise ModelError(f"{self.path}: speculative_config.method mtp needs the head for multi-token "
+                                 f"prediction, and the checkpoint has no tensors {_MTP}*: it was saved without; take "
+                                 "one that has them, another method, or leave speculative_config out")
+        count = int(self.text.get("mtp_num_hidden_layers", self.text.get("num_nextn_predict_layers", 1)))
+        if count != 1 or self.text.get("mtp_use_dedicated_embeddings"):
+            raise ModelError(f"{self.path}: a head for multi-token prediction of {count} layers, or with embeddings of "
+                             "its own, is not served; one layer and the decoder's embeddings are")
+        model_config = self.read_config()
+        if not model_config.state_layers:
+            raise ModelError(f"{self.path}: speculative_config.method mtp is served for models with Gated DeltaNet "
+                             "layers, and all layers of this one attend; take another method, or leave "
+                             "speculative_config out")
+        return LayerConfig(mixer=AttentionConfig(), channel=model_config.layers[-1].channel)
+
+
+class Qwen35TextStrategy(HybridStrategy):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION),
@@ -59,13 +88,8 @@ class Qwen35MoETextStrategy(Qwen35TextStrategy):
     has_experts = True
 
 
-class Qwen35Strategy(Qwen3VLStrategy):
+class Qwen35Strategy(HybridStrategy, Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
-    layer_class = Qwen35Layer
-    attention_class = GatedAttention
-    has_states = True
-    left_out_prefixes: ClassVar[tuple[str, ...]] = _MTP_PREFIXES
-    has_experts: ClassVar[bool] = False
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(

@@ -254,14 +254,22 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     """None: it generates text. Else it gives a few numbers, and has no output head but a pooling head, or none."""
 
+    mtp: LayerConfig | None = None
+    """The layer of the head that drafts (multi-token prediction), where that is to be loaded; it attends."""
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def all_layers(self) -> list[LayerConfig]:
+        """The decoder's, and the layer of the head that drafts behind them."""
+        return [*self.layers, *([] if self.mtp is None else [self.mtp])]
+
+    @property
     def attention_layers(self) -> list[AttentionConfig]:
         """In their order, which is that of the KV cache."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
+        return [layer.mixer for layer in self.all_layers if isinstance(layer.mixer, AttentionConfig)]
 
     @property
     def state_layers(self) -> list[GatedDeltaNetConfig]:

@@ -86,6 +86,8 @@ class ScheduledBatch:
     them. If it has drafts it has tokens too: each row's last token and its drafts. Their successors are wanted as well.
     `state_slots`: slot of the state pool of each row (B,); where there are drafts of each token (T,), behind which that
     one's state is left. None: of each row that of its number.
+    `previous_positions`: of the tokens before a prefill's rows, (B,) or (3, B), any value where there is none; None:
+    nothing reads them.
     `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place once,
     block 0 where a block was freed. Tables are kept by slot wherever steps run; a sequence's first step in its slot
     sends its whole table.
@@ -101,6 +103,7 @@ class ScheduledBatch:
     new_blocks_N3: np.ndarray
     samples_B: np.ndarray
     state_slots: np.ndarray | None = None
+    previous_positions: np.ndarray | None = None
     new_sampling: list[SamplingEntry] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
     images: list[ImageInput] = field(default_factory=list)
@@ -336,12 +339,14 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         request_ids=[seq.request_id for seq, _ in chunks],
         slots_B=slots_B,
         token_ids_T=np.concatenate([_chunk_tokens(seq, num) for seq, num in chunks]),
-        positions=np.concatenate([_chunk_positions(seq, num, uses_mrope) for seq, num in chunks], axis=-1),
+        positions=np.concatenate([_positions(seq, seq.num_computed_tokens, num, uses_mrope) for seq, num in chunks],
+                                 axis=-1),
         query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
         context_lens_B=np.array(context_lens, dtype=np.int32),
         new_blocks_N3=table.tell(seq for seq, _ in chunks),
         samples_B=np.array(samples, dtype=np.bool_),
         state_slots=state_slots,
+        previous_positions=None if state_slots is None else _previous_positions(chunks, uses_mrope),
         new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
         freed_slots=table.take_freed_slots(),
         images=list(images.values()),
@@ -387,9 +392,13 @@ def _chunk_tokens(seq: Sequence, num: int) -> np.ndarray:
     return np.asarray(seq.tokens(start, start + num), dtype=np.int32)
 
 
-def _chunk_positions(seq: Sequence, num: int, uses_mrope: bool) -> np.ndarray:
-    start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
-    prompt = seq.prompt
+def _previous_positions(chunks: SequenceOf[tuple[Sequence, int]], uses_mrope: bool) -> np.ndarray:
+    return np.concatenate([_positions(seq, max(0, seq.num_computed_tokens - 1), 1, uses_mrope) for seq, _ in chunks],
+                          axis=-1)
+
+
+def _positions(seq: Sequence, start: int, num: int, uses_mrope: bool) -> np.ndarray:
+    end, prompt = start + num, seq.prompt
     if prompt.positions_3T is None:
         positions_T = np.arange(start, end, dtype=np.int32)
         return np.broadcast_to(positions_T, (3, num)) if uses_mrope else positions_T

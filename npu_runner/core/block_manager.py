@@ -3,11 +3,12 @@ policy.
 
 Block 0 is the null block that padded rows write to; it is never allocated. A full block is keyed by a chain hash over
 its tokens, the images that overlap it and the previous block's key. So two prompts share a block only if everything up
-to its end agrees. Freed blocks keep their content until they are needed, oldest first. Where the model has state beside
-the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides, blocks behind the
-window are freed while their sequence runs. With a window of w tokens, the token at place p sees the places p - w + 1 to
-p. A block that lies completely before the next token's window is never read again. Its entry in the block table becomes
-the null block.
+to its end agrees. Where a head drafts, its keys and values at a place depend on the token behind it: then the key of a
+block has one token more. Freed blocks keep their content until they are needed, oldest first. Where the model has state
+beside the KV cache, a prefix can be used up to the last of its snapshots only. Where every layer slides, blocks behind
+the window are freed while their sequence runs. With a window of w tokens, the token at place p sees the places p - w +
+1 to p. A block that lies completely before the next token's window is never read again. Its entry in the block table
+becomes the null block.
 
 The device works in order. So later steps may find what a step under way writes, and reuse the blocks that it reads.
 Only a rollback has to withdraw anything.
@@ -83,10 +84,12 @@ class BlockManager:
 
     `num_blocks` counts the null block; `block_size` is in tokens. A model with state has a prefix cache only with
     `snapshots` of it. `sliding_window`: no layer sees more tokens, itself included; None: some layer sees all.
+    `keys_look_ahead`: a block depends on the token behind it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True,
-                 snapshots: StateSnapshots | None = None, sliding_window: int | None = None):
+                 snapshots: StateSnapshots | None = None, sliding_window: int | None = None,
+                 keys_look_ahead: bool = False):
         assert num_blocks >= 2, f"{num_blocks} blocks leave none beside the null block"
         assert snapshots is None or enable_prefix_caching, "snapshots are for the prefix cache"
         assert snapshots is None or snapshots.alignment % block_size == 0, "a snapshot lies at the end of a block"
@@ -96,6 +99,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self.sliding_window = sliding_window
+        self._num_ahead = int(keys_look_ahead)
         self.counters = PrefixCacheCounters()
         self.peak_used = 0
         self.reset()
@@ -278,7 +282,7 @@ class BlockManager:
     def commit(self, seq: Sequence, num_tokens: int = 0) -> None:
         """Offer the full blocks of `seq` to other sequences, as far as their tokens are known. `num_tokens`: those that
         the step being planned computes count as computed."""
-        num_full = min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens) // self.block_size
+        num_full = min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens - self._num_ahead) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
         # Blocks freed behind the window before their tokens had arrived may have another owner.
@@ -351,7 +355,7 @@ class BlockManager:
         """Key of full block `index`; every key before it is computed, and kept, first."""
         while len(seq.block_hashes) <= index:
             number = len(seq.block_hashes)
-            start, end = number * self.block_size, (number + 1) * self.block_size
+            start, end = number * self.block_size, (number + 1) * self.block_size + self._num_ahead
             digest = hashlib.blake2b(seq.block_hashes[-1] if number else _ROOT, digest_size=16)
             digest.update(np.asarray(seq.tokens(start, end), dtype=np.int32).tobytes())
             for span in seq.prompt.spans:

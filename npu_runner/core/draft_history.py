@@ -22,12 +22,15 @@ _LEAST_ROOM = 256
 class DraftHistory:
     """Of one sequence, from its first draft on.
 
-    Looked-up drafts are judged by count: once 24 of them were drafted, a quarter must have been kept. Otherwise nothing
-    is looked up for the next 16 tokens. Each such judgement doubles that, up to 256, and a good one ends it.
+    Looked-up drafts, and those of a head, are judged by count: once 24 of them were drafted, a quarter must have been
+    kept. Otherwise there are none for the next 16 tokens. Each such judgement doubles that, up to 256, and a good one
+    ends it.
     """
 
     forced: list[int] = field(default_factory=list)
     """The text that its grammar forces next."""
+    proposed: list[int] = field(default_factory=list)
+    """What a head proposes behind that."""
     num_forced: int = 0
     """Of its drafts in the step under way."""
     _tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
@@ -41,13 +44,17 @@ class DraftHistory:
                 find: Callable[[np.ndarray], list[int]]) -> list[int]:
         """What `find` says that follows the sequence's `num_tokens` tokens and `behind` them, if it is asked at all.
         `tokens(start, end)` reads the sequence."""
-        if num_tokens < self._paused_until:
+        if self.pauses_at(num_tokens):
             return []
         self._read(num_tokens, tokens)
         end = num_tokens + len(behind)
         self._make_room(end)
         self._tokens[num_tokens:end] = behind  # written anew by the next reading
         return find(self._tokens[:end])
+
+    def pauses_at(self, num_tokens: int) -> bool:
+        """Whether the sequence, with so many tokens, has none but forced drafts for now."""
+        return num_tokens < self._paused_until
 
     def judge(self, num_drafts: int, num_kept: int, num_tokens: int) -> None:
         """A step has kept so many of these looked-up drafts; the sequence has `num_tokens` tokens now."""

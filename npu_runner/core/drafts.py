@@ -1,7 +1,8 @@
 """Proposes the tokens that sequences may go on with, ahead of the step that draws them. Knows no model and no grammar.
 
-Two kinds. Forced tokens spell the only text that a grammar leaves; the step before reports them. Looked-up tokens
-followed, earlier in prompt and answer, the tokens that the sequence ends with now; or, with `suffix`, in other answers.
+Three kinds. Forced tokens spell the only text that a grammar leaves; the step before reports them, and with `mtp` what
+the model's head proposes behind them. Looked-up tokens followed, earlier in prompt and answer, the tokens that the
+sequence ends with now; or, with `suffix`, in other answers.
 
 What is proposed changes no answer: a step draws the token at each place as it would have without drafts, and keeps a
 draft that is equal. How many are proposed depends on counts alone, never on a clock.
@@ -19,7 +20,7 @@ from npu_runner.core.draft_history import DraftHistory, followers
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.suffix_drafts import SuffixDrafts, SuffixSettings
 from npu_runner.request.outputs import DraftCounters
-from npu_runner.request.speculative import FORCED, SUFFIX, SpeculativeConfig
+from npu_runner.request.speculative import FORCED, MTP, SUFFIX, SpeculativeConfig
 
 
 class _Drafted(NamedTuple):
@@ -56,11 +57,14 @@ class Drafter:
         if self._suffixes is not None:
             self._suffixes.add(seq.output_token_ids)
 
-    def note_forced(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]]) -> None:
-        """What grammars force behind the tokens that a step has brought to its sequences."""
-        for seq, tokens in zip(sequences, spec_token_ids, strict=False):
+    def note_next(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]],
+                  num_forced: SequenceOf[int]) -> None:
+        """What may come behind the tokens that a step has brought to its sequences: what grammars force, so many of
+        each, then what a head proposes."""
+        for seq, tokens, num in zip(sequences, spec_token_ids, num_forced, strict=False):
             if seq is not None and (tokens or seq.drafting is not None):
-                _history(seq).forced = tokens
+                history = _history(seq)
+                history.forced, history.proposed = tokens[:num], tokens[num:]
 
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
         """Drafts of each, maybe none; `room` of them in all. The last token that a sequence may have is no draft:
@@ -78,8 +82,10 @@ class Drafter:
         if num <= 0:
             return []
         history = _history(seq)
-        drafts, history.forced = history.forced[:num], []
-        history.num_forced = len(drafts)
+        drafts, proposed = history.forced[:num], history.proposed
+        history.forced, history.proposed, history.num_forced = [], [], len(drafts)
+        if self._config.method == MTP:
+            return drafts if history.pauses_at(seq.num_tokens) else (drafts + proposed)[:num]
         if self._config.method != FORCED and len(drafts) < num:
             drafts += history.look_up(seq.num_tokens, seq.tokens, behind=drafts,
                                       find=partial(self._find, num - len(drafts)))
@@ -108,15 +114,10 @@ class Drafter:
         num_forced = min(history.num_forced, num_drafts)
         forced_kept = min(num_forced, num_kept)
         counters.num_drafts += 1
-        counters.num_forced_drafted += num_forced
-        counters.num_forced_accepted += forced_kept
-        if self._config.method == SUFFIX:
-            counters.num_suffix_drafted += num_drafts - num_forced
-            counters.num_suffix_accepted += num_kept - forced_kept
-        else:
-            counters.num_ngram_drafted += num_drafts - num_forced
-            counters.num_ngram_accepted += num_kept - forced_kept
-        if num_kept >= num_forced < num_drafts:  # else what was looked up was not reached
+        counters.count(FORCED, num_forced, forced_kept)
+        if num_drafts > num_forced:
+            counters.count(self._config.method, num_drafts - num_forced, num_kept - forced_kept)
+        if num_kept >= num_forced < num_drafts:  # else what was looked up, or proposed by a head, was not reached
             history.judge(num_drafts - num_forced, num_kept - num_forced, seq.num_known_tokens)
         return num_kept
 

@@ -62,9 +62,9 @@ class LLMEngine:
         self._executor = make_executor(checkpoint, wants_grammars, progress)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        has_prefix_cache = self.config.cache.enable_prefix_caching
-        self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache)
-        speculative = self.config.scheduler.speculative
+        has_prefix_cache, speculative = self.config.cache.enable_prefix_caching, self.config.scheduler.speculative
+        self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache,
+                                                       speculative=speculative)
         self._drafter = None if speculative is None else Drafter(speculative)
         self.scheduler = Scheduler(bounds.scheduler_limits(info), self.block_manager, self._drafter)
         self._under_way: deque[ScheduledBatch] = deque()
@@ -221,7 +221,7 @@ class LLMEngine:
         num_tokens = batch.num_tokens if batch.is_prefill else len(sequences) - sequences.count(None)
         if self._drafter is not None:
             num_tokens += self.scheduler.settle_drafts()
-            self._drafter.note_forced(sequences, output.spec_token_ids)
+            self._drafter.note_next(sequences, output.spec_token_ids, output.num_forced)
         self._search.step_ended()
         self._count(batch.is_prefill, num_tokens)
 

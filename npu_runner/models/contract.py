@@ -25,3 +25,12 @@ class LanguageModel(Protocol):
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
         """(B, V); of a model with a pooling head its numbers, (B, W) float32 (`PoolingConfig`)."""
+
+
+@runtime_checkable
+class DraftingModel(LanguageModel, Protocol):
+    """One whose head for multi-token prediction is loaded; that has a `PagedAttention` of its own, the last one."""
+
+    def draft(self, next_TD: Tensor, hidden_TD: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """(T, D), whose logits are those of the token after next. `next_TD`: the embedded next tokens; `hidden_TD`: the
+        final hidden states of tokens at `positions`, or what this returned for them."""

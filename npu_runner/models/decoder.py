@@ -30,6 +30,7 @@ from npu_runner.layers.rotary import RotaryTable
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
+from npu_runner.models.mtp import MTPHead
 from npu_runner.platforms.ops import RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
@@ -149,13 +150,22 @@ def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext, *,
                       tied_to=decoder.embed_tokens if config.tie_word_embeddings else None)
 
 
+def draft_head(config: ModelConfig, context: LayerContext, layer: MakeLayer) -> MTPHead | None:
+    """What `draft` calls, where it is to be loaded. Its layer's keys and values lie behind those of the decoder's."""
+    if config.mtp is None:
+        return None
+    made = layer(config, config.mtp, len(config.attention_layers) - 1, context)
+    return MTPHead(config, made, made.norm_class, context)
+
+
 class CausalLM(nn.Module):
-    """A text-only checkpoint: decoder and output head."""
+    """A text-only checkpoint: decoder and output head, and a head that drafts where that is wanted."""
 
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()
         self.model = Decoder(config, num_positions, context, layer)
         self.lm_head = output_head(config, self.model, context, place="model")
+        self.mtp = draft_head(config, context, layer)
 
     @property
     def decoder(self) -> Decoder:
@@ -172,6 +182,11 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
         assert self.lm_head is not None, "vectors are hidden states: nothing is computed of them"
         return self.lm_head(hidden_BD)  # type: ignore[no-any-return]
+
+    def draft(self, next_TD: Tensor, hidden_TD: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """See DraftingModel.draft."""
+        assert self.mtp is not None, "the head was not asked for"
+        return self.mtp(next_TD, hidden_TD, positions, metadata, self.decoder.rotary)  # type: ignore[no-any-return]
 
 
 class _Body(nn.Module):
@@ -191,6 +206,7 @@ class VisionLanguageModel(CausalLM):
         nn.Module.__init__(self)
         self.model = _Body(config, tower, num_positions, context, layer)
         self.lm_head = output_head(config, self.decoder, context, place="model.language_model")
+        self.mtp = draft_head(config, context, layer)
 
     @property
     def decoder(self) -> Decoder:

@@ -125,6 +125,10 @@ class GatedDeltaBackend(ABC):
         """The same in more words: what decode steps go through, and why not through something fused."""
         return self.name
 
+    def write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
+        """pool[slots] = values, in place, for int64 slots that differ. Must be capturable in a graph."""
+        pool.index_copy_(0, slots, values)
+
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave],
                      device: torch.device) -> Any:

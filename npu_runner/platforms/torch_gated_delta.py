@@ -53,7 +53,7 @@ class TorchGatedDelta(GatedDeltaBackend):
         slots_B = _slots(metadata)
         if not metadata.is_prefill:
             window_TWC = self._windows(x_TC, conv_state, slots_B, metadata.state_plan)
-            self._write(conv_state, slots_B, window_TWC[:, 1:])
+            self.write(conv_state, slots_B, window_TWC[:, 1:])
             return F.silu((window_TWC.float() * weight_CW.t().float()).sum(1)).to(x_TC.dtype)
         tails_BWC = conv_state.index_select(0, slots_B)
         plan: ConvolutionPlan = metadata.state_plan.convolution
@@ -61,9 +61,9 @@ class TorchGatedDelta(GatedDeltaBackend):
         tails_BWC = torch.where(plan.is_old_B[:, None, None], tails_BWC, 0.0)
         ext_LC = torch.cat([x_TC, tails_BWC.flatten(0, 1)]).index_select(0, plan.sources_L)
         new_XWC = ext_LC.index_select(0, plan.tails_XW.flatten()).unflatten(0, plan.tails_XW.shape)
-        self._write(conv_state, slots_B, new_XWC[: len(slots_B)])
+        self.write(conv_state, slots_B, new_XWC[: len(slots_B)])
         if plan.saved_slots is not None:
-            self._write(conv_state, plan.saved_slots, new_XWC[len(slots_B):])
+            self.write(conv_state, plan.saved_slots, new_XWC[len(slots_B):])
         return _convolve(ext_LC, weight_CW).index_select(0, plan.places_T).to(x_TC.dtype)
 
     def _windows(self, x_TC: Tensor, conv_state: Tensor, slots_T: Tensor, plan: DraftSources | None) -> Tensor:
@@ -92,12 +92,12 @@ class TorchGatedDelta(GatedDeltaBackend):
             states_R = torch.where(group.is_old_R[:, None, None, None], states_R, 0.0)
             for piece in group.pieces:
                 self._run_piece(piece, qkv_TC, beta_TV, g_TV, state, states_R, out_TVD)
-            self._write(state, slots_R, states_R)
+            self.write(state, slots_R, states_R)
         return out_TVD
 
     def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
         out_BVD, states = self._step(qkv_BC, beta_BV, g_BV, state.index_select(0, slots_B))
-        self._write(state, slots_B, states)
+        self.write(state, slots_B, states)
         return out_BVD
 
     def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
@@ -139,14 +139,10 @@ class TorchGatedDelta(GatedDeltaBackend):
             out[chunks] = parts.of(chunks).run(states_R[: wave.num_rows])
             first = chunks.stop
             if wave.saved_rows is not None and wave.saved_slots is not None:
-                self._write(state, wave.saved_slots, states_R.index_select(0, wave.saved_rows))
+                self.write(state, wave.saved_slots, states_R.index_select(0, wave.saved_rows))
         flat = out.transpose(1, 2).flatten(0, 1)
-        self._write(out_TVD, piece.out_tokens,
+        self.write(out_TVD, piece.out_tokens,
                     (flat if piece.real is None else flat.index_select(0, piece.real)).to(out_TVD.dtype))
-
-    def _write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
-        """pool[slots] = values, in place; the slots differ."""
-        pool.index_copy_(0, slots, values)
 
     def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, Nk, K) and k normalised, q scaled, and v (T, Nv, V), in float32."""

@@ -289,18 +289,26 @@ class DraftCounters:
     """... by what followed the same tokens before in prompt and answer, ..."""
     num_ngram_accepted: int = 0
     num_suffix_drafted: int = 0
-    """... and by what did there or in earlier answers."""
+    """... by what did there or in earlier answers, ..."""
     num_suffix_accepted: int = 0
+    num_mtp_drafted: int = 0
+    """... and by the model's own head for multi-token prediction."""
+    num_mtp_accepted: int = 0
     suffix_cache_bytes: int = 0
     """What these answers take of the host's memory, full or not."""
 
     @property
     def num_draft_tokens(self) -> int:
-        return self.num_forced_drafted + self.num_ngram_drafted + self.num_suffix_drafted
+        return self.num_forced_drafted + self.num_ngram_drafted + self.num_suffix_drafted + self.num_mtp_drafted
 
     @property
     def num_accepted_tokens(self) -> int:
-        return self.num_forced_accepted + self.num_ngram_accepted + self.num_suffix_accepted
+        return self.num_forced_accepted + self.num_ngram_accepted + self.num_suffix_accepted + self.num_mtp_accepted
+
+    def count(self, method: str, num_drafted: int, num_accepted: int) -> None:
+        """Tokens that `method` proposed for a row of a step, and those that were drawn."""
+        for name, number in ((f"num_{method}_drafted", num_drafted), (f"num_{method}_accepted", num_accepted)):
+            setattr(self, name, getattr(self, name) + number)
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -15,17 +15,18 @@ from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
 
 NAME = "speculative_config"
-FORCED, NGRAM, SUFFIX = "forced", "ngram", "suffix"
-_METHODS = (NGRAM, SUFFIX, FORCED)
-_NOT_BUILT = ("mtp",)
+FORCED, NGRAM, SUFFIX, MTP = "forced", "ngram", "suffix", "mtp"
+_METHODS = (NGRAM, SUFFIX, MTP, FORCED)
 _NOT_SERVED = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu")
 _OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
 _OF_SUFFIX = ("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
               "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
 _OF_ALL = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
-_FIELDS = {FORCED: _OF_ALL, NGRAM: (*_OF_ALL, *_OF_NGRAM), SUFFIX: (*_OF_ALL, *_OF_SUFFIX)}
+_FIELDS = {FORCED: _OF_ALL, NGRAM: (*_OF_ALL, *_OF_NGRAM), SUFFIX: (*_OF_ALL, *_OF_SUFFIX), MTP: _OF_ALL}
 MOST_TOKENS = 32
 """Of one row's drafts, as in vLLM."""
+_MOST_OF_HEAD = 3
+"""A head is trained for the token after next; its own states, from which it drafts on, tell it ever less."""
 _MOST_LOOKED_UP = 64
 _DEFAULT_LOOKED_UP, _DEFAULT_FORCED = 5, 8
 _MOST_DEPTH, _DEFAULT_DEPTH = 64, 24
@@ -61,9 +62,15 @@ class SpeculativeConfig:
                                   f"{', '.join(_FIELDS[method])}; leave it out")
         own = _lookup(given) if method == NGRAM else _suffix(given) if method == SUFFIX else {}
         default = _DEFAULT_FORCED if method == FORCED else own.get(_OF_SUFFIX[0])
-        most = _count(given, "num_speculative_tokens", MOST_TOKENS, default and min(default, MOST_TOKENS))
+        most = _count(given, "num_speculative_tokens", _MOST_OF_HEAD if method == MTP else MOST_TOKENS,
+                      default and min(default, MOST_TOKENS))
         return cls(method=method, num_speculative_tokens=most,
                    num_speculative_tokens_per_batch_size=_by_batch_size(given, most), **own)
+
+    @property
+    def has_head(self) -> bool:
+        """The model's own head proposes: it is to be loaded, and computed in every step."""
+        return self.method == MTP
 
     def most_drafts(self, num_rows: int) -> int:
         """Drafts that each row of a step may have."""
@@ -95,8 +102,6 @@ def _method(method: Any) -> str:
     if method in _METHODS:
         return str(method)
     served = f"{', '.join(_METHODS[:-1])} and {_METHODS[-1]} are served"
-    if method in _NOT_BUILT:
-        raise ConfigError(f"{NAME}.method {method}: not built yet; {served}")
     if method in _NOT_SERVED:
         raise ConfigError(f"{NAME}.method {method}: there is no draft model here; {served}")
     raise ConfigError(f"{NAME}.method: {shown(method)} is none; {served}")

@@ -70,7 +70,10 @@ class ModelRunnerOutput:
     rules: dict[int, RequestError | None] = field(default_factory=dict)
     """What has become of `ScheduledBatch.new_rules`, by number, once it is known: None where it is built."""
     spec_token_ids: Sequence[list[int]] = ()
-    """Of each row the text that its grammar forces next, as far as drafts may go; empty where nothing is drafted."""
+    """Of each row what may come next, as far as drafts may go: the text that its grammar forces, then what the model's
+    head proposes behind it. Empty where nothing is drafted."""
+    num_forced: Sequence[int] = ()
+    """Of each row, how many of these are forced."""
 
     def logprobs_at(self, place: int) -> StepLogprobs | None:
         """Of the tokens of that place among those that a row brings, from 0 on."""

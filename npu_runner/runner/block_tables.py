@@ -100,6 +100,10 @@ class BlockTables:
             self._gathered_B = slots_B.copy()  # last: an interrupt may come between any two lines
         return rows_BW
 
+    def rows_of(self, slots_B: Tensor) -> Tensor:
+        """(B, W): the tables of `slots_B`, int32 on the device, as the step's own `write` has left them."""
+        return self._slots_SW.index_select(0, slots_B)
+
     def clear(self) -> None:
         """Every row is the null block."""
         self._put(np.zeros_like(self.on_host_SW))

@@ -34,10 +34,11 @@ from npu_runner.runner.dummy import dummy_images, dummy_prefill, dummy_rows
 from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cache_bytes, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
+from npu_runner.runner.mtp_step import MTPStepRunner
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import model_needs, resolve_settings, state_needs
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
-from npu_runner.runner.states import StatePool, StateShape
+from npu_runner.runner.states import StatePool, state_shape
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.runner.weights import load, with_proven_forms
 from npu_runner.sampling.sampler import Sampler
@@ -196,8 +197,7 @@ class ModelRunner(ModelRunnerBase):
         if self.delta_shape is None:
             return
         self._progress("allocating states")
-        shape = StateShape(num_layers=len(self.model_config.state_layers), layer=self.delta_shape,
-                           element_bytes=self.dtype.itemsize, ring_length=self.settings.state_ring_length)
+        shape = state_shape(self.model_config, self.delta_shape, self.dtype, self.settings.state_ring_length)
         needs = state_needs(self.config, self.settings, self._wanted_num_seqs)
         plan = fit_states(
             shape, needs, profile, is_measured=self.platform.memory.info() is not None,
@@ -394,9 +394,9 @@ class ModelRunner(ModelRunnerBase):
             return PoolingStepRunner(*placed, pooling=self.model_config.pooling,
                                      hidden_size=self.model_config.hidden_size, **shared)
         if self.settings.speculative is not None:
-            return SpeculativeStepRunner(*placed, sampler=self._make_sampler(), **shared,
-                                         speculative=self.settings.speculative,
-                                         graphs_take_drafts=self.settings.graphs_take_drafts)
+            kind = MTPStepRunner if self.settings.speculative.has_head else SpeculativeStepRunner
+            return kind(*placed, sampler=self._make_sampler(), **shared, speculative=self.settings.speculative,
+                        graphs_take_drafts=self.settings.graphs_take_drafts)
         return StepRunner(*placed, sampler=self._make_sampler(), **shared)
 
     def _make_image_encoder(self, cache: VisionCache) -> ImageEncoder:

@@ -28,9 +28,10 @@ from npu_runner.runner.dummy import dummy_decode, dummy_images, dummy_prefill
 from npu_runner.runner.images import ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCacheShape
 from npu_runner.runner.memory import MemoryGuard, weights_bytes
+from npu_runner.runner.mtp_step import MTPStepRunner
 from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.settings import Settings
-from npu_runner.runner.states import StatePlan, StatePool, StateShape
+from npu_runner.runner.states import StatePlan, StatePool, state_shape
 from npu_runner.runner.step import StepRunner
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.strategies import LoadStrategy
@@ -91,9 +92,8 @@ class NetworkOnMeta:
         self._num_kv_heads = self._tp.kv_head_share(model_config.num_kv_heads)[1]
         self.kv_shape = KVCacheShape(len(model_config.attention_layers), settings.block_size,
                                      self._num_kv_heads * model_config.head_dim, self._kv_dtype.itemsize)
-        self.state_shape = None if delta is None else StateShape(
-            num_layers=len(model_config.state_layers), layer=delta, element_bytes=self._dtype.itemsize,
-            ring_length=settings.state_ring_length)
+        self.state_shape = None if delta is None else state_shape(model_config, delta, self._dtype,
+                                                                  settings.state_ring_length)
 
     def worst_step(self, max_num_seqs: int, states: StatePlan | None) -> StepBytes:
         """Of the steps that the runner measures on a device: a prefill as large as settings allow, and a decode step.
@@ -160,7 +160,12 @@ class NetworkOnMeta:
         pooling = self._model_config.pooling
         if pooling is not None:
             return PoolingStepRunner(*placed, pooling=pooling, hidden_size=self._model_config.hidden_size, **shared)
-        return StepRunner(*placed, sampler=self._sampler(max_num_seqs, host.memory), **shared)
+        shared["sampler"] = self._sampler(max_num_seqs, host.memory)
+        speculative = self._settings.speculative
+        if speculative is not None and speculative.has_head:
+            return MTPStepRunner(*placed, speculative=speculative, **shared,
+                                 graphs_take_drafts=self._settings.graphs_take_drafts)
+        return StepRunner(*placed, **shared)
 
     def _sampler(self, max_num_seqs: int, memory: Memory) -> Sampler | None:
         if self._tp.rank != 0:

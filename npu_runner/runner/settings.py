@@ -74,7 +74,8 @@ def check_expert_parallel(config: RunnerConfig, model_config: ModelConfig) -> No
     """Raises ConfigError where experts cannot be shared out whole over the ranks. One rank holds all of them."""
     if not config.parallel.enable_expert_parallel:
         return
-    experts = [layer.channel.num_experts for layer in model_config.layers if isinstance(layer.channel, MoEConfig)]
+    experts = [layer.channel.num_experts for layer in model_config.all_layers
+               if isinstance(layer.channel, MoEConfig)]
     if not experts:
         raise ConfigError(f"enable_expert_parallel: {model_config.model_type} has no layers of experts; leave it out")
     if min(experts) < config.parallel.tensor_parallel_size:
@@ -93,7 +94,8 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     check_expert_parallel(config, model_config)
     max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
     block_size = _block_size(config.cache, platform)
-    graphs_take_drafts = not model_config.state_layers or platform.graphs_take_state_drafts
+    has_head = speculative is not None and speculative.has_head  # it reads what plain steps leave
+    graphs_take_drafts = not model_config.state_layers or (platform.graphs_take_state_drafts and not has_head)
     drafts = speculative if graphs_take_drafts else None
     most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
     graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
@@ -142,7 +144,7 @@ def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
     """What the platform is asked for; heads are the rank's."""
     windows = [layer.sliding_window for layer in config.attention_layers]
-    vision, channels = config.vision, [layer.channel for layer in config.layers]
+    vision, channels = config.vision, [layer.channel for layer in config.all_layers]
     return ModelNeeds(
         dtype=settings.dtype, head_dim=config.head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         block_size=settings.block_size, has_experts=any(isinstance(channel, MoEConfig) for channel in channels),
@@ -240,6 +242,8 @@ def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: P
     problem, most = None, platform.most_state_drafts
     if model_config.pooling is not None:
         problem = "the model pools its prompts, no token is drawn; leave it out"
+    elif speculative.has_head and not platform.runs_draft_heads:
+        problem = f"platform {platform.name} does not run the head of method mtp; take another method"
     elif model_config.state_layers and most is not None and speculative.num_speculative_tokens > most:
         has_states = f"{model_config.model_type} has layers with state, and platform {platform.name} verifies"
         problem = (f"{has_states} at most {most} drafts of a row for such, not {speculative.num_speculative_tokens}; "

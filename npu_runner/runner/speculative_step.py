@@ -224,4 +224,5 @@ class SpeculativeStepRunner(StepRunner):
             most = self.speculative.most_drafts(batch.batch_size)
         if output is not None and self.sampler is not None and most:
             output.spec_token_ids = self.sampler.forced_tokens(batch.slots_B, most)
+            output.num_forced = [len(tokens) for tokens in output.spec_token_ids]
         return output

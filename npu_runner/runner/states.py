@@ -5,7 +5,10 @@ drafts leave, and snapshots. Spare ones change places with those of sequences (c
 written twice the same way, as keys and values are: made-up steps keep those that serve aside. Knows slots and bytes,
 not sequences.
 
-L layers with states, W convolution kernel, C channels, Nv value heads, K and V their dims.
+Where a head drafts, a slot also has the final hidden state of the last token that its states have seen: the head reads
+it together with the next one.
+
+L layers with states, W convolution kernel, C channels, Nv value heads, K and V their dims, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
@@ -34,26 +38,35 @@ _SNAPSHOT_SHARE, _SPARE_SHARE = 8, 4
 class StateShape:
     """The states of all layers: convolution tails in the model's dtype, recurrent states in float32.
 
-    `ring_length`: tokens of the rings beside the states (platforms/gated_delta.py); 0: there are none.
+    `ring_length`: tokens of the rings beside the states (platforms/gated_delta.py); 0: there are none. `hidden_size`:
+    of the hidden state that a head reads, in the model's dtype; 0: none does.
     """
 
     num_layers: int
     layer: GatedDeltaShape
     element_bytes: int
     ring_length: int = 0
+    hidden_size: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
         before, channels = self.layer.conv_state_shape
         heads, values, keys = self.layer.state_shape
         state = before * channels * self.element_bytes + heads * values * keys * 4
-        return self.num_layers * (state + self._ring_bytes) + (4 if self.ring_length else 0)
+        of_layers = self.num_layers * (state + self._ring_bytes) + (4 if self.ring_length else 0)
+        return of_layers + self.hidden_size * self.element_bytes
 
     @property
     def _ring_bytes(self) -> int:
         """Of a slot and layer; its start, which all layers share, left out."""
         layer = self.layer
         return self.ring_length * (4 * layer.value_size + self.element_bytes * layer.key_size + 4 * layer.num_v_heads)
+
+
+def state_shape(config: ModelConfig, layer: GatedDeltaShape, dtype: torch.dtype, ring_length: int) -> StateShape:
+    """Of a model whose layers have the rank's share `layer`."""
+    return StateShape(num_layers=len(config.state_layers), layer=layer, element_bytes=dtype.itemsize,
+                      ring_length=ring_length, hidden_size=0 if config.mtp is None else config.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +164,15 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
 
 
 class StatePool:
-    """conv_states (L, slots, W - 1, C), states (L, slots, Nv, V, K), rings; bound to the layers of `model`; zeros."""
+    """conv_states (L, slots, W - 1, C), states (L, slots, Nv, V, K), rings; bound to the layers of `model`. Beside them
+    hidden_SD (slots, D), None where no head reads it. Zeros."""
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
         self.conv_states = zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
         self.states = zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
+        size = shape.hidden_size
+        self.hidden_SD = zeros((plan.num_slots, size), dtype, device) if size else None
         self.rings = _make_rings(plan.num_slots, shape, dtype, device) if shape.ring_length else None
         bind_states(model, self.conv_states, self.states, self.rings)
 
@@ -164,7 +180,11 @@ class StatePool:
     def tensors(self) -> list[Tensor]:
         """All that is kept, (L or 1, slots, ...)."""
         rings = [] if self.rings is None else [*self.rings[:-1], self.rings.starts[None]]
-        return [self.conv_states, self.states, *rings]
+        return [*self._of_snapshots, *rings]
+
+    @property
+    def _of_snapshots(self) -> list[Tensor]:
+        return [self.conv_states, self.states, *([] if self.hidden_SD is None else [self.hidden_SD[None]])]
 
     @property
     def num_bytes(self) -> int:
@@ -173,7 +193,7 @@ class StatePool:
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of all layers from slot to slot: (source, target) of each pair. Rings are no part of it: a
         snapshot has none, and what is loaded goes on with a prompt."""
-        for tensor in (self.conv_states, self.states):
+        for tensor in self._of_snapshots:
             for source, target in pairs:
                 tensor[:, target].copy_(tensor[:, source])
 

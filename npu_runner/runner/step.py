@@ -38,11 +38,14 @@ from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
 
 class DecodeStep(nn.Module):
-    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name."""
+    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name. `states` keep
+    the final hidden states of the tokens where a head reads them; `gated_delta` writes these."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: LanguageModel, states: StatePool | None, gated_delta: GatedDeltaBackend | None):
         super().__init__()
         self.model = model
+        self.states = states
+        self.gated_delta = gated_delta
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
         """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
@@ -50,6 +53,8 @@ class DecodeStep(nn.Module):
         metadata = AttentionMetadata.of(inputs, plan, is_prefill=False, state_plan=state_plan)
         input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
         hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
+        if self.states is not None and self.states.hidden_SD is not None and self.gated_delta is not None:
+            self.gated_delta.write(self.states.hidden_SD, inputs.state_slots.long(), hidden_BD)
         return self.model.compute_logits(hidden_BD)
 
 
@@ -57,10 +62,10 @@ class DraftedDecodeStep(DecodeStep):
     """A graph's step of a model with states: a row is a token, and several may follow one another in a sequence."""
 
     def __init__(self, model: LanguageModel, gated_delta: GatedDeltaBackend):
-        super().__init__(model)
-        self.gated_delta = gated_delta
+        super().__init__(model, None, gated_delta)
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        assert self.gated_delta is not None, "made with it"
         return super().forward(inputs, plan, self.gated_delta.plan_drafts_in_graph(inputs.runs))
 
 
@@ -144,7 +149,7 @@ class StepRunner:
                  states: StatePool | None = None, most_rows: int = 0):
         """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
-        self.decode_step = DecodeStep(model)
+        self.decode_step = DecodeStep(model, states, gated_delta)
         self.attention = attention
         self.platform = platform
         self.device = device
@@ -155,7 +160,6 @@ class StepRunner:
         self.sampler = sampler
         self.guard = guard
         self.gated_delta = gated_delta
-        self.states = states
         self.buckets: DecodeBuckets | None = None
         self.clock = PhaseClock()
         self.most_rows = max(max_num_seqs, most_rows)
@@ -164,6 +168,15 @@ class StepRunner:
         self.size_tables(max_model_len)
         self._last_number = 0
         self._newest: StepUnderWay | None = None
+
+    @property
+    def states(self) -> StatePool | None:
+        """None for a model without, and before there is a pool."""
+        return self.decode_step.states
+
+    @states.setter
+    def states(self, pool: StatePool | None) -> None:
+        self.decode_step.states = pool
 
     @property
     def graph_step(self) -> DecodeStep:
@@ -347,12 +360,16 @@ class StepRunner:
             x_TD, deepstack = self.image_encoder.show(batch, step.images, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
+        self.keep_prompts(step, x_TD, hidden_TD)
         of_prompts = self.look_at_prompts(step, hidden_TD)
         if self.states is not None:
             self.states.end_prompts(inputs.state_slots, inputs.context_lens)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
         return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], of_prompts)
+
+    def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
+        """Keep what a head reads of a prefill: its tokens as embedded, and their final hidden states. Nothing here."""
 
     def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> StepResult | None:
         """Hand out what is wanted of all tokens of a prefill: log probabilities. None where this rank keeps none."""

@@ -43,7 +43,7 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
     slots_B = batch.slots_B[batch.samples_B].astype(np.int64)
     arrays = {
         "positions": np.ascontiguousarray(batch.positions),
-        "slot_mapping": _slot_mapping(batch, block_size, tables_SW),
+        "slot_mapping": slot_mapping(batch, block_size, tables_SW),
         "context_lens": batch.context_lens_B,
         "token_slots": batch.slots_B,
         "state_slots": batch.slots_B if batch.state_slots is None else batch.state_slots,
@@ -98,7 +98,7 @@ def _image_rows(batch: ScheduledBatch) -> np.ndarray:
     return rows_T
 
 
-def _slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray) -> np.ndarray:
+def slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray) -> np.ndarray:
     """(T,) int32: block * block_size + offset of each of the step's tokens."""
     if batch.num_tokens > batch.batch_size:
         rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)

@@ -24,7 +24,7 @@ def test_drafts_are_counted_where_there_are_some() -> None:
     assert summary.to_json()["drafts"] == {
         "rows": 4, "proposed": 10, "accepted": 6, "mean_acceptance_length": 2.5,
         "by_method": {"forced": {"proposed": 6, "accepted": 5}, "ngram": {"proposed": 4, "accepted": 1},
-                      "suffix": {"proposed": 0, "accepted": 0}}}
+                      "suffix": {"proposed": 0, "accepted": 0}, "mtp": {"proposed": 0, "accepted": 0}}}
     line = "drafts    6 of 10 tokens kept (forced 5 of 6, looked up 1 of 4); 2.50 tokens a row and step"
     assert line in summary.to_lines()
     assert "drafts" not in summary_of(EngineStats()).to_json()

@@ -53,7 +53,7 @@ def sequence(tokens: list[int], most: int | None = None) -> Sequence:
 
 def test_forced_tokens_come_first_and_what_followed_them_before_comes_behind() -> None:
     drafter, seq = Drafter(SpeculativeConfig.of(NGRAM)), sequence([1, 2, 3, 4, 5, 1])
-    drafter.note_forced([seq], [[2]])
+    drafter.note_next([seq], [[2]], [1])
     assert drafter.propose([seq], 100) == [[2, 3, 4]]
     assert drafter.propose([seq], 100) == [[]], "what was forced holds for one step"
 
@@ -63,7 +63,7 @@ def test_the_drafts_of_a_step_have_bounds() -> None:
     drafter = Drafter(SpeculativeConfig.of({"method": "forced", "num_speculative_tokens": 4}))
     for most, room, wanted in ((None, 100, [4, 4]), (None, 5, [4, 1]), (9, 100, [2, 2]), (7, 100, [0, 0])):
         sequences = [sequence([1] * 6, most) for _ in range(2)]
-        drafter.note_forced(sequences, [[7] * 9] * 2)
+        drafter.note_next(sequences, [[7] * 9] * 2, [9] * 2)
         assert [len(drafts) for drafts in drafter.propose(sequences, room)] == wanted
 
 
@@ -103,7 +103,7 @@ def test_kept_drafts_are_counted_by_what_proposed_them() -> None:
     scheduler.schedule()
     scheduler.complete()[0].append(2)  # type: ignore[union-attr]
     scheduler.settle_drafts()
-    drafter.note_forced([seq], [[3, 4]])
+    drafter.note_next([seq], [[3, 4]], [2])
     batch = scheduler.schedule()
     assert batch is not None
     assert batch.has_drafts
@@ -147,7 +147,7 @@ def test_drafts_take_no_block_that_a_sequence_may_need(num_blocks: int, wanted: 
     blocks = BlockManager(num_blocks, 4, enable_prefix_caching=False)
     scheduler = Scheduler(LIMITS, blocks, drafter)
     sequences = decoding(scheduler, [4, 4])
-    drafter.note_forced(sequences, [[7, 7, 7, 7]] * 2)
+    drafter.note_next(sequences, [[7, 7, 7, 7]] * 2, [4] * 2)
     assert (drafted(scheduler).query_lens_B - 1).tolist() == wanted
     scheduler.complete()
     for seq in sequences:
@@ -162,7 +162,7 @@ def test_a_block_of_kept_drafts_is_found_and_one_of_refused_drafts_is_not() -> N
     blocks = BlockManager(40, 4)
     scheduler = Scheduler(LIMITS, blocks, drafter)
     [seq] = decoding(scheduler, [4])
-    drafter.note_forced([seq], [[6, 6, 6, 7, 7, 7, 7, 7]])
+    drafter.note_next([seq], [[6, 6, 6, 7, 7, 7, 7, 7]], [8])
     assert drafted(scheduler).context_lens_B.tolist() == [13]
     scheduler.complete()
     for token in (6, 6, 6, 1):
@@ -194,8 +194,10 @@ def test_random_traffic_ends_with_the_tokens_of_one_at_a_time(seed: int, block_s
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("ngram", "is no object like"), ({}, "method: None is none; ngram, suffix and forced are served"),
-    ({"method": "mtp"}, "speculative_config.method mtp: not built yet"),
+    ("ngram", "is no object like"), ({}, "method: None is none; ngram, suffix, mtp and forced are served"),
+    ({"method": "mtp"}, "speculative_config.num_speculative_tokens: say how many, 1 to 3"),
+    ({"method": "mtp", "num_speculative_tokens": 4}, "num_speculative_tokens: 4 is no whole number from 1 to 3"),
+    ({"method": "mtp", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "'prompt_lookup_max': not served"),
     ({"method": "eagle3"}, "there is no draft model here"),
     ({"method": "ngram"}, "num_speculative_tokens: say how many, 1 to 32"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "0 is no whole number from 1 to 32"),

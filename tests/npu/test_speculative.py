@@ -13,6 +13,8 @@ from tests.families import FAMILIES
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
 from tests.npu.test_families import emulated
+from tests.oracle.mtp_reference import with_head
+from tests.oracle.test_mtp import QUIET
 from tests.oracle.test_sliding_window import SOME_SLIDE
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
@@ -51,6 +53,17 @@ def with_states(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
     return cases
 
 
+def of_head(mode: str, checkpoint: Any, folder: Path, **settings: Any) -> Case:
+    """A head that mostly agrees, also over prompts that are cut."""
+    path = with_head(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]), folder / f"head {mode}", quiet=QUIET)
+    graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": SIZES_OF_STATES}
+    if mode == "max-autotune":
+        graphs["use_graph_cache"] = False
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, "max_num_batched_tokens": 128,
+                            **SMALL, **FLOAT32, **graphs, **settings}, "long texts", 5)
+
+
 def compare(cases: list[Case], tmp_path: Path) -> None:
     kept: Counter[str] = Counter()
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
@@ -73,6 +86,13 @@ def test_tokens_equal_plain_steps_of_the_cpu_platform(checkpoint: Any, tmp_path:
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead", "max-autotune"])
 def test_tokens_in_every_mode(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     compare([*cases_of(mode, checkpoint), *with_states(mode, checkpoint)], tmp_path)
+
+
+@emulated
+@pytest.mark.full("a head on npu, its own process; heads stay on cpu, and drafts of states on npu")
+@pytest.mark.parametrize("mode", ["eager", "reduce-overhead", "max-autotune"])
+def test_the_models_own_head(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    compare([of_head(mode, checkpoint, tmp_path)], tmp_path)
 
 
 @emulated

@@ -66,8 +66,12 @@ def answers_and_states(llm: LLM, pairs: list[tuple[Any, SamplingParams]]) -> tup
     return [outputs[f"r-{index}"] for index in range(len(pairs))], states
 
 
-def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any) -> None:
-    """Greedy and drawn rows with penalties, schemas and several answers, in few blocks: some are preempted."""
+def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and drawn rows with penalties, schemas and several answers, in few blocks: some are preempted.
+
+    Plain steps write every state here, as those with drafts do: there are no rings.
+    """
+    monkeypatch.setattr(type(pick_platform(SETTINGS["platform"])), "state_ring_length", 0)
     path: Path = checkpoint("qwen3_5_text")
     settings = SETTINGS | few_blocks(path, SETTINGS["platform"])
     long = DRAWN.replace(max_tokens=60, ignore_eos=True)

@@ -61,7 +61,8 @@ class KnowsWhatFollows(Drafter):
         self._random, self._error_share = Random(0), error_share
 
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
-        self.note_forced(running, [self._guess(seq) for seq in running])
+        guesses = [self._guess(seq) for seq in running]
+        self.note_next(running, guesses, [len(guess) for guess in guesses])
         return super().propose(running, room)
 
     def _guess(self, seq: Sequence) -> list[int]:

@@ -365,10 +365,12 @@ class JobSummary:
             lines.append(f"states    {stats.state_snapshots_taken} snapshots taken for the prefix cache, used "
                          f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
         if stats.num_drafts:
+            of_head = (f", by the head {stats.num_mtp_accepted} of {stats.num_mtp_drafted}"
+                       if stats.num_mtp_drafted else "")
             lines.append(f"drafts    {stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens kept (forced "
                          f"{stats.num_forced_accepted} of {stats.num_forced_drafted}, looked up "
                          f"{stats.num_ngram_accepted + stats.num_suffix_accepted} of "
-                         f"{stats.num_ngram_drafted + stats.num_suffix_drafted}); "
+                         f"{stats.num_ngram_drafted + stats.num_suffix_drafted}{of_head}); "
                          f"{stats.mean_acceptance_length:.2f} tokens a row and step")
         lines += [replica.to_line() for replica in self.replicas]
         if tally.num_expected:
@@ -420,6 +422,7 @@ def _drafts(stats: EngineStats) -> dict[str, Any]:
             "forced": {"proposed": stats.num_forced_drafted, "accepted": stats.num_forced_accepted},
             "ngram": {"proposed": stats.num_ngram_drafted, "accepted": stats.num_ngram_accepted},
             "suffix": {"proposed": stats.num_suffix_drafted, "accepted": stats.num_suffix_accepted},
+            "mtp": {"proposed": stats.num_mtp_drafted, "accepted": stats.num_mtp_accepted},
         },
     }
 

@@ -122,7 +122,7 @@ class NpuGatedDelta(TorchGatedDelta):
         written = inverse @ ((v - seen * from_start) * beta[..., None])
         added = (written * decay[..., -1, :, None]).mT.reshape(num * shape.num_k_heads, -1, _MOST_RUN)
         states = states * from_start[..., -1:, :] + torch.bmm(added, k).view(states.shape)
-        self._write(state, slots_T, states)
+        self.write(state, slots_T, states)
         q = self._normalised(q_TC, self._scaled_l2_weight).flatten(0, 1)[..., None]
         out = torch.bmm(states.view(num * shape.num_k_heads, -1, shape.head_k_dim), q)
         return out.view(num, shape.num_v_heads, -1).to(qkv_TC.dtype)
@@ -135,7 +135,7 @@ class NpuGatedDelta(TorchGatedDelta):
         slots_T = metadata.state_slots_B
         assert slots_T is not None, "a model with states has slots"
         window_TWC = self._windows(x_TC, conv_state, slots_T, metadata.state_plan)
-        self._write(conv_state, slots_T, window_TWC[:, 1:])
+        self.write(conv_state, slots_T, window_TWC[:, 1:])
         # Products in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
         return F.silu((window_TWC * weight_CW.t()).sum(1))
 
@@ -185,7 +185,7 @@ class NpuGatedDelta(TorchGatedDelta):
         head_dim = self.shape.head_k_dim
         return torch_npu.npu_rms_norm(x_BC.unflatten(-1, (-1, head_dim)), weight_D, L2_EPS / head_dim)[0]
 
-    def _write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    def write(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
         # index_copy_ sorts its indices in bfloat16, and compilers copy the pool for it.
         torch_npu.npu_scatter_nd_update_(pool, slots[:, None], values)
 

@@ -1,0 +1,318 @@
+"""Drafts of a model's own head: its logits are those of a float64 forward at every place, and answers those of plain
+steps. The forward is in mtp_reference.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.config import RunnerConfig
+from npu_runner.engine.bounds import known_limits
+from npu_runner.errors import ConfigError, ModelError
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.strategies import open_checkpoint
+from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
+from tests.oracle.mtp_reference import Head64, run_target, with_head
+from tests.oracle.running import SMALL, need_devices, runner_of
+from tests.oracle.test_async_scheduling import SETTINGS as FEATURES
+from tests.oracle.test_async_scheduling import few_blocks
+from tests.oracle.test_families import prompts_of
+from tests.oracle.test_qwen3_vl import make_prompts
+from tests.runner.test_several_tokens import assert_same, knows, requests
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+QUIET = 0.003
+"""Makes a head that mostly agrees, see `with_head`."""
+LONG = [(index * 7) % 251 for index in range(150)]
+ROUNDS: list[dict[str, list[int]]] = [
+    {"a-0": [7], "b-1": LONG[20:85], "c-2": LONG},  # one that is cut leaves a snapshot behind 128 tokens
+    {"parts behind 100-3": LONG[:100] + LONG[:60]},  # takes one behind 64
+    {"parts behind 70-4": LONG[:70] + LONG[20:50], "again-5": LONG},
+    {"parts behind 64-6": LONG[:64] + LONG[:40]},  # the pair at the end of the prefix is another one
+    {"once more-7": LONG[:90]},
+]
+TOLERANCE = 1e-4
+"""Of the largest logit: ours are float32, and later drafts go on from what earlier ones made."""
+
+
+def mtp(num: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num}, "async_scheduling": False}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Of the sequence of a request: its `number`th draft behind the pair at `place`, from 0 on."""
+
+    request_id: str
+    place: int
+    number: int
+    logits_V: Tensor
+
+
+@contextmanager
+def recorded_drafts(llm: LLM) -> Iterator[list[Draft]]:
+    """All that the head computes inside, where a row's blocks have a place for it."""
+    steps: Any = runner_of(llm).steps
+    found: list[Draft] = []
+    go_on, most_probable = steps._go_on, steps._most_probable
+    logits: list[Tensor] = []
+
+    def note_logits(made_BD: Tensor) -> Tensor:
+        logits.append(steps.model.compute_logits(made_BD).float().cpu().clone())
+        return most_probable(made_BD)
+
+    def note_rows(made_BD: Tensor, ends: Any, most: int) -> Any:
+        names = {seq.slot: seq.request_id for seq in llm.engine.scheduler.running}
+        del logits[:]
+        proposed = go_on(made_BD, ends, most)
+        for number, logits_BV in enumerate(logits):
+            for row, (slot, length) in enumerate(zip(ends.slots_B.tolist(), ends.lens_B.tolist(), strict=True)):
+                if number < proposed.counts_B[row] and slot in names:
+                    found.append(Draft(names[slot], length - 1, number, logits_BV[row]))
+        return proposed
+
+    steps._go_on, steps._most_probable = note_rows, note_logits
+    try:
+        yield found
+    finally:
+        del steps._go_on, steps._most_probable
+
+
+class Expected:
+    """Logits of drafts behind each place of a sequence."""
+
+    def __init__(self, path: Path, token_ids: Sequence[int], images: Sequence[Any], *, is_raw: bool = False):
+        self.head, self.run = Head64(path), run_target(path, token_ids, images)
+        self.hidden_TD = self.run.raw_TD if is_raw else self.run.normed_TD
+        self.drafts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def logits(self, place: int, number: int) -> Tensor:
+        """(V,)"""
+        next_TD, hidden_TD = self.run.embedded_TD[1 : place + 2], self.hidden_TD[: place + 1]
+        positions = self.run.positions[..., : place + 1]
+        for count in range(number + 1):
+            made_TD = self.head(next_TD, hidden_TD, positions)
+            logits_V = self.head.logits(made_TD[-1:])[0]
+            if count < number:
+                next_TD = torch.cat([next_TD, self.head.embedding[logits_V.argmax()][None]])
+                hidden_TD = torch.cat([hidden_TD, made_TD[-1:]])
+                behind = positions[..., -1:] + 1 if count else self.run.positions[..., place + 1 : place + 2]
+                positions = torch.cat([positions, behind], dim=-1)
+        return logits_V
+
+
+def assert_drafts_are_the_heads(path: Path, drafts: Sequence[Draft], outputs: dict[str, RequestOutput],
+                                prompts: dict[str, tuple[PromptInputs, Sequence[Any]]]) -> None:
+    worst = 0.0
+    for name, (prompt, images) in prompts.items():
+        tokens = [*prompt.token_ids, *outputs[name].token_ids]
+        expected = Expected(path, tokens, images)
+        of_this = [draft for draft in drafts if draft.request_id == name]
+        assert {draft.number for draft in of_this} >= {0}
+        for draft in of_this:
+            theirs_V = expected.logits(draft.place, draft.number)
+            worst = max(worst, float((draft.logits_V - theirs_V).abs().max() / theirs_V.abs().max()))
+            assert worst < TOLERANCE, f"{name}, place {draft.place} of {len(tokens)}, draft {draft.number}: {worst:.1e}"
+
+
+def run(llm: LLM, prompts: dict[str, PromptInputs], params: SamplingParams = GREEDY) -> dict[str, RequestOutput]:
+    found: dict[str, RequestOutput] = {}
+    for name, prompt in prompts.items():
+        llm.engine.add_request(name, prompt, params)
+    while llm.engine.has_unfinished_requests():
+        found.update({output.request_id: output for output in llm.engine.step()})
+    return found
+
+
+def test_drafts_of_prompts_and_answers_are_those_of_the_definition(checkpoint: Any, tmp_path: Path) -> None:
+    """Of rows together, whose prompts are cut into chunks; then behind prefixes that the cache has, where others go on
+    with other tokens. Of the drafts of a step, which are given here, some are kept. A head that read the state before
+    the last norm would give other logits."""
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    prompts = {name: PromptInputs(tokens) for names in ROUNDS for name, tokens in names.items()}
+    with LLM(path, platform="cpu", max_num_batched_tokens=64, **SMALL) as llm:
+        plain = run(llm, prompts)
+    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(3), **SMALL) as llm:
+        knows(llm, [plain[name] for name in sorted(plain, key=lambda name: int(name.rpartition("-")[2]))], 3, 0.3)
+        outputs: dict[str, RequestOutput] = {}
+        with recorded_drafts(llm) as drafts:
+            for names in ROUNDS:
+                outputs |= run(llm, {name: prompts[name] for name in names})
+        stats = llm.stats()
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        name: output.token_ids for name, output in plain.items()}
+    assert {name: output.num_cached_tokens for name, output in outputs.items() if output.num_cached_tokens} == {
+        "parts behind 70-4": 64, "again-5": 128, "once more-7": 64}
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 10
+    assert {draft.number for draft in drafts} == {0, 1, 2}
+    assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
+    tokens = [*prompts["b-1"].token_ids, *outputs["b-1"].token_ids]
+    raw_V, normed_V = (Expected(path, tokens, [], is_raw=is_raw).logits(20, 0) for is_raw in (True, False))
+    assert (raw_V - normed_V).abs().max() > 100 * TOLERANCE * normed_V.abs().max()
+
+
+def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path) -> None:
+    """Greedy and drawn, with a schema and without; answers are those of plain steps, in fewer of them."""
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head", quiet=QUIET)
+    params = [GREEDY.replace(max_tokens=30), GREEDY.replace(temperature=0.7, seed=3, max_tokens=20),
+              GREEDY.replace(structured_outputs={"regex": "[a-z]{9,12}(,[0-9]{3})*"}, max_tokens=20, ignore_eos=False),
+              GREEDY.replace(repetition_penalty=1.2, max_tokens=20)]
+    prompts = [PromptInputs(LONG[start : start + 5]) for start in range(len(params))]
+    found = []
+    for settings in ({}, mtp(3)):
+        with LLM(path, platform="cpu", **settings, **SMALL) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, params)])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    assert stats.num_mtp_drafted > stats.num_mtp_accepted > 20
+    assert stats.num_draft_tokens == stats.num_mtp_drafted + stats.num_forced_drafted
+
+
+def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path) -> None:
+    """Chunks begin and end inside one, and a prompt ends with one."""
+    path = with_head(checkpoint("qwen3_5"), tmp_path / "head")
+    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
+        (whole, short), images = make_prompts(llm, ["t4t", "t1"])
+        end = short.spans[-1].start + short.spans[-1].num_tokens
+        positions = short.positions_3T[:, :end]
+        cut = replace(short, token_ids=short.token_ids[:end], positions_3T=positions,
+                      position_delta=int(positions.max()) + 1 - end)
+        with recorded_drafts(llm) as drafts:
+            outputs = run(llm, {"whole": whole, "cut": cut})
+    first, last = whole.spans[0].start, whole.spans[0].start + whole.spans[0].num_tokens
+    assert first < 64 < last
+    assert_drafts_are_the_heads(path, drafts, outputs, {"whole": (whole, images[0]), "cut": (cut, images[1])})
+
+
+@pytest.mark.full("pictures, experts and Qwen3-Next; text alone stays, and pictures with the embedded model")
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe_text", "qwen3_next"])
+def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+    path = with_head(checkpoint(model_type), tmp_path / "head")
+    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
+        found, images = prompts_of(llm, model_type)
+        prompts = {f"r-{index}": prompt for index, prompt in enumerate(found)}
+        with recorded_drafts(llm) as drafts:
+            outputs = run(llm, prompts)
+    assert_drafts_are_the_heads(path, drafts, outputs, {
+        name: (prompt, shown) for (name, prompt), shown in zip(prompts.items(), images, strict=True)})
+
+
+@pytest.mark.full("every field of a request; some fields stay")
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5", "qwen3_next"])
+def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+    """In few blocks: prompts are cut, sequences are preempted, and drafts end where blocks do."""
+    path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
+    settings = {**FEATURES, **few_blocks(path, "cpu")}
+    found = []
+    # Blocks of one layer that attends, then of two.
+    for more in ({}, {**mtp(3), "kv_cache_bytes": 2 * settings["kv_cache_bytes"]}):
+        with LLM(path, platform="cpu", **{**settings, **more}) as llm:
+            pairs = requests(llm, model_type)
+            found.append(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]))
+            stats = llm.stats()
+    assert_same(found[1], found[0])
+    assert stats.num_mtp_accepted > 0
+    assert stats.kv_blocks_used == 0
+
+
+def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: Any, tmp_path: Path) -> None:
+    """Five rows grow to more blocks than there are; one is aborted on the way."""
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    per_block = 2 * 2 * 16 * 2 * 32 * 4  # k and v, layers that attend and the head's, block, kv heads, head dim, bytes
+    prompts = {f"r-{index}": PromptInputs(LONG[index : index + 12]) for index in range(5)}
+    params = GREEDY.replace(max_tokens=40)
+    with LLM(path, platform="cpu", **SMALL) as llm:
+        plain = run(llm, prompts, params)
+    settings = {**SMALL, "max_model_len": 96, "block_size": 16, "kv_cache_bytes": 14 * per_block}
+    with LLM(path, platform="cpu", **mtp(3), **settings) as llm:
+        assert llm.engine.info.num_blocks == 14
+        knows(llm, [plain[name] for name in prompts], 3, 0.2)
+        with recorded_drafts(llm) as drafts:
+            llm.engine.add_request("r-9", PromptInputs(LONG[:30]), params)
+            llm.engine.step()
+            llm.engine.step()
+            llm.engine.abort_request("r-9")
+            outputs = run(llm, prompts, params)
+        stats = llm.stats()
+    del outputs["r-9"]
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        name: output.token_ids for name, output in plain.items()}
+    assert (stats.num_preemptions > 0, stats.num_accepted_tokens > 20, stats.kv_blocks_used) == (True, True, 0)
+    assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
+
+
+@pytest.mark.full("two ranks start; one rank stays")
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
+    need_devices(platform_name)
+    path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
+    prompts = [PromptInputs(LONG[start : start + 70]) for start in range(4)]
+    found = []
+    for ranks in (1, 2):
+        with LLM(path, platform=platform_name, tensor_parallel_size=ranks, **mtp(3), **SMALL) as llm:
+            tokens = [output.token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=30))]
+            stats = llm.stats()
+            found.append((tokens, stats.num_mtp_drafted, stats.num_mtp_accepted))
+    assert found[0] == found[1]
+    assert found[1][2] > 0
+
+
+def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint: Any, tmp_path: Path) -> None:
+    """A family without one, a checkpoint that was saved without, one of several layers, a platform."""
+    def opened(path: Path, **settings: Any) -> Any:
+        config = RunnerConfig.from_keywords(path, **{"platform": "cpu", **mtp(1), **settings})
+        return known_limits(open_checkpoint(config))
+
+    with pytest.raises(ConfigError, match="method mtp: qwen3_vl has no head for multi-token prediction"):
+        opened(checkpoint("qwen3_vl"))
+    with pytest.raises(ModelError, match=r"has no tensors mtp\.\*: it was saved without"):
+        opened(checkpoint("qwen3_5_text"))
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    assert opened(path).speculative.method == "mtp"
+    with pytest.raises(ConfigError, match="platform cuda does not run the head of method mtp"):
+        opened(path, platform="cuda")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 2}))
+    with pytest.raises(ModelError, match="prediction of 2 layers, or with embeddings of its own, is not served"):
+        opened(path)
+
+
+def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint: Any, tmp_path: Path) -> None:
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    sizes = []
+    for settings in ({}, mtp(2)):
+        with LLM(path, platform="cpu", **SMALL, **settings) as llm:
+            runner = runner_of(llm)
+            assert runner.states is not None
+            sizes.append((runner.k_cache.shape[0], runner.states.plan.bytes_per_slot, hasattr(runner.model.mtp, "fc")))
+            manifest = llm.engine.describe()
+    assert [sizes[1][0] - sizes[0][0], sizes[1][1] - sizes[0][1]] == [1, 64 * 4], "a layer, and a hidden state a slot"
+    assert [size[2] for size in sizes] == [False, True]
+    assert json.loads(manifest["speculative_config"]) == {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def test_the_head_of_the_embedded_model_keeps_what_it_was_trained_to() -> None:
+    """Short answers and JSON, about drawings that no training saw: 271 of 335 drafts. A head that is read wrong costs
+    drafts, and no answer."""
+    examples = [draw(seed) for seed in TEST_SEEDS[:12] for draw in (draw_example, draw_json_example)]
+    params = SamplingParams(temperature=0.0, max_tokens=80)
+    found = []
+    for settings in ({}, mtp(2)):
+        with LLM("shapes-hybrid", platform="cpu", dtype="float32", preprocessing_workers=0, **settings) as llm:
+            outputs = llm.chat([example.conversation() for example in examples], params)
+            found.append([output.token_ids for output in outputs])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    assert 0.78 < stats.num_mtp_accepted / stats.num_mtp_drafted < 0.84
+    assert 2.45 < stats.mean_acceptance_length < 2.65
