@@ -94,21 +94,23 @@ class Expected:
     def __init__(self, path: Path, token_ids: Sequence[int], images: Sequence[Any], *, is_raw: bool = False):
         self.head, self.run = Head64(path), run_target(path, token_ids, images)
         self.hidden_TD = self.run.raw_TD if is_raw else self.run.normed_TD
-        self.drafts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.first_TD = self.head(self.run.embedded_TD[1:], self.hidden_TD[:-1], self.run.positions[..., :-1])
+        self.made: dict[int, list[Tensor]] = {}
 
     def logits(self, place: int, number: int) -> Tensor:
         """(V,)"""
-        next_TD, hidden_TD = self.run.embedded_TD[1 : place + 2], self.hidden_TD[: place + 1]
-        positions = self.run.positions[..., : place + 1]
-        for count in range(number + 1):
-            made_TD = self.head(next_TD, hidden_TD, positions)
-            logits_V = self.head.logits(made_TD[-1:])[0]
-            if count < number:
-                next_TD = torch.cat([next_TD, self.head.embedding[logits_V.argmax()][None]])
-                hidden_TD = torch.cat([hidden_TD, made_TD[-1:]])
-                behind = positions[..., -1:] + 1 if count else self.run.positions[..., place + 1 : place + 2]
-                positions = torch.cat([positions, behind], dim=-1)
-        return logits_V
+        made = self.made.setdefault(place, [self.first_TD[place]])
+        while len(made) <= number:
+            made.append(self._behind(place, made))
+        return self.head.logits(made[number])
+
+    def _behind(self, place: int, made: list[Tensor]) -> Tensor:
+        """(D,): the next one; each goes on from what the one before it made, and the token that this names."""
+        drafts = [self.head.embedding[self.head.logits(made_D).argmax()] for made_D in made]
+        behind = self.run.positions[..., place + 1 : place + 2] + torch.arange(len(made))
+        return self.head(torch.cat([self.run.embedded_TD[1 : place + 2], torch.stack(drafts)]),
+                         torch.cat([self.hidden_TD[: place + 1], torch.stack(made)]),
+                         torch.cat([self.run.positions[..., : place + 1], behind], dim=-1))[-1]
 
 
 def assert_drafts_are_the_heads(path: Path, drafts: Sequence[Draft], outputs: dict[str, RequestOutput],
