@@ -317,20 +317,7 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
                   state_saves: list[tuple[int, int, int]], *, uses_mrope: bool) -> ScheduledBatch:
     """The next `num_tokens` uncomputed tokens of each (sequence, num_tokens), blocks already allocated."""
     context_lens = [seq.num_computed_tokens + num for seq, num in chunks]
-    images: dict[bytes, ImageInput] = {}
-    slices: list[ImageSlice] = []
-    scores: list[PromptScore] = []
-    states: list[PromptStates] = []
-    token_row = 0
-    for row, (seq, num) in enumerate(chunks):
-        if seq.scores_prompt:
-            scores.append(_prompt_score(seq, num, row, token_row))
-        if seq.pooling is not None and seq.pooling.keeps_tokens:
-            states.append(PromptStates(row, token_row, num, seq.num_computed_tokens))
-        for image, image_slice in _image_slices(seq, num, token_row):
-            images.setdefault(image.content_hash, image)
-            slices.append(image_slice)
-        token_row += num
+    images, slices, scores, states = _parts_of_prompts(chunks)
     samples = [end == seq.num_tokens for (seq, _), end in zip(chunks, context_lens, strict=True)]
     slots_B = _per_sequence(seq.slot for seq, _ in chunks)
     state_slots = table.state_slots(slots_B)
@@ -351,11 +338,31 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         freed_slots=table.take_freed_slots(),
         images=list(images.values()),
         image_slices=slices,
-        prompt_scores=[score for score in scores if len(score.targets)],
+        prompt_scores=scores,
         prompt_states=states,
         state_loads=_state_loads(chunks, slots_B if state_slots is None else state_slots),
         state_saves=state_saves,
     )
+
+
+def _parts_of_prompts(chunks: SequenceOf[tuple[Sequence, int]]) -> tuple[
+        dict[bytes, ImageInput], list[ImageSlice], list[PromptScore], list[PromptStates]]:
+    """Images by their hash, where they lie in the step, and what is asked for of prompts' tokens."""
+    images: dict[bytes, ImageInput] = {}
+    slices: list[ImageSlice] = []
+    scores: list[PromptScore] = []
+    states: list[PromptStates] = []
+    token_row = 0
+    for row, (seq, num) in enumerate(chunks):
+        if seq.scores_prompt:
+            scores.append(_prompt_score(seq, num, row, token_row))
+        if seq.pooling is not None and seq.pooling.keeps_tokens:
+            states.append(PromptStates(row, token_row, num, seq.num_computed_tokens))
+        for image, image_slice in _image_slices(seq, num, token_row):
+            images.setdefault(image.content_hash, image)
+            slices.append(image_slice)
+        token_row += num
+    return images, slices, [score for score in scores if len(score.targets)], states
 
 
 def _prompt_score(seq: Sequence, num: int, row: int, token_row: int) -> PromptScore:

@@ -365,18 +365,21 @@ class JobSummary:
             lines.append(f"states    {stats.state_snapshots_taken} snapshots taken for the prefix cache, used "
                          f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
         if stats.num_drafts:
-            of_head = (f", by the head {stats.num_mtp_accepted} of {stats.num_mtp_drafted}"
-                       if stats.num_mtp_drafted else "")
-            lines.append(f"drafts    {stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens kept (forced "
-                         f"{stats.num_forced_accepted} of {stats.num_forced_drafted}, looked up "
-                         f"{stats.num_ngram_accepted + stats.num_suffix_accepted} of "
-                         f"{stats.num_ngram_drafted + stats.num_suffix_drafted}{of_head}); "
-                         f"{stats.mean_acceptance_length:.2f} tokens a row and step")
+            lines.append(self._drafts_line())
         lines += [replica.to_line() for replica in self.replicas]
         if tally.num_expected:
             share = _share(tally.num_as_expected, tally.num_expected)
             lines.append(f"expected  {tally.num_as_expected} of {tally.num_expected} answers as expected ({share:.1%})")
         return lines
+
+    def _drafts_line(self) -> str:
+        stats = self.stats
+        of_head = f", by the head {stats.num_mtp_accepted} of {stats.num_mtp_drafted}" if stats.num_mtp_drafted else ""
+        return (f"drafts    {stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens kept (forced "
+                f"{stats.num_forced_accepted} of {stats.num_forced_drafted}, looked up "
+                f"{stats.num_ngram_accepted + stats.num_suffix_accepted} of "
+                f"{stats.num_ngram_drafted + stats.num_suffix_drafted}{of_head}); "
+                f"{stats.mean_acceptance_length:.2f} tokens a row and step")
 
     def _per_second(self, count: int) -> float:
         return round(count / self.serve_seconds, 3) if self.serve_seconds > 0 else 0.0
