@@ -241,6 +241,7 @@ def test_the_chat_template_writes_qwens_format(tokenizer) -> None:
     )
 
 
-def test_embedded_checkpoints_stay_below_ten_megabytes() -> None:
+def test_embedded_checkpoints_stay_below_eleven_megabytes() -> None:
+    """shapes-hybrid has a head that drafts, too."""
     for folder in EMBEDDED.values():
-        assert sum(path.stat().st_size for path in folder.iterdir()) < 10_000_000
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 11_000_000

@@ -159,7 +159,6 @@ def test_reasoning_and_its_budget_with_drafts_are_as_without(checkpoint: Any, tm
 
 
 @pytest.mark.parametrize(("model_type", "settings", "words"), [
-    ("qwen3_5_text", {"platform": "cuda"}, "qwen3_5_text has layers with state, and platform cuda verifies no drafts"),
     ("qwen3_5_text", {"platform": "npu", "speculative_config": FORCED}, "npu verifies at most 7 drafts of a row .* 8;"),
     ("qwen3_5_text", {"graph_mode": "reduce-overhead", "graph_batch_sizes": [8, 12], "max_num_seqs": 8},
      "no step has more than 8 rows"),
