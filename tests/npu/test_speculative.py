@@ -78,11 +78,11 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
 
 @emulated
 def test_tokens_equal_plain_steps_of_the_cpu_platform(checkpoint: Any, tmp_path: Path) -> None:
-    compare([*cases_of("reduce-overhead", checkpoint)[:2], with_states("reduce-overhead", checkpoint)[1]], tmp_path)
+    compare([cases_of("reduce-overhead", checkpoint)[0], with_states("reduce-overhead", checkpoint)[1]], tmp_path)
 
 
 @emulated
-@pytest.mark.full("eager steps, the graph engine and windows; captured graphs stay")
+@pytest.mark.full("eager steps, the graph engine, windows and forced drafts of a dense model; captured graphs stay")
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead", "max-autotune"])
 def test_tokens_in_every_mode(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     compare([*cases_of(mode, checkpoint), *with_states(mode, checkpoint)], tmp_path)

@@ -17,18 +17,18 @@ from tests.npu.test_families import emulated, tiny
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
-NUM_IMAGES, FEW_IMAGES = 40, 16
+NUM_IMAGES = 40
 # The worst step shows the tower pairs of frames, as many as a step has room for, in float32.
 ROOM = 2 << 30
-BUCKETS, FEW_BUCKETS = [1, 4, 16], [16]
+BUCKETS = [1, 4, 16]
 
 
-def shapes(mode: str, num_images: int = NUM_IMAGES, **settings: Any) -> Case:
+def shapes(mode: str, **settings: Any) -> Case:
     common: dict[str, Any] = {"graph_mode": mode, "max_model_len": 1024, "max_num_seqs": 16,
                               "vision_cache_bytes": SMALL["vision_cache_bytes"], **FLOAT32}
     if mode != "eager":
         common["graph_batch_sizes"] = BUCKETS
-    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", num_images, max_tokens=48, ignore_eos=False)
+    return Case(str(SHAPES_VL), {**common, **settings}, "shapes", NUM_IMAGES, max_tokens=48, ignore_eos=False)
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,9 @@ def shapes_on_cpu() -> dict[str, Any]:
     return on_cpu(shapes("eager"))
 
 
+@pytest.mark.full("the embedded model's graphs; those of a tiny model of its family stay (test_families.py)")
 @emulated
-def test_shapes_vl(tmp_path: Path) -> None:
-    case = shapes("reduce-overhead", FEW_IMAGES, graph_batch_sizes=FEW_BUCKETS)
-    (result,) = on_npu([case], tmp_path, memory_bytes=ROOM)
-    assert result["tokens"] == on_cpu(shapes("eager", FEW_IMAGES))["tokens"]
-    assert_graphs_are_whole(result, FEW_BUCKETS)
-
-
-@pytest.mark.full("more images, and a graph for one row; fewer of both stay")
-@emulated
-def test_more_of_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_shapes_vl(shapes_on_cpu: dict[str, Any], tmp_path: Path) -> None:
     (result,) = on_npu([shapes("reduce-overhead")], tmp_path, memory_bytes=ROOM)
     assert result["tokens"] == shapes_on_cpu["tokens"]
     assert_graphs_are_whole(result, BUCKETS)
