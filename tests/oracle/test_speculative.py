@@ -138,7 +138,9 @@ def test_other_families_with_drafts_answer_as_without(model_type: str, checkpoin
     plain, _ = answers(path, prompts, params, None)
     drafted, stats = answers(path, prompts, params, NGRAM)
     same(drafted, plain)
-    assert stats.num_ngram_accepted > 0
+    assert stats.num_ngram_drafted > 0
+    # Answers of qwen3_next repeat nothing here; test_drafts_of_states keeps drafts of it.
+    assert stats.num_ngram_accepted > 0 or model_type == "qwen3_next"
 
 
 @pytest.mark.full("two engines; rules behind no reasoning stay")
