@@ -106,6 +106,11 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype], f"error {error:.1e} of the largest value, allowed {TOLERANCE[dtype]:.1e}"
 
 
+def need_hopper(device: torch.device) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
 def need_fp8(device: torch.device) -> None:
     """Skips where nothing rounds to e4m3 as a GPU does."""
     if device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):

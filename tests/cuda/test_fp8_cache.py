@@ -17,7 +17,7 @@ from npu_runner import LLM
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.request.prompt_inputs import PromptInputs
-from tests.cuda.paged_work import need_fp8
+from tests.cuda.paged_work import need_fp8, need_hopper
 from tests.cuda.test_quantised_models import COUNT, LIMIT, PROMPT, SIZES
 from tests.oracle import reference
 from tests.oracle.fp8_reference import LARGEST, nearest_fp8
@@ -81,8 +81,7 @@ def logits(model: nn.Module, tokens: list[int], seen: list[float] | None = None)
 def test_scales_of_the_checkpoint_are_used(mode: str, checkpoint: Any, device: torch.device, tmp_path: Path) -> None:
     """FP8 weights, and keys and values that saturate without scales: no further from float64 than twice what plain
     bfloat16 is. With the scales of keys and values exchanged it is further."""
-    if device.type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("FP8 is multiplied on Hopper")
+    need_hopper(device)  # there FP8 is multiplied
     plain = shutil.copytree(checkpoint("qwen3", **SIZES), tmp_path / "plain")
     enlarge(plain)
     right = scaled_checkpoint(plain, tmp_path / "right", num_layers=SIZES["num_hidden_layers"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.paged_work import assert_close
+from tests.cuda.paged_work import assert_close, need_hopper
 from tests.oracle.test_vision_attention import within_each
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -19,8 +19,7 @@ LENGTHS = {"one": [1], "edges": [128, 127, 129, 112, 113, 192, 191, 193], "many"
 
 @pytest.fixture(autouse=True)
 def _hopper(device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for Hopper")
+    need_hopper(device)
 
 
 @pytest.fixture

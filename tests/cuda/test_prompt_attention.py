@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.paged_work import PagedWork, assert_close, need_fp8
+from tests.cuda.paged_work import PagedWork, assert_close, need_fp8, need_hopper
 
 # (num_heads, num_kv_heads): groups that fill a tile's 128 rows, groups that leave some, and one head alone.
 GROUPS = [(2, 2), (8, 2), (10, 2), (7, 1), (16, 1)]
@@ -20,8 +20,7 @@ STEPS = {"prompts": ([0, 0, 0, 0], [127, 128, 129, 300]), "behind contexts": ([1
 
 @pytest.fixture(autouse=True)
 def _hopper(device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for Hopper")
+    need_hopper(device)
 
 
 @pytest.fixture

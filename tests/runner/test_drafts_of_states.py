@@ -16,7 +16,7 @@ from torch import Tensor
 from npu_runner import LLM, SamplingParams
 from npu_runner.platforms import pick_platform
 from npu_runner.request.outputs import RequestOutput
-from tests.oracle.running import need_devices, runner_of
+from tests.oracle.running import runner_of
 from tests.oracle.test_async_scheduling import few_blocks
 from tests.runner import test_several_tokens
 from tests.runner.test_several_tokens import (
@@ -25,6 +25,7 @@ from tests.runner.test_several_tokens import (
     KnowsWhatFollows,
     assert_every_feature_is_as_without,
     assert_same,
+    assert_two_ranks_answer_as_one_without,
     knows,
     requests,
 )
@@ -216,12 +217,4 @@ def test_plain_steps_run_in_graphs_and_those_with_drafts_without(checkpoint: Any
 @pytest.mark.full("two ranks start; one rank stays")
 @pytest.mark.slow
 def test_two_ranks_answer_as_one_without(checkpoint: Any, platform_name: str) -> None:
-    need_devices(platform_name)
-    path: Path = checkpoint("qwen3_5_text")
-    with LLM(path, **SETTINGS) as llm:
-        pairs = requests(llm, "qwen3_5_text")
-        plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, tensor_parallel_size=2, **SETTINGS) as llm:
-        knows(llm, plain, 3)
-        assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
-        assert llm.stats().num_accepted_tokens > 0
+    assert_two_ranks_answer_as_one_without("qwen3_5_text", checkpoint, platform_name)

@@ -230,10 +230,14 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls:
 @pytest.mark.full("two ranks start; one rank stays, and what differs is a broadcast")
 @pytest.mark.slow
 def test_two_ranks_with_drafts_answer_as_one_without(checkpoint: Any, platform_name: str) -> None:
+    assert_two_ranks_answer_as_one_without("qwen3", checkpoint, platform_name)
+
+
+def assert_two_ranks_answer_as_one_without(model_type: str, checkpoint: Any, platform_name: str) -> None:
     need_devices(platform_name)
-    path: Path = checkpoint("qwen3")
+    path: Path = checkpoint(model_type)
     with LLM(path, **SETTINGS) as llm:
-        pairs = requests(llm, "qwen3")
+        pairs = requests(llm, model_type)
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
     with LLM(path, speculative_config=FORCED, async_scheduling=False, tensor_parallel_size=2,
              **SETTINGS) as llm:
