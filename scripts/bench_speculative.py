@@ -8,20 +8,26 @@ each case, then one JSON line.
     python scripts/bench_speculative.py                                      # the embedded model on cpu, some minutes
     python scripts/bench_speculative.py --rows 1 --method forced --repeats 9
     python scripts/bench_speculative.py --model shapes-hybrid --method mtp-2 --task text     # its own head
+    python scripts/bench_speculative.py --method off --task free --rows 1 8 --repeats 15     # what drafts cost that are off
+    python scripts/bench_speculative.py --method suffix --task alike --rows 8 64             # answers of one template
     python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method forced     # random weights
+    python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method synthetic --task free
 
 A model of random weights has a vocabulary in which a text has one spelling, and a schema whose fields are four free
-characters each. So most tokens are forced, and each of them is kept.
+characters each. So most tokens are forced, and each of them is kept. `synthetic` keeps three drafts a row with a
+probability of 0.7 each, if those before them are kept (synthetic_drafts.py). Its answers are made up.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ from bench_common import commit, versions
 from bench_device_shapes import TEXT, make_text_model
 from bench_structured import write_vocabulary
 from shapes.drawing import TEST_SEEDS, draw_json_example
+from synthetic_drafts import SPECULATIVE, synthetic_drafts
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import EngineStats
@@ -37,14 +44,18 @@ from npu_runner.request.outputs import EngineStats
 _METHODS: dict[str, dict[str, Any]] = {
     "forced": {"method": "forced"},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "suffix": {"method": "suffix"},
+    "synthetic": SPECULATIVE,
     # Configured, and off for every number of rows.
     "off": {"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 4096, 0]]},
     **{f"mtp-{num}": {"method": "mtp", "num_speculative_tokens": num} for num in (1, 2, 3)},
 }
 # Without white space names and signs are one forced text. json.dumps writes blanks, and so the model learned it: then
 # the model chooses where they are, and only names are forced.
-_TASKS: dict[str, dict[str, Any] | None] = {"compact": {"disable_any_whitespace": True},
-                                            "blanks": {"whitespace_pattern": " ?"}, "text": None}
+_QUESTIONS: dict[str, dict[str, Any] | None] = {"compact": {"disable_any_whitespace": True},
+                                                "blanks": {"whitespace_pattern": " ?"}, "text": None}
+# `alike`: those without a schema, other ones in each repeat, as in a job. `free`: as many tokens as --tokens says.
+_TASKS = (*_QUESTIONS, "alike", "schema", "free")
 _EMBEDDED = ("shapes-vl", "shapes-hybrid")
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 
@@ -53,8 +64,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--method", nargs="+", choices=_METHODS, default=["forced", "ngram"])
-    parser.add_argument("--task", nargs="+", choices=_TASKS, default=list(_TASKS))
+    parser.add_argument("--task", nargs="+", choices=_TASKS, help="by default the questions of an embedded model, with "
+                        "and without a schema; schema with random weights")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256, help="of a row's answer, with the tasks schema and free")
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--model", default=_EMBEDDED[0], choices=[*_EMBEDDED, *sorted(TEXT)])
     arguments = parser.parse_args()
@@ -68,72 +81,92 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {"platform": arguments.platform, "max_num_seqs": max(arguments.rows)}
-    model, tasks = arguments.model, arguments.task
+    model, tasks = arguments.model, arguments.task or list(_QUESTIONS)
     if model in _EMBEDDED:
         settings |= {"preprocessing_workers": 0, "max_model_len": 1024}
     else:
         path = make_text_model(Path(folder), model)
         write_vocabulary(path, TEXT[model], spells_once=True)
-        model, tasks = str(path), ["schema"]
+        model, tasks = str(path), arguments.task or ["schema"]
         settings |= {"load_format": "dummy", "max_model_len": 4096}
     results = []
     # Of a device's memory each of both engines takes a part.
     with LLM(model, **settings, memory_utilization=0.45) as plain:
         for method in arguments.method:
-            with LLM(model, **settings, memory_utilization=0.9, speculative_config=_METHODS[method]) as drafted:
+            drafts = synthetic_drafts() if method == "synthetic" else contextlib.nullcontext()
+            with drafts, LLM(model, **settings, memory_utilization=0.9,
+                             speculative_config=_METHODS[method]) as drafted:
                 for task, num_rows in itertools.product(tasks, arguments.rows):
-                    found = measure(plain, drafted, task, num_rows, arguments.repeats)
+                    found = measure(plain, drafted, Workload(task, num_rows, arguments.tokens), arguments.repeats)
                     results.append({"method": method, "task": task, "rows": num_rows, **found})
                     print(describe(results[-1]), flush=True)
     return results
 
 
-def requests(task: str, num_rows: int) -> tuple[list[Any], list[SamplingParams]]:
-    return table_requests(num_rows) if task == "schema" else questions(task, num_rows)
+@dataclass(frozen=True)
+class Workload:
+    task: str
+    num_rows: int
+    num_tokens: int
+
+    def requests(self, repeat: int) -> tuple[list[Any], list[SamplingParams]]:
+        if self.task == "schema":
+            return self._tables()
+        if self.task == "free":
+            texts = [f"Row {number}, please." for number in range(self.num_rows)]
+            params = [SamplingParams(temperature=0.6, seed=number, max_tokens=self.num_tokens, ignore_eos=True)
+                      for number in range(self.num_rows)]
+            return [[{"role": "user", "content": text}] for text in texts], params
+        return self._questions(repeat * self.num_rows if self.task == "alike" else 0)
+
+    def _tables(self) -> tuple[list[Any], list[SamplingParams]]:
+        """Of a schema of their own, cut after `num_tokens`."""
+        params = []
+        for number in range(self.num_rows):
+            value = {"type": "string", "pattern": "^[a-z]{4}$"}
+            columns = {f"{word}_{number}": value for word in ("name", "kind", "town", "day")}
+            row = {"type": "object", "properties": columns, "required": list(columns), "additionalProperties": False}
+            rule = {"json": {"type": "array", "items": row, "minItems": 1000}, "disable_any_whitespace": True}
+            params.append(SamplingParams(temperature=0.6, seed=number, max_tokens=self.num_tokens,
+                                         structured_outputs=rule))
+        return [[{"role": "user", "content": f"Table {number}, please."}] for number in range(self.num_rows)], params
+
+    def _questions(self, first: int) -> tuple[list[Any], list[SamplingParams]]:
+        """Those that the model was trained to answer in JSON, each with the schema of its answer or without."""
+        rows, params = [], []
+        for number in range(first, first + self.num_rows):
+            example = draw_json_example(TEST_SEEDS[number])
+            parts: list[dict[str, Any]] = [{"type": "image_pil", "image_pil": image} for image in example.images]
+            rows.append([{"role": "user", "content": [*parts, {"type": "text", "text": example.question}]}])
+            options = _QUESTIONS.get(self.task)
+            rule = None if options is None else {"json": example.schema, **options}
+            params.append(_PARAMS.replace(structured_outputs=rule))
+        return rows, params
 
 
-def table_requests(num_rows: int) -> tuple[list[Any], list[SamplingParams]]:
-    """Tables of a schema of their own, cut after 256 tokens."""
-    params = []
-    for number in range(num_rows):
-        value = {"type": "string", "pattern": "^[a-z]{4}$"}
-        columns = {f"{word}_{number}": value for word in ("name", "kind", "town", "day")}
-        row = {"type": "object", "properties": columns, "required": list(columns), "additionalProperties": False}
-        rule = {"json": {"type": "array", "items": row, "minItems": 1000}, "disable_any_whitespace": True}
-        params.append(SamplingParams(temperature=0.6, seed=number, max_tokens=256, structured_outputs=rule))
-    return [[{"role": "user", "content": f"Table {number}, please."}] for number in range(num_rows)], params
-
-
-def questions(task: str, num_rows: int) -> tuple[list[Any], list[SamplingParams]]:
-    """Questions that the model was trained to answer in JSON, each with the schema of its answer or without."""
-    rows, params = [], []
-    for number in range(num_rows):
-        example = draw_json_example(TEST_SEEDS[number])
-        parts: list[dict[str, Any]] = [{"type": "image_pil", "image_pil": image} for image in example.images]
-        rows.append([{"role": "user", "content": [*parts, {"type": "text", "text": example.question}]}])
-        options = _TASKS[task]
-        rule = None if options is None else {"json": example.schema, **options}
-        params.append(_PARAMS.replace(structured_outputs=rule))
-    return rows, params
-
-
-def measure(plain: LLM, drafted: LLM, task: str, num_rows: int, repeats: int) -> dict[str, Any]:
-    """The first answers of each engine are not measured: they build rules, and fill the caches of images."""
-    rows, params = requests(task, num_rows)
-    answers = {id(llm): [output.token_ids for output in llm.chat(rows, params)] for llm in (plain, drafted)}
-    before, seconds = drafted.stats(), {"plain": [], "drafted": []}  # type: ignore[var-annotated]
+def measure(plain: LLM, drafted: LLM, workload: Workload, repeats: int) -> dict[str, Any]:
+    """The first answers of each engine are not measured: they build rules, and fill the caches of images. Engines take
+    turns in which of them is first."""
+    cpu: dict[str, list[float]] = {"plain": [], "drafted": []}
     wall: dict[str, list[float]] = {"plain": [], "drafted": []}
-    for _ in range(repeats):
-        for name, llm in (("plain", plain), ("drafted", drafted)):
-            cpu, clock = time.process_time(), time.perf_counter()
-            llm.chat(rows, params)
-            seconds[name].append(time.process_time() - cpu)
-            wall[name].append(time.perf_counter() - clock)
-    shown = seconds if plain.engine.info.description.get("platform") == "cpu" else wall
+    before, num_equal = drafted.stats(), 0
+    for repeat in range(1 + repeats):
+        rows, params = workload.requests(repeat)
+        answers: dict[str, list[list[int]]] = {}
+        for name, llm in (("plain", plain), ("drafted", drafted))[:: -1 if repeat % 2 else 1]:
+            cpu_before, clock_before = time.process_time(), time.perf_counter()
+            outputs = llm.chat(rows, params)
+            cpu[name].append(time.process_time() - cpu_before)
+            wall[name].append(time.perf_counter() - clock_before)
+            assert all(output.finish_reason != "error" for output in outputs), "what failed took no time"
+            answers[name] = [output.token_ids for output in outputs]
+        num_equal += sum(one == two for one, two in zip(answers["plain"], answers["drafted"], strict=True))
+    cpu, wall = ({name: values[1:] for name, values in each.items()} for each in (cpu, wall))
+    shown = cpu if plain.engine.info.description.get("platform") == "cpu" else wall
     ratios = [one / two for one, two in zip(shown["plain"], shown["drafted"], strict=True)]
-    num_equal = sum(one == two for one, two in zip(*answers.values(), strict=True))
-    return {"seconds": shown, "cpu_seconds": seconds, "wall_seconds": wall, "speed_up": statistics.median(ratios),
-            "speed_ups": ratios, "equal_answers": num_equal, **_counts(before, drafted.stats(), repeats)}
+    return {"seconds": shown, "cpu_seconds": cpu, "wall_seconds": wall, "speed_up": statistics.median(ratios),
+            "speed_ups": ratios, "answers": (1 + repeats) * workload.num_rows, "equal_answers": num_equal,
+            **_counts(before, drafted.stats(), 1 + repeats)}
 
 
 def _counts(before: EngineStats, after: EngineStats, repeats: int) -> dict[str, Any]:
@@ -148,10 +181,10 @@ def describe(found: dict[str, Any]) -> str:
     plain, drafted = (statistics.median(found["seconds"][name]) for name in ("plain", "drafted"))
     share = found["num_accepted_tokens"] / found["num_draft_tokens"] if found["num_draft_tokens"] else 0.0
     of_all = found["num_accepted_tokens"] / max(1, found["num_decode_tokens"])
-    return (f"{found['method']:<7} {found['task']:<7} {found['rows']:>3} rows: {plain:.3f} s plain, {drafted:.3f} s "
-            f"with drafts, {found['speed_up']:.2f} times as fast ({min(found['speed_ups']):.2f} to "
-            f"{max(found['speed_ups']):.2f}); {share:.0%} of drafts kept, {of_all:.0%} of tokens drafted; "
-            f"{found['equal_answers']} of {found['rows']} answers equal")
+    return (f"{found['method']:<9} {found['task']:<7} {found['rows']:>3} rows: {plain:.3f} s plain, {drafted:.3f} s "
+            f"with drafts, {found['speed_up']:.3f} times as fast ({min(found['speed_ups']):.3f} to "
+            f"{max(found['speed_ups']):.3f}); {share:.0%} of drafts kept, {of_all:.0%} of tokens drafted; "
+            f"{found['equal_answers']} of {found['answers']} answers equal")
 
 
 if __name__ == "__main__":
