@@ -71,7 +71,7 @@ class SchedulerConfig:
         _check_positive(self, "max_num_seqs", "max_num_batched_tokens")
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
-        if self.speculative is not None and self.async_scheduling:
+        if self.async_scheduling and not self._may_schedule_ahead:
             raise ConfigError("async_scheduling: with speculative_config a step needs the tokens of the one before; "
                               "leave one of them out")
 
@@ -83,7 +83,11 @@ class SchedulerConfig:
     def schedules_ahead(self, by_default: bool) -> bool:
         """Whether a step is submitted while the one before runs. `by_default`: the platform's async_scheduling."""
         ahead = by_default if self.async_scheduling is None else self.async_scheduling
-        return ahead and self.speculative_config is None
+        return ahead and self._may_schedule_ahead
+
+    @property
+    def _may_schedule_ahead(self) -> bool:
+        return self.speculative is None or self.speculative.is_off_somewhere
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ each case, then one JSON line.
     python scripts/bench_speculative.py                                      # the embedded model on cpu, some minutes
     python scripts/bench_speculative.py --rows 1 --method forced --repeats 9
     python scripts/bench_speculative.py --model shapes-hybrid --method mtp-2 --task text     # its own head
-    python scripts/bench_speculative.py --method off --task free --rows 1 8 --repeats 15     # what drafts cost that are off
+    python scripts/bench_speculative.py --method off --task free --repeats 15                # what drafts cost if off
     python scripts/bench_speculative.py --method suffix --task alike --rows 8 64             # answers of one template
     python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method forced     # random weights
     python scripts/bench_speculative.py --platform cuda --model qwen3-8b --method synthetic --task free

@@ -31,6 +31,8 @@ class DraftHistory:
     """The text that its grammar forces next."""
     proposed: list[int] = field(default_factory=list)
     """What a head proposes behind that."""
+    num_tokens: int = 0
+    """Of the sequence, when these were proposed."""
     num_forced: int = 0
     """Of its drafts in the step under way."""
     _tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))

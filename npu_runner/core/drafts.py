@@ -65,11 +65,22 @@ class Drafter:
             if seq is not None and (tokens or seq.drafting is not None):
                 history = _history(seq)
                 history.forced, history.proposed = tokens[:num], tokens[num:]
+                history.num_tokens = seq.num_known_tokens
+
+    def must_wait(self, num_running: int) -> bool:
+        """Whether the next step cannot be planned while one is under way. A step follows the tokens of one with drafts,
+        and so does one that may have drafts."""
+        config = self._config
+        return bool(self._under_way) or config.has_head or config.most_drafts(num_running) > 0
 
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
-        """Drafts of each, maybe none; `room` of them in all. The last token that a sequence may have is no draft:
-        nothing is drawn behind it."""
+        """Drafts of each, maybe none; `room` of them in all. Empty where steps of so many rows have none.
+
+        The last token that a sequence may have is no draft: nothing is drawn behind it.
+        """
         most = self._config.most_drafts(len(running))
+        if not most:
+            return []
         found: list[list[int]] = []
         for seq in running:
             num_left = most if seq.max_num_tokens is None else seq.max_num_tokens - seq.num_tokens - 1
@@ -82,7 +93,8 @@ class Drafter:
         if num <= 0:
             return []
         history = _history(seq)
-        drafts, proposed = history.forced[:num], history.proposed
+        is_due = history.num_tokens == seq.num_tokens  # else steps without drafts came in between
+        drafts, proposed = (history.forced[:num], history.proposed) if is_due else ([], [])
         history.forced, history.proposed, history.num_forced = [], [], len(drafts)
         if self._config.method == MTP:
             return drafts if history.pauses_at(seq.num_tokens) else (drafts + proposed)[:num]

@@ -249,7 +249,8 @@ class Scheduler:
         A sequence at its end keeps its resources until the last token of its last full block has arrived: then the
         block can be offered. What is drafted follows the tokens of the step before.
         """
-        return bool(self.under_way) and (self.drafter is not None or bool(self._ending and self.waiting))
+        is_drafting = self.drafter is not None and self.drafter.must_wait(len(self.running))
+        return bool(self.under_way) and (is_drafting or bool(self._ending and self.waiting))
 
     # -- steps that do not end -------------------------------------------------------------------------------------
 
@@ -403,7 +404,8 @@ class Scheduler:
         sequence may need for its next token, and no state but spare ones, so they preempt nothing."""
         room, states = self.limits.max_num_batched_tokens - len(running), self._table.states
         drafts = drafter.propose(running, room if states is None else min(room, states.num_free))
-        for row, (seq, tokens) in enumerate(zip(running, drafts, strict=True)):
+        for row, tokens in enumerate(drafts):
+            seq = running[row]
             missing = self.block_manager.num_missing_blocks(seq, seq.num_tokens + len(tokens))
             if missing and self.block_manager.num_free - missing < len(running):
                 drafts[row] = tokens[: len(seq.block_table) * self._block_size - seq.num_tokens]

@@ -111,7 +111,8 @@ class VerifiedStep:
 
 
 class SpeculativeStepRunner(StepRunner):
-    """A StepRunner whose decode steps may have drafts; steps that have none are as ever. One step is under way.
+    """A StepRunner whose decode steps may have drafts; steps that have none are as ever. While one that may have drafts
+    is under way there is no other.
 
     Graphs are those of plain steps: one of P rows runs P tokens, of as many sequences or fewer. With states these are
     graphs that take drafts, if `graphs_take_drafts`; else plain steps alone have graphs.
@@ -218,10 +219,11 @@ class SpeculativeStepRunner(StepRunner):
         else:
             output = super()._output(under_way)
         batch = under_way.step.batch
-        # The next step is about as large; what would not be drafted then is not looked for.
-        most = self.speculative.num_speculative_tokens
+        # The next step is about as large; what would not be drafted then is not looked for. One that runs by now has
+        # no drafts.
+        most = self.speculative.num_speculative_tokens if self._newest is under_way else 0
         if not batch.is_prefill:
-            most = self.speculative.most_drafts(batch.batch_size)
+            most = min(most, self.speculative.most_drafts(batch.batch_size))
         if output is not None and self.sampler is not None and most:
             output.spec_token_ids = self.sampler.forced_tokens(batch.slots_B, most)
             output.num_forced = [len(tokens) for tokens in output.spec_token_ids]

@@ -58,6 +58,17 @@ def test_forced_tokens_come_first_and_what_followed_them_before_comes_behind() -
     assert drafter.propose([seq], 100) == [[]], "what was forced holds for one step"
 
 
+def test_what_was_forced_is_no_draft_behind_a_step_without_drafts() -> None:
+    """One of so many rows that none has any, or a token of it has come since."""
+    off = {"method": "forced", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[2, 8, 0]]}
+    drafter, sequences = Drafter(SpeculativeConfig.of(off)), [sequence([1, 2, 3]) for _ in range(2)]
+    drafter.note_next(sequences, [[4, 5]] * 2, [2] * 2)
+    assert (drafter.must_wait(2), drafter.propose(sequences, 100)) == (False, [])
+    sequences[0].append(4)
+    assert (drafter.must_wait(1), drafter.propose(sequences[:1], 100)) == (True, [[]])
+    assert drafter.propose(sequences[1:], 100) == [[4, 5]]
+
+
 def test_the_drafts_of_a_step_have_bounds() -> None:
     """Those of a row, of a step, and of what the sequence may still have: behind its last token nothing is drawn."""
     drafter = Drafter(SpeculativeConfig.of({"method": "forced", "num_speculative_tokens": 4}))

@@ -118,6 +118,34 @@ def assert_every_feature_is_as_without(path: Path, model_type: str, tolerance: f
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
 
 
+def test_steps_that_are_too_large_for_drafts_run_ahead(checkpoint: Any) -> None:
+    """Of three rows and more. The longest answers end by themselves, in steps with drafts, one after the other."""
+    path: Path = checkpoint("qwen3")
+    off = {**FORCED, "num_speculative_tokens_per_batch_size": [[3, 64, 0]]}
+    params = [DRAWN.replace(max_tokens=20 + 10 * number, ignore_eos=True, repetition_penalty=1.1)
+              for number in range(4)]
+    params.append(DRAWN.replace(structured_outputs={"regex": "([a-z]|(, and so on, ))*"}, max_tokens=50))
+    prompts = [f"{word} b c" for word in "adefg"]
+    with LLM(path, **SETTINGS) as llm:
+        plain = llm.generate(prompts, params)
+    with LLM(path, speculative_config=off, async_scheduling=True, **SETTINGS) as llm:
+        knows(llm, plain, 4)
+        llm.engine._drafter._config = SpeculativeConfig.of(off)  # type: ignore[union-attr]
+        submit, seen = llm.engine._executor.submit, set()
+
+        def noted(batch: Any) -> None:
+            seen.add((len(llm.engine._under_way), batch.batch_size > 2, batch.has_drafts))
+            submit(batch)
+
+        llm.engine._executor.submit = noted  # type: ignore[method-assign]
+        assert_same(llm.generate(prompts, params), plain)
+        stats = llm.stats()
+    assert {(2, True, False), (1, False, True)} <= seen
+    assert not {step for step in seen if step[1:] == (True, True) or (step[0] == 2 and step[2])}
+    assert stats.num_accepted_tokens > 10
+    assert stats.kv_blocks_used == 0
+
+
 def test_places_that_are_drawn_at_once_are_those_of_plain_steps(checkpoint: Any, monkeypatch: Any) -> None:
     """Draws by temperature, from the most probable, under a grammar and an allowed list; wrong drafts among them."""
     path: Path = checkpoint("qwen3")
