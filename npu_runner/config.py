@@ -61,8 +61,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     """Most tokens of one prefill step; longer prompts are prefilled in chunks. None: the platform's."""
     async_scheduling: bool | None = None
-    """Plan and launch a step while the one before runs, so that the device does not wait for the host. None: the
-    platform's (npu, cuda: yes; cpu: no)."""
+    """Plan and launch a step while the one before runs, so that the device does not wait for the host. With drafts:
+    where none may follow. None: the platform's (npu, cuda: yes; cpu: no)."""
     speculative_config: Mapping[str, Any] | None = None
     """Several tokens a step: tokens are proposed and verified together, as a JSON object like {"method": "ngram",
     "num_speculative_tokens": 4}; vLLM's name. See [several tokens a step](speculative.md). None: one token a step."""
@@ -71,9 +71,8 @@ class SchedulerConfig:
         _check_positive(self, "max_num_seqs", "max_num_batched_tokens")
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
-        if self.async_scheduling and not self._may_schedule_ahead:
-            raise ConfigError("async_scheduling: with speculative_config a step needs the tokens of the one before; "
-                              "leave one of them out")
+        if self.speculative_config is not None:
+            SpeculativeConfig.of(self.speculative_config)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -82,12 +81,7 @@ class SchedulerConfig:
 
     def schedules_ahead(self, by_default: bool) -> bool:
         """Whether a step is submitted while the one before runs. `by_default`: the platform's async_scheduling."""
-        ahead = by_default if self.async_scheduling is None else self.async_scheduling
-        return ahead and self._may_schedule_ahead
-
-    @property
-    def _may_schedule_ahead(self) -> bool:
-        return self.speculative is None or self.speculative.is_off_somewhere
+        return by_default if self.async_scheduling is None else self.async_scheduling
 
 
 @dataclass(frozen=True, kw_only=True)

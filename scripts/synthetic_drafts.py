@@ -31,6 +31,9 @@ def synthetic_drafts(seed: int = 0) -> Iterator[None]:
     rng = np.random.default_rng(seed)
 
     class MadeUp(Drafter):
+        def may_draft(self, running: Sequence[sequence.Sequence]) -> bool:
+            return True
+
         def propose(self, running: Sequence[sequence.Sequence], room: int) -> list[list[int]]:
             drafts = rng.integers(_LEAST_TOKEN, _END_TOKEN, (len(running), NUM_DRAFTS)).tolist()
             self.note_next(running, drafts, [NUM_DRAFTS] * len(running))

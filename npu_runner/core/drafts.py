@@ -33,7 +33,8 @@ class _Drafted(NamedTuple):
 
 
 class Drafter:
-    """Of one engine. Steps with drafts are made with nothing else under way."""
+    """Of one engine. Steps with drafts are made with nothing else under way; others also with one step under way, where
+    `may_draft` says no."""
 
     def __init__(self, config: SpeculativeConfig):
         self._config = config
@@ -67,11 +68,20 @@ class Drafter:
                 history.forced, history.proposed = tokens[:num], tokens[num:]
                 history.num_tokens = seq.num_known_tokens
 
-    def must_wait(self, num_running: int) -> bool:
-        """Whether the next step cannot be planned while one is under way. A step follows the tokens of one with drafts,
-        and so does one that may have drafts."""
-        config = self._config
-        return bool(self._under_way) or config.has_head or config.most_drafts(num_running) > 0
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step with drafts is."""
+        return bool(self._under_way)
+
+    def may_draft(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the next step of `running` may have drafts, whatever steps under way bring."""
+        return self._config.most_drafts(len(running)) > 0 and any(map(self._may_have_drafts, running))
+
+    def _may_have_drafts(self, seq: Sequence) -> bool:
+        if seq.params.structured_outputs is not None:
+            return True
+        return self._config.method != FORCED and not (
+            seq.drafting is not None and seq.drafting.pauses_at(seq.num_tokens))
 
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
         """Drafts of each, maybe none; `room` of them in all. Empty where steps of so many rows have none.

@@ -127,10 +127,8 @@ class Scheduler:
         return True
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, which is under way from now on.
-
-        None when nothing is left to run, or when steps under way must be completed first.
-        """
+        """The next step, which is under way from now on. None when nothing is left to run, or when steps under way must
+        be completed first."""
         self.block_manager.begin_step()
         self._offer_what_has_arrived()
         self._release_those_at_their_end()
@@ -138,6 +136,8 @@ class Scheduler:
             return None
         if self._prefill_is_due() and (batch := self._prefill()):
             return batch
+        if self.under_way and self.drafter is not None and self.drafter.may_draft(self.running):
+            return None
         running = self._choose_decode()
         if running is None:
             return None
@@ -148,7 +148,7 @@ class Scheduler:
             assert can_go_on, "unfinished sequences, and none can run"
             return batch
         self._joining.note_step(is_prefill=False)
-        if self.drafter is not None and (drafts := self._drafts(self.drafter, running)):
+        if self.drafter is not None and not self.under_way and (drafts := self._drafts(self.drafter, running)):
             return self._decode_drafts(self.drafter, running, drafts)
         batch = decode_batch(running, self._table)
         self._launch_decode(running, batch.rows_with_full_blocks(self._block_size))
@@ -247,10 +247,10 @@ class Scheduler:
         """Whether steps under way must be completed before the next one can be planned.
 
         A sequence at its end keeps its resources until the last token of its last full block has arrived: then the
-        block can be offered. What is drafted follows the tokens of the step before.
+        block can be offered. How many tokens a step with drafts brings is not known before.
         """
-        is_drafting = self.drafter is not None and self.drafter.must_wait(len(self.running))
-        return bool(self.under_way) and (is_drafting or bool(self._ending and self.waiting))
+        is_drafted = self.drafter is not None and self.drafter.is_under_way
+        return is_drafted or bool(self.under_way and self._ending and self.waiting)
 
     # -- steps that do not end -------------------------------------------------------------------------------------
 

@@ -72,12 +72,6 @@ class SpeculativeConfig:
         """The model's own head proposes: it is to be loaded, and computed in every step."""
         return self.method == MTP
 
-    @property
-    def is_off_somewhere(self) -> bool:
-        """Steps of some sizes have no drafts, and leave nothing that is waited for: they may run ahead as plain ones.
-        A head computes in every step."""
-        return not self.has_head and any(count == 0 for _, _, count in self.num_speculative_tokens_per_batch_size)
-
     def most_drafts(self, num_rows: int) -> int:
         """Drafts that each row of a step may have."""
         for first, last, count in self.num_speculative_tokens_per_batch_size:

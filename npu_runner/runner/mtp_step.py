@@ -222,7 +222,7 @@ class MTPStepRunner(SpeculativeStepRunner):
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         output, proposed = super()._output(under_way), self._proposed
-        if output is None or proposed is None:
+        if output is None or proposed is None or under_way is not self._newest:
             return output
         found = proposed.of_rows(under_way.step.batch.batch_size)
         output.spec_token_ids = [_joined(forced, tokens)

@@ -111,8 +111,8 @@ class VerifiedStep:
 
 
 class SpeculativeStepRunner(StepRunner):
-    """A StepRunner whose decode steps may have drafts; steps that have none are as ever. While one that may have drafts
-    is under way there is no other.
+    """A StepRunner whose decode steps may have drafts; those that have none are as ever. Beside one with drafts no
+    other is under way.
 
     Graphs are those of plain steps: one of P rows runs P tokens, of as many sequences or fewer. With states these are
     graphs that take drafts, if `graphs_take_drafts`; else plain steps alone have graphs.

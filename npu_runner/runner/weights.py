@@ -50,7 +50,7 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     strategy, model_config = checkpoint.strategy, checkpoint.model_config
     made = MADE_AT_LOAD.get(checkpoint.config.quantization)
     if checkpoint.config.load_format == "dummy":
-        how = _named_form(checkpoint) if made is None else made
+        how = _named_form(checkpoint, settings) if made is None else made
         context = dataclasses.replace(context, weight_forms=forms_of_random(how, settings.weight_forms))
         model = strategy.build(model_config, settings.max_model_len, context)
         fill_with_random_weights(model, checkpoint.config.seed, how or BY_ROW)
@@ -90,16 +90,23 @@ def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform
     return dataclasses.replace(settings, weight_forms=forms)
 
 
-def _named_form(checkpoint: OpenedCheckpoint) -> Held | None:
-    """How random weights are held where the config alone says FP8, AWQ or GPTQ."""
+def _named_form(checkpoint: OpenedCheckpoint, settings: Settings) -> Held | None:
+    """How random weights are held: as the config alone says it, of FP8, AWQ and GPTQ.
+
+    Raises ConfigError for other formats, where the platform could hold such weights as they are stored.
+    """
     quantization = checkpoint.quantization
     if quantization is None:
         return None
+    if quantization.method not in (FP8, AWQ, GPTQ) and settings.weight_forms:
+        raise ConfigError(f"load_format 'dummy': which weights of {quantization.method} are held how is said by their "
+                          "tensors, and random weights are made of the config alone; take a checkpoint of fp8, AWQ or "
+                          "GPTQ, one in 16 bits with quantization int8 or fp8, or load_format safetensors")
     if quantization.method in (AWQ, GPTQ):
         bits, size = (int(quantization.settings.get(name) or usual) for name, usual in (
             ("bits", 4), ("group_size", 128)))
         return GroupedForm(bits, max(size, 0), has_zeros=quantization.method == AWQ) if bits in (4, 8) else None
-    if quantization.method != "fp8":
+    if quantization.method != FP8:
         return None
     block = quantization.settings.get("weight_block_size")
     return FP8 if block is None else FP8_BLOCKS if list(block) == [FP8_BLOCK, FP8_BLOCK] else None

@@ -63,10 +63,28 @@ def test_what_was_forced_is_no_draft_behind_a_step_without_drafts() -> None:
     off = {"method": "forced", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[2, 8, 0]]}
     drafter, sequences = Drafter(SpeculativeConfig.of(off)), [sequence([1, 2, 3]) for _ in range(2)]
     drafter.note_next(sequences, [[4, 5]] * 2, [2] * 2)
-    assert (drafter.must_wait(2), drafter.propose(sequences, 100)) == (False, [])
+    assert (drafter.may_draft(sequences), drafter.propose(sequences, 100)) == (False, [])
     sequences[0].append(4)
-    assert (drafter.must_wait(1), drafter.propose(sequences[:1], 100)) == (True, [[]])
+    assert drafter.propose(sequences[:1], 100) == [[]]
     assert drafter.propose(sequences[1:], 100) == [[4, 5]]
+
+
+def test_steps_run_ahead_where_no_row_may_have_drafts() -> None:
+    """Of too many rows, without a grammar, or while what is looked up is paused: the sequence has 40 tokens then."""
+    drafter = Drafter(SpeculativeConfig.of(NGRAM | {"num_speculative_tokens_per_batch_size": [[2, 8, 0]]}))
+    paused, ruled = (sequence([1, 2] * 20) for _ in range(2))
+    assert drafter.may_draft([paused])
+    assert not drafter.may_draft([paused, ruled])
+    paused.drafting = DraftHistory()
+    paused.drafting.judge(24, 0, 40)
+    assert not drafter.may_draft([paused])
+    for _ in range(16):
+        paused.append(1)
+    assert drafter.may_draft([paused])
+    drafter = Drafter(SpeculativeConfig.of({"method": "forced"}))
+    assert not drafter.may_draft([paused, ruled])
+    ruled.params = ruled.params.replace(structured_outputs={"regex": "a"})
+    assert drafter.may_draft([paused, ruled])
 
 
 def test_the_drafts_of_a_step_have_bounds() -> None:

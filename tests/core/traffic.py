@@ -45,7 +45,12 @@ class Guesses(Drafter):
         super().__init__(SpeculativeConfig(method="forced", num_speculative_tokens=most))
         self._rng = rng
 
+    def _may_have_drafts(self, seq: Sequence) -> bool:
+        return seq.num_tokens // 4 % 2 == 0
+
     def _drafts(self, seq: Sequence, num: int) -> list[int]:
+        if not self._may_have_drafts(seq):
+            return []
         tokens, drafts = seq.tokens(0, seq.num_tokens), [0] * self._rng.randint(0, max(0, num))
         for place in range(len(drafts)):
             drafts[place] = next_token([*tokens, *drafts[:place]]) if self._rng.random() < 0.8 else 4

@@ -159,3 +159,14 @@ def test_another_description_of_the_weights_is_another_model(name: str, quantise
     (quantised / name).write_text('{"group_size": 64}')
     after = fingerprint_model(quantised)
     assert {each for each in before if before[each] != after[each]} == {name}
+
+
+def test_random_weights_of_a_format_whose_tensors_say_their_form_are_refused(checkpoint: Any, tmp_path: Path,
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be held in 16 bits, and a benchmark of them would say nothing."""
+    quantise(checkpoint("qwen3"), tmp_path / "packed", "w4a16", group_size=32)
+    with LLM(tmp_path / "packed", platform="cpu", load_format="dummy", **SMALL) as llm:
+        assert llm.generate(["a"], greedy(2))[0].token_ids
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("grouped",))
+    with pytest.raises(ConfigError, match="load_format 'dummy': which weights of compressed-tensors are held how"):
+        LLM(tmp_path / "packed", platform="cpu", load_format="dummy", **SMALL)

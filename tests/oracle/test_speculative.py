@@ -34,7 +34,7 @@ def on_the_platform(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def answers(path: Path | str, prompts: list[Any], params: list[SamplingParams], speculative: dict[str, Any] | None,
             **settings: Any) -> tuple[list[RequestOutput], EngineStats]:
-    with LLM(path, speculative_config=speculative, async_scheduling=False, **(SETTINGS | settings)) as llm:
+    with LLM(path, speculative_config=speculative, **(SETTINGS | settings)) as llm:
         outputs = llm.generate(prompts, params)
         stats = llm.stats()
     assert stats.kv_blocks_used == 0
@@ -45,7 +45,7 @@ def answers(path: Path | str, prompts: list[Any], params: list[SamplingParams], 
 def test_tokens_with_looked_up_drafts_are_those_of_transformers(model_type: str, changes: dict[str, Any],
                                                                 checkpoint: Any) -> None:
     path: Path = checkpoint(model_type, **changes)
-    with LLM(path, speculative_config=NGRAM, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=NGRAM, **SETTINGS) as llm:
         prompts = [llm.engine.processor.from_text(text) for text in ("a b a b a", "which " * 20, "a circle")]
         for prompt, output in zip(prompts, llm.generate(prompts, greedy()), strict=True):
             expected, _ = reference.generate(path, prompt.token_ids, [], max_new_tokens=MAX_NEW_TOKENS)
@@ -79,7 +79,7 @@ def test_earlier_answers_are_drafts_of_later_ones(checkpoint: Any) -> None:
     prompts = [WORDS[index % len(WORDS)] for index in range(len(params))]
     found = []
     for speculative in (None, SUFFIX):
-        with LLM(path, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
+        with LLM(path, speculative_config=speculative, **SETTINGS) as llm:
             found.append([[each.token_ids for output in llm.generate(prompts, params) for each in output.completions]
                           for _ in range(2)])
             first = llm.generate(["a b a b"], greedy())[0].token_ids
@@ -114,7 +114,7 @@ def assert_images_are_answered_alike(model: str) -> None:
         conversations.append([{"role": "user", "content": [*parts, {"type": "text", "text": example.question}]}])
     found = []
     for speculative in (None, NGRAM):
-        with LLM(model, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
+        with LLM(model, speculative_config=speculative, **SETTINGS) as llm:
             found.append([output.token_ids for output in llm.chat(conversations, params)])
             stats = llm.stats()
     assert found[0] == found[1]
@@ -152,7 +152,7 @@ def test_reasoning_and_its_budget_with_drafts_are_as_without(checkpoint: Any, tm
               SamplingParams(temperature=0.0, **rule), SamplingParams(temperature=1.0, seed=2, n=2, **rule)]
     found = []
     for speculative in (None, NGRAM):
-        with LLM(path, speculative_config=speculative, async_scheduling=False, **SETTINGS) as llm:
+        with LLM(path, speculative_config=speculative, **SETTINGS) as llm:
             outputs = llm.chat([[{"role": "user", "content": "which of the two?"}]] * len(params), params)
             found.append([(c.token_ids, c.text, c.reasoning_content) for each in outputs for c in each.completions])
             stats = llm.stats()
@@ -166,14 +166,13 @@ def test_reasoning_and_its_budget_with_drafts_are_as_without(checkpoint: Any, tm
      "no step has more than 8 rows"),
     ("qwen3", {"graph_mode": "reduce-overhead", "graph_batch_sizes": [8, 41], "max_num_seqs": 8},
      "no step has more than 40 rows"),
-    ("qwen3", {"async_scheduling": True}, "async_scheduling: with speculative_config"),
     ("qwen3", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "mtp: qwen3 has no head for"),
     ("qwen3", {"runner": "pooling"}, "the model pools its prompts"),
 ])  # fmt: skip
 def test_what_takes_no_drafts_is_refused_by_name(model_type: str, settings: dict[str, Any], words: str,
                                                  checkpoint: Any) -> None:
     def start() -> None:
-        given = {"platform": "cpu", "speculative_config": NGRAM, "async_scheduling": False, **settings}
+        given = {"platform": "cpu", "speculative_config": NGRAM, **settings}
         known_limits(open_checkpoint(RunnerConfig.from_keywords(checkpoint(model_type), **given)))
 
     with pytest.raises(ConfigError, match=words):

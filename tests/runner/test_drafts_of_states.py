@@ -82,7 +82,7 @@ def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any, monk
         prompts = [llm.engine.processor.from_text(text) for text in ("a b c " * 3, "which of the pictures " * 4)]
         pairs = [(each, prompt) for each, prompt in itertools.product(params, prompts)]
         plain, expected = answers_and_states(llm, pairs)
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **settings) as llm:
+    with LLM(path, speculative_config=FORCED, **settings) as llm:
         knows(llm, plain, 3, 0.2)
         drafted, found = answers_and_states(llm, pairs)
         stats = llm.stats()
@@ -112,7 +112,7 @@ def test_few_spare_states_and_snapshots_change_no_answer(settings: dict[str, Any
     with LLM(path, **settings) as llm:
         pairs = requests(llm, "qwen3_5_text")[:30]
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **settings) as llm:
+    with LLM(path, speculative_config=FORCED, **settings) as llm:
         knows(llm, plain, 4)
         states: Any = llm.engine.scheduler._table.states
         states._free = states._free[:5]
@@ -136,7 +136,7 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str) -> None:
     params = [DRAWN.replace(ignore_eos=True, repetition_penalty=1.3), DRAWN.replace(temperature=0.0, ignore_eos=True)]
     with LLM(path, **SETTINGS) as llm:
         plain = llm.generate(["a b", "which of"], params)
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS) as llm:
         knows(llm, plain, 3)
         steps: Any = runner_of(llm).steps
         run = getattr(steps, name)
@@ -159,7 +159,7 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str) -> None:
 def test_the_ledger_has_the_states_of_drafts_and_a_step_has_no_more_drafts(checkpoint: Any) -> None:
     """Where 1 GiB does not hold so many, a row's own stay at least."""
     path: Path = checkpoint("qwen3_5_text")
-    with LLM(path, speculative_config=NGRAM, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=NGRAM, **SETTINGS) as llm:
         plan = runner_of(llm).states.plan  # type: ignore[union-attr]
         assert plan.num_spares == 3 * SETTINGS["max_num_seqs"]
         assert f"{plan.num_padding} padded rows, {plan.num_spares} for drafts, " in llm.engine.ledger
@@ -175,7 +175,7 @@ def test_made_up_steps_leave_the_states_of_moved_sequences_alone(checkpoint: Any
     params = DRAWN.replace(temperature=0.0, ignore_eos=True, max_tokens=30)
     with LLM(path, **SETTINGS) as llm:
         plain = llm.generate(["a b", "which of"], params)
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS) as llm:
         llm.engine._drafter = llm.engine.scheduler.drafter = KnowsWhatFollows(plain, 3, 0.0)
         for index, text in enumerate(("a b", "which of")):
             llm.engine.add_request(f"r-{index}", llm.engine.processor.from_text(text), params)
@@ -204,7 +204,7 @@ def test_plain_steps_run_in_graphs_and_those_with_drafts_without(checkpoint: Any
     with LLM(path, **SETTINGS) as llm:
         pairs = requests(llm, "qwen3_5_text")[:24]
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS | graphs) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS | graphs) as llm:
         assert llm.engine.info.graphs == "6"
         knows(llm, plain, 3)
         used = test_several_tokens.counted_replays(runner_of(llm).steps.buckets)

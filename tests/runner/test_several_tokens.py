@@ -60,6 +60,9 @@ class KnowsWhatFollows(Drafter):
                          for index, output in enumerate(outputs) for each in output.completions}
         self._random, self._error_share = Random(0), error_share
 
+    def may_draft(self, running: SequenceOf[Sequence]) -> bool:
+        return self._config.most_drafts(len(running)) > 0
+
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
         guesses = [self._guess(seq) for seq in running]
         self.note_next(running, guesses, [len(guess) for guess in guesses])
@@ -86,7 +89,7 @@ def both(path: Path, model_type: str, most: int, **settings: Any) -> tuple[list[
         pairs = requests(llm, model_type)
         params, prompts = [each for each, _ in pairs], [prompt for _, prompt in pairs]
         plain = llm.generate(prompts, params)
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS, **settings) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS, **settings) as llm:
         knows(llm, plain, most)
         drafted = llm.generate(prompts, params)
         return plain, drafted, llm.stats()
@@ -146,6 +149,28 @@ def test_steps_that_are_too_large_for_drafts_run_ahead(checkpoint: Any) -> None:
     assert stats.kv_blocks_used == 0
 
 
+def test_steps_whose_rows_have_no_drafts_for_now_run_ahead(checkpoint: Any) -> None:
+    """What is looked up is refused, so it is paused, and comes back."""
+    path: Path = checkpoint("qwen3")
+    params, prompts = DRAWN.replace(max_tokens=120, ignore_eos=True, temperature=2.0), ["a b c d " * 6]
+    ngram = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    with LLM(path, **SETTINGS) as llm:
+        plain = llm.generate(prompts, params)
+    with LLM(path, speculative_config=ngram, async_scheduling=True, **SETTINGS) as llm:
+        submit, seen = llm.engine._executor.submit, []
+
+        def noted(batch: Any) -> None:
+            if not batch.is_prefill:
+                seen.append((len(llm.engine._under_way), batch.has_drafts))
+            submit(batch)
+
+        llm.engine._executor.submit = noted  # type: ignore[method-assign]
+        assert_same(llm.generate(prompts, params), plain)
+    drafted = [number for number, step in enumerate(seen) if step == (1, True)]
+    assert (2, True) not in seen
+    assert (2, False) in seen[drafted[0] : drafted[-1]]
+
+
 def test_places_that_are_drawn_at_once_are_those_of_plain_steps(checkpoint: Any, monkeypatch: Any) -> None:
     """Draws by temperature, from the most probable, under a grammar and an allowed list; wrong drafts among them."""
     path: Path = checkpoint("qwen3")
@@ -155,7 +180,7 @@ def test_places_that_are_drawn_at_once_are_those_of_plain_steps(checkpoint: Any,
     prompts = [f"{word} b c" for word in "adefg"]
     with LLM(path, **SETTINGS) as llm:
         plain = llm.generate(prompts, params)
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS) as llm:
         knows(llm, plain, 3, 0.3)
         monkeypatch.setattr(runner_of(llm).steps, "_draw", None)  # place by place
         assert_same(llm.generate(prompts, params), plain)
@@ -170,7 +195,7 @@ def test_sequences_that_are_preempted_between_drafts_answer_as_without(checkpoin
     params = DRAWN.replace(max_tokens=64, ignore_eos=True, repetition_penalty=1.1)
     with LLM(path, **settings) as llm:
         plain = llm.generate(prompts, params)
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **settings) as llm:
+    with LLM(path, speculative_config=FORCED, **settings) as llm:
         knows(llm, plain, 3)
         assert_same(llm.generate(prompts, params), plain)
         stats = llm.stats()
@@ -188,7 +213,7 @@ def test_steps_with_drafts_run_in_the_graphs_of_plain_ones(checkpoint: Any) -> N
     with LLM(path, **SETTINGS) as llm:
         pairs = requests(llm, "qwen3")
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS | graphs) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS | graphs) as llm:
         assert llm.engine.info.graphs == "3, 12"
         knows(llm, plain, 3)
         used = counted_replays(runner_of(llm).steps.buckets)
@@ -218,7 +243,7 @@ def counted_replays(buckets: Any) -> dict[int, int]:
 def test_an_answer_takes_as_few_steps_as_its_drafts_allow(checkpoint: Any) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True)
     path: Path = checkpoint("qwen3")
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+    with LLM(path, speculative_config=FORCED, **SETTINGS) as llm:
         knows(llm, [], 0)  # no draft at all
         plain = llm.generate(["a b c"], greedy)
         before = llm.stats()
@@ -248,7 +273,7 @@ def assert_memory_that_runs_out_changes_nothing(path: Path, name: str, at_calls:
     with LLM(path, **SETTINGS) as llm:
         plain = llm.generate(["a b", "which of"], params)
     for at_call in at_calls:
-        with LLM(path, speculative_config=FORCED, async_scheduling=False, **SETTINGS) as llm:
+        with LLM(path, speculative_config=FORCED, **SETTINGS) as llm:
             knows(llm, plain, 3)
             num_calls = failing_once(runner_of(llm).steps, name, at_call)
             assert_same(llm.generate(["a b", "which of"], params), plain)
@@ -267,7 +292,7 @@ def assert_two_ranks_answer_as_one_without(model_type: str, checkpoint: Any, pla
     with LLM(path, **SETTINGS) as llm:
         pairs = requests(llm, model_type)
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
-    with LLM(path, speculative_config=FORCED, async_scheduling=False, tensor_parallel_size=2,
+    with LLM(path, speculative_config=FORCED, tensor_parallel_size=2,
              **SETTINGS) as llm:
         knows(llm, plain, 3)
         assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
