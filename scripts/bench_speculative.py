@@ -89,7 +89,8 @@ def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
         write_vocabulary(path, TEXT[model], spells_once=True)
         model, tasks = str(path), arguments.task or ["schema"]
         settings |= {"load_format": "dummy", "max_model_len": 4096}
-    results = []
+    results: list[dict[str, Any]] = []
+    num_asked = 0
     # Of a device's memory each of both engines takes a part.
     with LLM(model, **settings, memory_utilization=0.45) as plain:
         for method in arguments.method:
@@ -97,7 +98,9 @@ def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
             with drafts, LLM(model, **settings, memory_utilization=0.9,
                              speculative_config=_METHODS[method]) as drafted:
                 for task, num_rows in itertools.product(tasks, arguments.rows):
-                    found = measure(plain, drafted, Workload(task, num_rows, arguments.tokens), arguments.repeats)
+                    workload = Workload(task, num_rows, arguments.tokens, num_asked)
+                    num_asked += (1 + arguments.repeats) * num_rows
+                    found = measure(plain, drafted, workload, arguments.repeats)
                     results.append({"method": method, "task": task, "rows": num_rows, **found})
                     print(describe(results[-1]), flush=True)
     return results
@@ -108,6 +111,8 @@ class Workload:
     task: str
     num_rows: int
     num_tokens: int
+    num_asked: int
+    """Rows of cases before: an engine has met their images."""
 
     def requests(self, repeat: int) -> tuple[list[Any], list[SamplingParams]]:
         if self.task == "schema":
@@ -117,7 +122,7 @@ class Workload:
             params = [SamplingParams(temperature=0.6, seed=number, max_tokens=self.num_tokens, ignore_eos=True)
                       for number in range(self.num_rows)]
             return [[{"role": "user", "content": text}] for text in texts], params
-        return self._questions(repeat * self.num_rows if self.task == "alike" else 0)
+        return self._questions(self.num_asked + repeat * self.num_rows if self.task == "alike" else 0)
 
     def _tables(self) -> tuple[list[Any], list[SamplingParams]]:
         """Of a schema of their own, cut after `num_tokens`."""
