@@ -89,7 +89,8 @@ def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
         write_vocabulary(path, TEXT[model], spells_once=True)
         model, tasks = str(path), arguments.task or ["schema"]
         settings |= {"load_format": "dummy", "max_model_len": 4096}
-    results = []
+    results: list[dict[str, Any]] = []
+    num_asked = 0
     # Of a device's memory each of both engines takes a part.
     with LLM(model, **settings, memory_utilization=0.45) as plain:
         for method in arguments.method:
@@ -97,7 +98,10 @@ def compare(arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
             with drafts, LLM(model, **settings, memory_utilization=0.9,
                              speculative_config=_METHODS[method]) as drafted:
                 for task, num_rows in itertools.product(tasks, arguments.rows):
-                    found = measure(plain, drafted, Workload(task, num_rows, arguments.tokens), arguments.repeats)
+                    workload = Workload(task, num_rows, arguments.tokens, num_asked)
+                    num_asked += (1 + arguments.repeats) * num_rows
+                    in_step = method == "off" and settings["platform"] == "cpu"
+                    found = (measure_in_step if in_step else measure)(plain, drafted, workload, arguments.repeats)
                     results.append({"method": method, "task": task, "rows": num_rows, **found})
                     print(describe(results[-1]), flush=True)
     return results
@@ -108,6 +112,8 @@ class Workload:
     task: str
     num_rows: int
     num_tokens: int
+    num_asked: int
+    """Rows of cases before: an engine has met their images."""
 
     def requests(self, repeat: int) -> tuple[list[Any], list[SamplingParams]]:
         if self.task == "schema":
@@ -117,7 +123,7 @@ class Workload:
             params = [SamplingParams(temperature=0.6, seed=number, max_tokens=self.num_tokens, ignore_eos=True)
                       for number in range(self.num_rows)]
             return [[{"role": "user", "content": text}] for text in texts], params
-        return self._questions(repeat * self.num_rows if self.task == "alike" else 0)
+        return self._questions(self.num_asked + repeat * self.num_rows if self.task == "alike" else 0)
 
     def _tables(self) -> tuple[list[Any], list[SamplingParams]]:
         """Of a schema of their own, cut after `num_tokens`."""
@@ -167,6 +173,36 @@ def measure(plain: LLM, drafted: LLM, workload: Workload, repeats: int) -> dict[
     return {"seconds": shown, "cpu_seconds": cpu, "wall_seconds": wall, "speed_up": statistics.median(ratios),
             "speed_ups": ratios, "answers": (1 + repeats) * workload.num_rows, "equal_answers": num_equal,
             **_counts(before, drafted.stats(), 1 + repeats)}
+
+
+def measure_in_step(plain: LLM, drafted: LLM, workload: Workload, repeats: int) -> dict[str, Any]:
+    """Of engines that need the same steps: a pair is a decode step of each, so that both meet the same machine. Seconds
+    are those of one process; a ratio is the median of a repeat's pairs."""
+    seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
+    before, num_equal, ratios = drafted.stats(), 0, []
+    for repeat in range(repeats):
+        for number, (row, params) in enumerate(zip(*workload.requests(repeat), strict=True)):
+            for llm in (plain, drafted):
+                llm.engine.add_request(f"{repeat}-{number}", llm.engine.processor(row), params)
+        answers: dict[str, dict[str, list[int]]] = {"plain": {}, "drafted": {}}
+        pairs: list[dict[str, float]] = []
+        while plain.engine.has_unfinished_requests():
+            spent = {}
+            for name, llm in (("plain", plain), ("drafted", drafted))[:: -1 if len(pairs) % 2 else 1]:
+                started = time.process_time()
+                outputs = llm.engine.step()
+                spent[name] = time.process_time() - started
+                answers[name].update((output.request_id, output.token_ids) for output in outputs)
+            pairs.append(spent)
+        assert not drafted.engine.has_unfinished_requests(), "it needs the same steps"
+        decodes = pairs[1:]  # the prompts are one step
+        ratios.append(statistics.median(pair["plain"] / pair["drafted"] for pair in decodes))
+        for name, values in seconds.items():
+            values.append(sum(pair[name] for pair in decodes))
+        num_equal += sum(tokens == answers["drafted"][name] for name, tokens in answers["plain"].items())
+    return {"seconds": seconds, "cpu_seconds": seconds, "speed_up": statistics.median(ratios), "speed_ups": ratios,
+            "answers": repeats * workload.num_rows, "equal_answers": num_equal,
+            **_counts(before, drafted.stats(), repeats)}
 
 
 def _counts(before: EngineStats, after: EngineStats, repeats: int) -> dict[str, Any]:

@@ -361,6 +361,11 @@ class LLMEngine:
             stats.num_decode_tokens += num_tokens
             stats.decode_seconds += seconds
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a step, or for their rule. Asked in every turn, where all of `stats` takes long."""
+        return self.scheduler.num_waiting + self._rules.num_waiting
+
     def stats(self) -> EngineStats:
         """A copy of the counters, with the gauges of this moment."""
         prefix, snapshots = self.block_manager.counters, self.block_manager.snapshots
@@ -369,7 +374,7 @@ class LLMEngine:
             self._stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting + self._rules.num_waiting,
+            num_waiting=self.num_waiting,
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
             state_snapshots_taken=states.taken,

@@ -136,7 +136,7 @@ class EngineLoop:
                 dropped.append(prepared.flight.number)
             else:
                 self.finished.append(prepared.failure)
-        num_waiting = self._engine.stats().num_waiting
+        num_waiting = self._engine.num_waiting
         for name, flight in reversed(list(self._in_flight.items())):
             num_waiting -= flight.num_sequences
             if len(dropped) >= num_rows or (num_waiting < 0 and not begun):
@@ -159,7 +159,7 @@ class EngineLoop:
             self.finished.append(self._endpoint.answer(self._in_flight.pop(name), output))
 
     def _admit(self) -> None:
-        num_waiting = self._engine.stats().num_waiting
+        num_waiting = self._engine.num_waiting
         while self._has_room(num_waiting) and (prepared := self._endpoint.next(0.0)) is not None:
             num_waiting += self._take(prepared)
 

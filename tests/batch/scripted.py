@@ -134,8 +134,12 @@ class ScriptedEngine:
         ]
         return RequestOutput(request_id, completions, len(text), 0)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
     def stats(self) -> EngineStats:
-        return EngineStats(num_waiting=len(self.waiting), num_running=len(self.running))
+        return EngineStats(num_waiting=self.num_waiting, num_running=len(self.running))
 
     def __enter__(self) -> ScriptedEngine:
         return self

@@ -11,7 +11,7 @@ import pytest
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
-from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
+from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.calls.prompt_server import PromptEndpoint
@@ -40,8 +40,9 @@ class SchedulerAlone:
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
 
-    def stats(self) -> EngineStats:
-        return EngineStats(num_waiting=self.scheduler.num_waiting)
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
 
     def step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule()

@@ -17,7 +17,10 @@ from tests.faults.test_job_kill import is_over, started, wait_for_rows, whole_li
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
          "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip
 NGRAM = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}']
+MTP = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}']
+HYBRID = ["--model", "shapes-hybrid"]
 NUM_KILLS = 6
+METHODS = pytest.mark.parametrize(("model", "drafts"), [([], NGRAM), (HYBRID, MTP)], ids=["ngram", "mtp"])
 
 
 def requests(folder: Path, count: int) -> list[dict[str, Any]]:
@@ -71,36 +74,47 @@ def test_a_job_with_drafts_answers_as_one_without(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.full("a job is killed and resumed again and again; one that runs through stays")
-def test_a_job_with_drafts_that_is_killed_leaves_every_row_once(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+@METHODS
+def test_a_job_with_drafts_that_is_killed_leaves_every_row_once(
+    model: list[str], drafts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the answer of a job without drafts."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    write_rows(tmp_path / "in.jsonl", requests(tmp_path, 8))
-    command = ["batch", "-i", "in.jsonl", *SMALL, *NGRAM, "-o"]
-    assert started([*command, "undisturbed.jsonl"], tmp_path).wait() == 0
-    expected = whole_lines(tmp_path / "undisturbed.jsonl")
+    rows = requests(tmp_path, 8)
+    write_rows(tmp_path / "in.jsonl", rows)
+    command = ["batch", "-i", "in.jsonl", *SMALL, *model, "-o"]
+    assert started([*command, "plain.jsonl"], tmp_path).wait() == 0
+    expected = content(whole_lines(tmp_path / "plain.jsonl"))
+    assert [item["custom_id"] for item in expected] == sorted(item["custom_id"] for item in rows)
     output, rng, num_kills = tmp_path / "out.jsonl", random.Random(3), 0
+    command += [output.name, *drafts, "--summary", "sums.json"]
     for _ in range(NUM_KILLS):
-        job = started([*command, output.name], tmp_path)
+        job = started(command, tmp_path)
         wait_for_rows(job.pid, output, len(whole_lines(output)) + rng.randint(1, 3))
         num_kills += not is_over(job.pid)
         job.kill()
         job.wait()
-        assert set(whole_lines(output)) <= set(expected)
+        assert all(item in expected for item in content(whole_lines(output)))
     assert num_kills > 2
-    assert started([*command, output.name], tmp_path).wait() == 0
-    assert sorted(whole_lines(output)) == sorted(expected)
+    assert started(command, tmp_path).wait() == 0
+    assert content(whole_lines(output)) == expected
+    assert json.loads((tmp_path / "sums.json").read_text())["tokens"]["draft_accepted"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.full("two replicas load the model; one engine stays, and a replica is one")
-def test_two_replicas_with_drafts_answer_as_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@METHODS
+def test_two_replicas_with_drafts_answer_as_one_without(model: list[str], drafts: list[str], tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_rows(tmp_path / "in.jsonl", requests(tmp_path, 8))
-    command = ["batch", "-i", "in.jsonl", *SMALL, "-o"]
+    command = ["batch", "-i", "in.jsonl", *SMALL, *model, "-o"]
     assert started([*command, "plain.jsonl"], tmp_path).wait() == 0
     replicas = ["--data-parallel-size", "2", "--summary", "sums.json"]
-    assert started([*command, "drafted.jsonl", *NGRAM, *replicas], tmp_path).wait() == 0
+    assert started([*command, "drafted.jsonl", *drafts, *replicas], tmp_path).wait() == 0
     assert content(whole_lines(tmp_path / "drafted.jsonl")) == content(whole_lines(tmp_path / "plain.jsonl"))
-    assert json.loads((tmp_path / "sums.json").read_text())["this_run"]["drafts"]["accepted"] > 0
+    found = json.loads((tmp_path / "sums.json").read_text())["this_run"]["drafts"]
+    assert found["accepted"] > 0
+    assert found["by_method"][json.loads(drafts[1])["method"]]["proposed"] > 0

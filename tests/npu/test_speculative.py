@@ -26,12 +26,16 @@ SHAPE = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}, "
 SIZES, SIZES_OF_STATES = [4, 16], ([4, 16, 32], [4, 16, 40])
 
 
+def graphs_of(mode: str, sizes: list[int]) -> dict[str, Any]:
+    """Settings of a case's decode graphs. Those of the graph engine are compiled anew in each."""
+    if mode == "eager":
+        return {}
+    return {"graph_batch_sizes": sizes} | ({"use_graph_cache": False} if mode == "max-autotune" else {})
+
+
 def cases_of(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
     """Looked-up drafts; forced ones; windows of one kind of layer."""
-    graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": SIZES}
-    if mode == "max-autotune":
-        graphs["use_graph_cache"] = False
-    common = {"graph_mode": mode, "speculative_config": NGRAM, **SMALL, **FLOAT32, **graphs, **settings}
+    common = {"graph_mode": mode, "speculative_config": NGRAM, **SMALL, **FLOAT32, **graphs_of(mode, SIZES), **settings}
     plain, slides = str(checkpoint("qwen3")), str(checkpoint("qwen3", sliding_window=37, **SOME_SLIDE["qwen3"]))
     return [
         Case(plain, common, "texts", 7),
@@ -45,10 +49,8 @@ def with_states(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
     """Looked-up drafts, and those that a schema forces, of a layer with a state and one with attention."""
     of_attention = cases_of(mode, checkpoint, **settings)[:2]
     path = str(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]))
-    graphs: list[dict[str, Any]] = [{} if mode == "eager" else {"graph_batch_sizes": sizes}
-                                    for sizes in SIZES_OF_STATES]
-    cases = [dataclasses.replace(case, model=path, max_tokens=40, settings={**case.settings, **sizes})
-             for case, sizes in zip(of_attention, graphs, strict=True)]
+    cases = [dataclasses.replace(case, model=path, max_tokens=40, settings={**case.settings, **graphs_of(mode, sizes)})
+             for case, sizes in zip(of_attention, SIZES_OF_STATES, strict=True)]
     cases[1].settings["speculative_config"] = {"method": "forced", "num_speculative_tokens": 7}
     return cases
 
@@ -56,10 +58,8 @@ def with_states(mode: str, checkpoint: Any, **settings: Any) -> list[Case]:
 def of_head(mode: str, checkpoint: Any, folder: Path, **settings: Any) -> Case:
     """A head that mostly agrees, also over prompts that are cut."""
     path = with_head(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]), folder / f"head {mode}", quiet=QUIET)
-    graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [4, 8]}  # of plain steps alone
-    if mode == "max-autotune":
-        graphs["use_graph_cache"] = False
     speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    graphs = graphs_of(mode, [4, 8])  # of plain steps alone
     return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, "max_num_batched_tokens": 128,
                             **SMALL, **FLOAT32, **graphs, **settings}, "long texts", 5)
 
