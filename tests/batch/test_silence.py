@@ -52,12 +52,14 @@ def opened(shell: str, folder: Path) -> Iterator[dict[str, Any]]:
     job, _, reader = shell.partition(" | ")
     with contextlib.ExitStack() as stack:
         if reader:
-            pipe = stack.enter_context(subprocess.Popen(reader.split(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+            ends: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            pipe = stack.enter_context(subprocess.Popen(reader.split(), **ends))
             yield {"stdout": pipe.stdin, "stderr": pipe.stdin}
             return
         found = {{"": "stdout", "2": "stderr"}[number]: stack.enter_context(open(folder / name, "wb"))
                  for number, name in re.findall(r"(2?)> (\S+)", job)}
-        yield {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT if "2>&1" in job else subprocess.DEVNULL, **found}
+        both = subprocess.STDOUT if "2>&1" in job else subprocess.DEVNULL
+        yield {"stdout": subprocess.DEVNULL, "stderr": both, **found}
 
 
 def run(folder: Path, shell: str, *options: str, start: Any = zygote, **environment: str) -> int:
