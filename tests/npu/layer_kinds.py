@@ -11,7 +11,7 @@ DELTA = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_hea
          "linear_value_head_dim": 128, "head_dim": 256,
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
                              "mrope_section": [11, 11, 10]}}
-LAYERS = (1, 2)
+LAYERS = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)

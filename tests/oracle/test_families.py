@@ -11,6 +11,7 @@ import pytest
 from npu_runner import LLM
 from npu_runner.strategies import pick_strategy
 from tests.families import FAMILIES, sees_images
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_qwen3_vl import LAYOUTS, SIZES, make_prompts
 
@@ -19,6 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{model_type}, {what}" if what else model_type: (model_type, changes)
     for model_type, family in FAMILIES.items() for what, changes in {"": {}, **family.variants}.items()
 }
+MORE = [f"{model_type}, {what}" for model_type, family in FAMILIES.items() for what in family.more]
 
 
 def prompts_of(llm: LLM, model_type: str) -> tuple[list[Any], list[list[Any]]]:
@@ -28,7 +30,8 @@ def prompts_of(llm: LLM, model_type: str) -> tuple[list[Any], list[list[Any]]]:
     return [llm.engine.processor.from_text(text) for text in TEXTS], [[] for _ in TEXTS]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in MORE), *only_full(
+    "variants of which another family's variant has what they change (tests/families.py)", *MORE)])
 def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
     model_type, changes = CASES[name]
     path: Path = checkpoint(model_type, **changes)
