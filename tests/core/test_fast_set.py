@@ -24,8 +24,9 @@ def left_out() -> dict[str, str]:
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "pytest.mark.full" in text or "only_full" in text else []:
             if isinstance(node, ast.FunctionDef):
-                reasons = dict(reason for mark in node.decorator_list for reason in reasons_in(mark))
-                found |= {f"{path.relative_to(ROOT)}::{node.name}{cases}": why for cases, why in reasons.items()}
+                for cases, why in (reason for mark in node.decorator_list for reason in reasons_in(mark)):
+                    name = f"{path.relative_to(ROOT)}::{node.name}{cases}"
+                    found[name] = f"{found[name]}; {why}" if name in found else why
     return found
 
 

@@ -74,7 +74,8 @@ def expected(engine: LLMEngine) -> list[Any]:
 @pytest.mark.parametrize(("owner", "name", "after"), [
     *((*place, True) for place in PLACES), (*PLACES[0], False),
     *only_full("before each of them: behind the one before it, but for the first",
-               *((*place, False) for place in PLACES[1:]))], ids=str)
+               *((*place, False) for place in PLACES[1:]))],
+    ids=lambda value: {True: "behind", False: "before"}.get(value, getattr(value, "__name__", value)))
 def test_what_was_booked_by_halves_is_booked_anew(owner: Any, name: str, after: bool, engine: LLMEngine,
                                                   expected: list[Any]) -> None:
     owners = {"scheduler": engine.scheduler, "engine": engine}
