@@ -22,12 +22,24 @@ def left_out() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)) if "pytest.mark.full" in text or "only_full" in text else []:
-            if isinstance(node, ast.FunctionDef):
-                for cases, why in (reason for mark in node.decorator_list for reason in reasons_in(mark)):
-                    name = f"{path.relative_to(ROOT)}::{node.name}{cases}"
-                    found[name] = f"{found[name]}; {why}" if name in found else why
+        nodes = list(ast.walk(ast.parse(text))) if "pytest.mark.full" in text or "only_full" in text else []
+        decorators = [(node.name, mark) for node in nodes if isinstance(node, ast.FunctionDef)
+                      for mark in node.decorator_list]
+        for test, mark in decorators:
+            for cases, why in reasons_in(mark):
+                name = f"{path.relative_to(ROOT)}::{test}{cases}"
+                found[name] = f"{found[name]}; {why}" if name in found else why
+        listed = sum(len(calls_of("only_full", mark)) for _, mark in decorators)
+        assert listed == sum(is_call_of("only_full", node) for node in nodes), f"{path.name}: only_full in no decorator"
     return found
+
+
+def is_call_of(name: str, node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == name
+
+
+def calls_of(name: str, within: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(within) if isinstance(node, ast.Call) and is_call_of(name, node)]
 
 
 def reasons_in(decorator: ast.expr) -> Iterator[tuple[str, str]]:
@@ -36,9 +48,8 @@ def reasons_in(decorator: ast.expr) -> Iterator[tuple[str, str]]:
         assert isinstance(decorator, ast.Call), f"line {decorator.lineno}: full needs a reason"
         yield "", ast.literal_eval(decorator.args[0])
         return
-    calls = [node for node in ast.walk(decorator) if isinstance(node, ast.Call)]
-    assert not any(ast.unparse(call.func) == "pytest.mark.full" for call in calls), "only_full marks cases"
-    if said := [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "only_full"]:
+    assert not calls_of("pytest.mark.full", decorator), "only_full marks cases"
+    if said := [ast.literal_eval(call.args[0]) for call in calls_of("only_full", decorator)]:
         yield "[some cases]", "; ".join(dict.fromkeys(said))
 
 
