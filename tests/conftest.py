@@ -15,7 +15,7 @@ import pytest
 
 from tests import full_set, zygote
 
-# Images of containers often forbid compiled modules. Each of three processes then rewrites each test, 17 s of each.
+# Images of containers often forbid compiled modules. Then each process rewrites and compiles every test: 17 s each.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Read when torch is loaded. Threads that spin while they wait make a busy machine of few cores ten times slower.

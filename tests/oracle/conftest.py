@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 
 import pytest
 
@@ -29,10 +28,10 @@ def _table_of_positions_by_centres() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _answers_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _answers_of_this_run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
     """Where several processes share the tests, one folder for all of them: it goes with the run's other files."""
     from tests.oracle import reference
 
     mine = tmp_path_factory.getbasetemp()
-    reference.answers_folder = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "answers"
+    reference.answers_folder = (mine.parent if hasattr(pytestconfig, "workerinput") else mine) / "answers"
     reference.answers_folder.mkdir(exist_ok=True)
