@@ -6,14 +6,18 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import zygote
+from tests import full_set, zygote
 
+# Images of containers often forbid compiled modules. Then each process rewrites and compiles every test: 17 s each.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Read when torch is loaded. Threads that spin while they wait make a busy machine of few cores ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -26,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     zygote.fork_children()
+    full_set.is_fast = config.option.markexpr == "not full"  # before any test is imported
     if config.getoption("--async-scheduling"):
         from npu_runner.config import SchedulerConfig
 

@@ -37,12 +37,14 @@ class Family:
     """If it sees images."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other configs that are compared with transformers, each under a few words that say what is different."""
+    more: tuple[str, ...] = ()
+    """Those of the variants that are left to the full set: a variant of another family has what they change."""
     ranks: dict[str, Any] = field(default_factory=dict)
     """What two ranks change."""
     npu: tuple[dict[str, Any], ...] = ({},)
     """What the npu platform changes, for each comparison with the cpu platform."""
     fast: tuple[str, ...] = (RANKS, GRAPHS)
-    """Comparisons that are in the fast set, which CI runs. The plain config and all variants always are. Families are
+    """Comparisons that are in the fast set, which CI runs. The plain config always is. Families are
     taken out where another one goes the same way."""
 
     @property
@@ -70,8 +72,9 @@ _DELTA: dict[str, Any] = {
 """Gated DeltaNet in three of four layers."""
 _DELTA_MROPE = {**_DELTA, "rope_parameters": {**_DELTA["rope_parameters"], "mrope_section": [2, 1, 1]}}
 _ONE_OF_EACH: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-_TWO_LAYERS = {"num_hidden_layers": 2}
-"""Each layer of a captured graph is traced, half a second each."""
+_ONE_LAYER, _TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
+"""Each layer of a captured graph is traced, one to two seconds each. Layers behind one another stand in the graphs of
+families that have two kinds of them, or whose tower feeds several."""
 _BIASED = {"attention_bias": True, "mlp_bias": True}
 
 _GLM: dict[str, Any] = {
@@ -101,7 +104,7 @@ FAMILIES: dict[str, Family] = {
     "glm_ocr": Family(
         text={"head_dim": 24, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 3, 5]}},
         vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(GRAPHS,), **_GLM,
-        npu=({**_TWO_LAYERS, "head_dim": 32, "rope_parameters": {
+        npu=({**_ONE_LAYER, "head_dim": 32, "rope_parameters": {
             **_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [5, 4, 7]}},),
         variants={
             "a part of a head turns, no biases": {
@@ -109,7 +112,7 @@ FAMILIES: dict[str, Family] = {
                 "num_key_value_heads": 1, "vision": {"attention_bias": False, "hidden_size": 48}},
         }),
     "llama": Family(
-        ranks=_BIASED, npu=(_BIASED,), fast=(),
+        ranks=_BIASED, npu=(_BIASED,), fast=(), more=("tied", "one kv head"),
         variants={
             "tied": {"tie_word_embeddings": True},
             "all biases": _BIASED,
@@ -125,7 +128,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "mistral": Family(ranks={"sliding_window": 20}, npu=({"sliding_window": 20},), fast=()),
     "olmo2": Family(
-        text={"head_dim": None},
+        text={"head_dim": None}, more=("biased, tied",),
         variants={
             "biased, tied": {"attention_bias": True, "tie_word_embeddings": True},
             "one kv head, head dim of its own": {"num_key_value_heads": 1, "head_dim": 24},
@@ -138,8 +141,8 @@ FAMILIES: dict[str, Family] = {
                 "image_size": 70, "patch_size": 14, "depth": None, "num_heads": None, "out_hidden_size": None,
                 "num_position_embeddings": None},
         image_processor="PaddleOCRVLImageProcessor", images={"temporal_patch_size": 1}, fast=(GRAPHS,),
-        ranks={"use_bias": True, "num_hidden_layers": 2},
-        npu=({"use_bias": True, "vision": {"hidden_size": 144, "num_hidden_layers": 2}, **_TWO_LAYERS},),  # heads of 72
+        ranks={"use_bias": True, "num_hidden_layers": 2}, more=("tied, biases, heads wider than the hidden size",),
+        npu=({"use_bias": True, "vision": {"hidden_size": 144, "num_hidden_layers": 2}, **_ONE_LAYER},),  # heads of 72
         variants={
             "tied, biases, heads wider than the hidden size": {
                 "tie_word_embeddings": True, "use_bias": True, "head_dim": 32, "rope_parameters": {
@@ -149,13 +152,13 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen2": Family(
         text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
-        npu=({"num_key_value_heads": 1},), fast=(RANKS,),
+        npu=({"num_key_value_heads": 1},), fast=(RANKS,), more=("no grouping",),
         variants={
             "no grouping": {"num_key_value_heads": 4},
             "tied, one kv head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
         }),
     "qwen2_5_vl": Family(
-        text={"head_dim": None, **_MROPE}, fast=(),
+        text={"head_dim": None, **_MROPE}, fast=(), more=("tied, sections of unlike size",),
         vision={"num_position_embeddings": None, "window_size": 64, "fullatt_block_indexes": [1, 3], "patch_size": 14},
         variants={
             "windows of 4 x 4, heads of 24": {"vision": {"window_size": 112, "hidden_size": 48}},
@@ -172,7 +175,8 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen3": Family(
         ranks={"vocab_size": 321},  # a vocabulary that does not divide
-        npu=({"vocab_size": 321, "head_dim": 64, **_TWO_LAYERS},), fast=(GRAPHS, MODES),
+        npu=({"vocab_size": 321, "head_dim": 64, **_ONE_LAYER},), fast=(GRAPHS, MODES),
+        more=("tied, biased",),
         variants={
             "4 queries a head": {"num_attention_heads": 8, "num_key_value_heads": 2},
             "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
@@ -180,6 +184,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen3_moe": Family(
         text={**_EXPERTS, "norm_topk_prob": True}, ranks={"mlp_only_layers": [1]}, fast=(),
+        more=("one expert a token", "all experts", "a dense layer between", "tied, biased"),
         npu=({"head_dim": 64}, {"head_dim": 64, "norm_topk_prob": False, "decoder_sparse_step": 2},
              {"head_dim": 64, "num_experts": 1, "num_experts_per_tok": 1}),
         variants={
@@ -193,7 +198,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen3_5": Family(text=_DELTA_MROPE, vision={}, npu=(_ONE_OF_EACH,), fast=(GRAPHS,)),
     "qwen3_5_text": Family(
-        text=_DELTA_MROPE, ranks=_ONE_OF_EACH, fast=(),
+        text=_DELTA_MROPE, ranks=_ONE_OF_EACH, fast=(), more=("tied, no grouping",),
         variants={
             "tied, no grouping": {"tie_word_embeddings": True, "linear_num_value_heads": 2},
             "biased, other sizes": {"attention_bias": True, "linear_key_head_dim": 24, "linear_value_head_dim": 8,
@@ -208,7 +213,7 @@ FAMILIES: dict[str, Family] = {
             "linear_num_value_heads": 6, "mlp_only_layers": [1, 3], "norm_topk_prob": False}}),
     "qwen3_vl": Family(
         text=_MROPE, vision={"deepstack_visual_indexes": [1, 2]}, ranks={"tie_word_embeddings": True},
-        npu=({"tie_word_embeddings": True, **_TWO_LAYERS},), fast=(RANKS, GRAPHS, MODES),
+        npu=({"tie_word_embeddings": True, **_TWO_LAYERS},), fast=(RANKS, GRAPHS),
         variants={
             "tied, one kv head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
             "tower of heads of 24, three levels": {

@@ -37,9 +37,11 @@ finally:
 """
 COMMAND = "import sys\nfrom npu_runner.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 SCRIPT = """
+import sys
 from npu_runner import LLM, SamplingParams
 if __name__ == "__main__":
-    with LLM({model!r}, platform="cpu", kv_cache_bytes=16 << 20, max_model_len=256, preprocessing_workers=1) as llm:
+    with LLM({model!r}, platform="cpu", kv_cache_bytes=16 << 20, max_model_len=256, preprocessing_workers=1,
+             tensor_parallel_size=int(sys.argv[1])) as llm:
         print(llm.generate(["a circle"], SamplingParams(max_tokens=2))[0].text)
 """
 JOB = ["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--platform", "cpu", "--max-model-len", "256",
@@ -51,6 +53,7 @@ WAYS = {
     "doctor": ["doctor", "--skip-generation"],
     "generation": ["doctor"],
 }
+SCRIPTS = {"llm": "1", "llm of ranks": "2"}
 
 
 @pytest.fixture
@@ -71,7 +74,8 @@ def folder(tmp_path: Path) -> Path:
 
 def importers(folder: Path, way: str, pythonpath: str, *options: str) -> tuple[int, set[str]]:
     """Run it; the exit status, and impostors that processes other than the first have imported."""
-    program = [str(folder.parent / "script.py")] if way == "llm" else [str(folder.parent / "command.py"), *WAYS[way]]
+    name, arguments = ("script", [SCRIPTS[way]]) if way in SCRIPTS else ("command", WAYS[way])
+    program = [str(folder.parent / f"{name}.py"), *arguments]
     with subprocess.Popen([sys.executable, *options, *program], cwd=folder, stdin=subprocess.DEVNULL,
                           stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": pythonpath}) as process:
         process.wait()
@@ -93,16 +97,16 @@ CLEAN, EMPTY_ENTRY, RELATIVE = str(ROOT), f"/x:{ROOT}:", f"lib:{ROOT}:."
 
 
 @pytest.mark.parametrize(("way", "pythonpath"), [
-    ("ranks", RELATIVE), ("doctor", EMPTY_ENTRY), ("llm", CLEAN),
+    ("llm of ranks", RELATIVE), ("doctor", EMPTY_ENTRY),
 ])  # fmt: skip
 def test_no_child_imports_a_file_of_the_working_directory(folder: Path, way: str, pythonpath: str) -> None:
     check(folder, way, pythonpath)
 
 
 @pytest.mark.slow
-@pytest.mark.full("each way to start a child with each PYTHONPATH; three of them stay")
+@pytest.mark.full("each way to start a child with each PYTHONPATH; two of them stay, with a worker and two ranks")
 @pytest.mark.parametrize("pythonpath", [CLEAN, EMPTY_ENTRY, RELATIVE])
-@pytest.mark.parametrize("way", [*WAYS, "llm"])
+@pytest.mark.parametrize("way", [*WAYS, *SCRIPTS])
 def test_no_way_to_start_one_does(folder: Path, way: str, pythonpath: str) -> None:
     check(folder, way, pythonpath)
 

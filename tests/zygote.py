@@ -38,13 +38,16 @@ ROOT = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36
 _ROOM = 32 << 10
 """Bytes of arguments, and of variables, that /proc can show of a fork."""
+_WORKER = "npu_runner.serving.workers.worker"
 # What ends without starting another process of ours.
-_STARTS_NONE = {"npu_runner.serving.workers.worker", "npu_runner.engine.executors.worker"}
+_STARTS_NONE = {_WORKER, "npu_runner.engine.executors.worker"}
 # Where that import is refused (refuse_transformers.py), no program does it.
 _ORACLE = () if "refuse_transformers" in sys.modules else ("transformers", "transformers.models.auto")
 _CPU = ("torch", *_ORACLE, "npu_runner.llm", "npu_runner.cli.main",
         "npu_runner.batch.job.run", "npu_runner.platforms.cpu.platform", "npu_runner.runner.model_runner",
         "npu_runner.serving.replicas.process_main", "npu_runner.strategies", "tests.batch.scripted")
+# A worker needs no torch, and a fork of a process with a tenth of the memory takes a fifth of the time.
+_OF_WORKERS = (_WORKER, "npu_runner.prompts.processor", "tests.batch.scripted")
 # What captures and compiles graphs takes the longest.
 _NPU = ("torch", "torch_npu", "torch_npu.dynamo", "torch._dynamo", "torch._inductor.compile_fx", "npu_runner.llm",
         "npu_runner.platforms.npu.platform", "scripts.shapes.drawing")
@@ -101,7 +104,7 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, *given: Any) -> None:
         start = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments  # type: ignore[attr-defined]
         program = _program(start["args"])
-        zygote = zygote_for(os.environ if start["env"] is None else start["env"])
+        zygote = zygote_for(os.environ if start["env"] is None else start["env"], program or ())
         if program is None or zygote is None or start["preexec_fn"] or start["shell"]:
             super()._execute_child(*given)  # type: ignore[misc]
             return
@@ -140,7 +143,8 @@ def run(command: Sequence[Any], *, input: Any = None, timeout: float | None = No
 
 
 _FORKING = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen, "run": run})
-_found: dict[tuple[bool, str], Zygote] = {}
+_Kind = tuple[bool, str, bool]
+_found: dict[_Kind, Zygote] = {}
 """Of this process, by `_kind` of what it forks."""
 _making = threading.Lock()
 _is_fork = False
@@ -159,26 +163,27 @@ def close_all() -> None:
         _found.popitem()[1].close()
 
 
-def zygote_for(env: Mapping[str, str]) -> Zygote | None:
-    """The zygote of programs with such an environment; None: they are started from nothing."""
+def zygote_for(env: Mapping[str, str], program: Sequence[str] = ()) -> Zygote | None:
+    """The zygote of such programs with such an environment; None: they are started from nothing."""
     if start_from_nothing:
         return None
-    is_npu, version = kind = _kind(env)
+    is_npu, version, is_worker = kind = _kind(env, () if _is_fork else program)
     with _making:
         if kind not in _found and not _is_fork:
             from tests.cann.environment import environment
 
             switches = {"cann_version": version} if version else {}
-            _found[kind] = Zygote.start(_NPU, environment(**switches)) if is_npu else Zygote.start(_CPU, _VARIABLES)
+            modules = _OF_WORKERS if is_worker else _NPU if is_npu else _CPU
+            _found[kind] = Zygote.start(modules, environment(**switches) if is_npu else _VARIABLES)
         zygote = _found.get(kind)
     return zygote if zygote is not None and zygote.is_ours else None
 
 
-def _kind(env: Mapping[str, str]) -> tuple[bool, str]:
+def _kind(env: Mapping[str, str], program: Sequence[str] = ()) -> _Kind:
     """Whether it is over the emulated CANN, and the version if that is a CANN 8: torch_npu asks for it while it is
-    imported, and calls other functions there."""
-    version = env.get("CANN_EMU_CANN_VERSION", "")
-    return "CANN_EMU" in env, version if version.startswith("8.") else ""
+    imported, and calls other functions there. Whether it is a worker; those of a fork are forks of that one."""
+    version, is_npu = env.get("CANN_EMU_CANN_VERSION", ""), "CANN_EMU" in env
+    return is_npu, version if version.startswith("8.") else "", not is_npu and _WORKER in program
 
 
 def _program(command: Any) -> list[str] | None:
@@ -264,10 +269,9 @@ def _surround(request: dict[str, Any]) -> None:
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignores_interrupts"] else signal.default_int_handler)
     os.sched_setaffinity(0, request["cores"])
-    import torch
-
-    # What OpenMP read as it was loaded. By themselves tests compute with one thread (conftest.py).
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if torch := sys.modules.get("torch"):
+        # What OpenMP read as it was loaded. By themselves tests compute with one thread (conftest.py).
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 
 def _end(status: int) -> NoReturn:

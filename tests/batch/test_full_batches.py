@@ -17,6 +17,7 @@ from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.calls.prompt_server import PromptEndpoint
 from npu_runner.serving.engine_loop import EngineLoop, Flight, Prepared
 from npu_runner.serving.replica import FinishedRow
+from tests.full_set import only_full
 
 NUM_OUTPUT_TOKENS = 40
 
@@ -77,7 +78,7 @@ class PreparedRows(PromptEndpoint):
         return FinishedRow(flight.number, None, b"")
 
 
-@pytest.mark.parametrize("max_num_seqs", [64, 256, 1024])
+@pytest.mark.parametrize("max_num_seqs", [64, 256, *only_full("a larger batch", 1024)])
 def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) -> None:
     engine = SchedulerAlone(max_num_seqs)
     endpoint = PreparedRows(max_num_seqs * 12)

@@ -30,6 +30,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.serving.replica import ReplicaFacts
 from tests.batch.scripted import read_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 LIMIT = "prompts.max_images_per_prompt"
@@ -334,9 +335,12 @@ COMMANDS = {
     "all at once": (replace(AGAIN, seed="1", accept=("seed",)), 8),
     "overwrite": (Command(rows=CORRECTED, seed="1", limit=20, overwrite=True), 5),
 }
+IN_EACH_RUN = ("a first error file", "all at once", "overwrite")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(
+    "each change by itself; all of them at once stay, and an output begun afresh",
+    *(name for name in COMMANDS if name not in IN_EACH_RUN))])
 def test_a_job_killed_at_any_step_of_its_beginning_goes_on(folder: Path, name: str, tmp_path_factory: Any) -> None:
     command, least = COMMANDS[name]
     before = answers(folder)
@@ -350,7 +354,9 @@ def test_a_job_killed_at_any_step_of_its_beginning_goes_on(folder: Path, name: s
         assert command.overwrite or [item for item in before if item not in results(again)] == []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(
+    "each change by itself; all of them at once stay, and an output begun afresh",
+    *(name for name in COMMANDS if name not in IN_EACH_RUN))])
 def test_a_job_killed_there_and_gone_on_with_otherwise_mixes_nothing(
     folder: Path, name: str, tmp_path_factory: Any
 ) -> None:

@@ -17,6 +17,7 @@ from npu_runner.errors import JobError
 from npu_runner.request.limits import LIMITS
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row
+from tests.full_set import only_full
 
 Name = str | int
 """What a row is known by: its custom_id or its line."""
@@ -66,7 +67,7 @@ def rows() -> list[tuple[bytes, str | None]]:
     return made
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("ordered", [True, *only_full("as they finish; in order stays", False)])
 def test_every_row_is_in_the_output_once_and_a_second_run_finds_nothing_to_do(
     job: Job, rows: list[tuple[bytes, str | None]], ordered: bool
 ) -> None:

@@ -16,6 +16,7 @@ from tests import zygote
 from tests.batch import job_program
 from tests.batch.job_folder import LEFT, Job, numbered, overtaken
 from tests.batch.scripted import OvertakingEngine, row, workers_of, write_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def test_a_process_that_vanishes_while_it_orders_the_output_leaves_every_row_onc
     assert len(job.engines) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *only_full("the other signal", signal.SIGINT)])
 def test_a_signal_stops_the_job_in_good_order_and_it_can_be_resumed(job: Job, number: signal.Signals) -> None:
     write_rows(job.input, [row(f"r{n}", "x" * 20) for n in range(400)])
     with start(job, stdout=subprocess.DEVNULL) as process:

@@ -28,17 +28,17 @@ def told(job: Job) -> dict[str, object]:
 
 
 def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
-    rows_of(job, 3000, bad_from=100)
+    rows_of(job, 1000, bad_from=100)
     with pytest.raises(TooManyFailuresError, match=r"\d+ of \d+ finished rows have failed, more than --max-failures 5"):
         job.run(max_failures="5", summary=job.folder / "s.json")
     rows = read_rows(job.output)
     num_failed = sum(item["error"] is not None for item in rows)
     assert num_failed > 5
-    assert len(rows) < 3000
+    assert len(rows) < 1000
     summary = told(job)
     assert summary["exit_status"] == 4
     assert "more than --max-failures 5 allows" in str(summary["error"])
-    assert (summary["rows"]["failed"], summary["rows"]["unfinished"]) == (num_failed, 3000 - len(rows))  # type: ignore[index]
+    assert (summary["rows"]["failed"], summary["rows"]["unfinished"]) == (num_failed, 1000 - len(rows))  # type: ignore[index]
 
     # The same command loads no model for what the limit would not let be served.
     num_loads = len(job.engines)
@@ -48,10 +48,10 @@ def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
     assert read_rows(job.output) == rows
 
     # It is no setting of the output: another limit goes on, and so do mended rows.
-    rows_of(job, 3000, bad_from=2998)
+    rows_of(job, 1000, bad_from=998)
     resumed = job.run(max_failures="2", retry_errors=True)
     assert (resumed.exit_status, resumed.num_resumed) == (3, len(rows) - num_failed)
-    assert len(read_rows(job.output)) == 3000
+    assert len(read_rows(job.output)) == 1000
 
 
 @pytest.mark.parametrize(("limit", "is_early"), [("3", True), ("4", False), ("0", True)])

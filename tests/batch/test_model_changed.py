@@ -16,6 +16,7 @@ from npu_runner.errors import ConfigError, JobError
 from npu_runner.prompts.processor import ChatProcessor
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, workers_of, write_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 ROWS = [row(f"r{n:04d}", f"red {n}") for n in range(1000)]
@@ -48,7 +49,8 @@ def broken_preprocessor(model: Path) -> str:
     return "preprocessor_config.json"
 
 
-@pytest.mark.parametrize("change", [another_template, another_tokenizer, broken_preprocessor])
+@pytest.mark.parametrize("change", [another_tokenizer, *only_full(
+    "other files of the model; one stays", another_template, broken_preprocessor)])
 def test_a_worker_that_would_prepare_otherwise_ends_the_job_by_name(
     job_of_a_model: Job, change: Callable[[Path], str]
 ) -> None:

@@ -17,6 +17,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError
 from tests.batch.job_folder import Job, numbered, overtaken
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, row, write_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -86,7 +87,7 @@ def test_a_signal_keeps_every_finished_row_and_counts_no_other(job: Job) -> None
     assert job.names() == texts
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *only_full("two more seeds", 0, 2)])
 def test_however_often_it_dies_every_row_is_answered_once(job: Job, seed: int) -> None:
     rng, texts, finished = random.Random(seed), numbered(60), list[str]()
     write_rows(job.input, [row(text, text) for text in texts])

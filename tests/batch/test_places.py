@@ -20,6 +20,7 @@ import pytest
 from npu_runner.batch.files.output_file import OutputLock
 from npu_runner.batch.files.place import find_place
 from npu_runner.errors import ConfigError, JobError
+from tests import zygote
 from tests.batch.job_folder import LEFT, Job, numbered, overtaken
 from tests.batch.mounts import mounted
 from tests.batch.scripted import OvertakingEngine, read_rows, row, write_rows
@@ -46,13 +47,22 @@ def null(tmp_path: Path) -> Path:
     return path
 
 
-def script(folder: Path, shell: str = "", **options: Any) -> subprocess.CompletedProcess[bytes]:
-    """A job of one replica in a process of its own. `shell`: what bash adds to the command (redirections)."""
+def script(folder: Path, closing: str = "", **given: Any) -> subprocess.CompletedProcess[bytes]:
+    """A job of one replica in a process of its own. `given`: stdin, stdout and stderr, and options of the job.
+
+    closing: what bash does to its descriptors; then it starts from nothing.
+    """
+    streams: dict[str, Any] = {name: given.pop(name, subprocess.PIPE) for name in ("stdout", "stderr")}
+    streams["stdin"] = given.pop("stdin", None)
     fields = {"model": str(folder / "model"), "input": str(folder / "in.jsonl"), "output": str(folder / "out.jsonl"),
-              "preprocessing_workers": 1, "progress": "off", **options}  # fmt: skip
-    command = f'"{sys.executable}" -m tests.replicas.scripted_job "$0" {shell}'
-    return subprocess.run(["bash", "-c", command, json.dumps(fields)], capture_output=True, cwd=folder,
-                          env={**os.environ, "PYTHONPATH": PYTHONPATH})  # fmt: skip
+              "preprocessing_workers": 1, "progress": "off", **given}  # fmt: skip
+    command = [sys.executable, "-m", "tests.replicas.scripted_job", json.dumps(fields)]
+    start: Any = zygote
+    if closing:
+        command, start = ["bash", "-c", f'"$0" "$@" {closing}', *command], subprocess
+    found: subprocess.CompletedProcess[bytes] = start.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": PYTHONPATH}, **streams)
+    return found
 
 
 def is_null(path: Path) -> bool:
@@ -104,7 +114,6 @@ def test_a_named_pipe_takes_the_summary(job: Job) -> None:
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
 def test_standard_output_takes_the_summary_and_nothing_else(job: Job, name: str) -> None:
-    """Half a second each."""
     done = script(job.folder, summary=name)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"]["answered"] == 2
@@ -114,7 +123,8 @@ def test_standard_output_takes_the_summary_and_nothing_else(job: Job, name: str)
 @pytest.mark.parametrize("name", ["-", "/dev/stdout"])
 def test_a_file_that_standard_output_goes_to_is_added_to(job: Job, name: str) -> None:
     (job.folder / "log").write_text("before\n")
-    script(job.folder, ">> log", summary=name)
+    with open(job.folder / "log", "ab") as log:
+        script(job.folder, stdout=log, summary=name)
     first, _, rest = (job.folder / "log").read_text().partition("\n")
     assert first == "before"
     assert json.loads(rest)["this_run"]["exit_status"] == 0
@@ -133,9 +143,12 @@ def test_a_pipe_of_the_shell_is_written_to(job: Job, option: str) -> None:
               "progress": "off"}  # fmt: skip
     code = ("import json,sys; from tests.replicas import scripted_job; "
             f"sys.exit(scripted_job.main({{**json.loads(sys.argv[1]), {option!r}: sys.argv[2]}}))")  # fmt: skip
-    command = '"$0" -c "$1" "$2" >(cat > got) ; status=$?; wait; exit $status'
-    done = subprocess.run(["bash", "-c", command, sys.executable, code, json.dumps(fields)], cwd=job.folder,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})  # fmt: skip
+    with open(job.folder / "got", "wb") as got, subprocess.Popen("cat", stdin=subprocess.PIPE, stdout=got) as cat:
+        assert cat.stdin is not None
+        number = cat.stdin.fileno()
+        done = zygote.run([sys.executable, "-c", code, json.dumps(fields), f"/dev/fd/{number}"], cwd=job.folder,
+                          capture_output=True, pass_fds=[number],
+                          env={**os.environ, "PYTHONPATH": PYTHONPATH})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (job.folder / "got").read_bytes()[:1] in (b"{", b"<")
 
@@ -218,10 +231,12 @@ def test_no_two_names_are_one_file(job: Job) -> None:
 
 def test_what_standard_streams_come_from_and_go_to_is_not_replaced(job: Job) -> None:
     before = job.input.read_bytes()
-    done = script(job.folder, "< in.jsonl", input="-", summary=str(job.input))
+    with job.input.open("rb") as rows:
+        done = script(job.folder, stdin=rows, input="-", summary=str(job.input))
     assert (done.returncode, job.input.read_bytes()) == (2, before)
     assert b"is the input as well" in done.stderr
-    done = script(job.folder, "2> log", summary=str(job.folder / "log"))
+    with open(job.folder / "log", "wb") as log:
+        done = script(job.folder, stderr=log, summary=str(job.folder / "log"))
     assert done.returncode == 2
     assert "is the file that standard error goes to" in (job.folder / "log").read_text()
 
@@ -293,7 +308,7 @@ def test_a_read_only_place_is_refused_before_the_model_loads(job: Job, read_only
 
 @pytest.mark.parametrize("option", BESIDE)
 def test_a_place_without_permission_is_refused(tmp_path: Path, option: str) -> None:
-    """As a user who is not root; another second."""
+    """As a user who is not root."""
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o755)
     code = ("import os,sys; from npu_runner.batch.files.place import find_place\n"
@@ -303,7 +318,7 @@ def test_a_place_without_permission_is_refused(tmp_path: Path, option: str) -> N
         folder.chmod(0o555)
     for parent in (tmp_path, *tmp_path.parents[:2]):
         parent.chmod(parent.stat().st_mode | 0o055)
-    done = subprocess.run([sys.executable, "-c", code, str(folder / "x")], capture_output=True, text=True)
+    done = zygote.run([sys.executable, "-c", code, str(folder / "x")], capture_output=True, text=True)
     assert "ConfigError" in done.stderr
     assert "Permission denied; choose a place that exists and can be written" in done.stderr
 

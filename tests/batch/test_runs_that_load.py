@@ -27,6 +27,7 @@ from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, row, write_rows
 from tests.batch.test_run_record import STEPS, killed_before
 from tests.batch.test_totals import kill, killed_within, told_in
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -224,8 +225,10 @@ def one_run(output: Path, run_id: str, *, error: Exception | None) -> None:
     kept.save(record.summary(None))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("error", [None, ConfigError("refused")])
+@pytest.mark.parametrize(("is_first", "error"), [
+    (False, None), (True, ConfigError("refused")),
+    *only_full("a first run that is answered, a second one that is refused; the other two stay",
+               (True, None), (False, ConfigError("refused")))])
 def test_killed_before_any_step_a_run_is_there_once_or_not_at_all(tmp_path: Path, error: Exception | None,
                                                                   is_first: bool) -> None:
     earlier = [] if is_first else ["earlier"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from npu_runner.processes.patient_streams import PatientStream
+from tests import zygote
 from tests.batch.job_folder import numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import read_rows, row, write_rows
@@ -42,8 +46,28 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def run(folder: Path, shell: str, *options: str, **environment: str) -> int:
-    """The command in bash: "JOB" in `shell` stands for it. Returns the job's own exit status."""
+@contextlib.contextmanager
+def opened(shell: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """What bash opens for "JOB" in this line, under Popen's names."""
+    job, _, reader = shell.partition(" | ")
+    with contextlib.ExitStack() as stack:
+        if reader:
+            ends: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            pipe = stack.enter_context(subprocess.Popen(reader.split(), **ends))
+            yield {"stdout": pipe.stdin, "stderr": pipe.stdin}
+            return
+        found = {{"": "stdout", "2": "stderr"}[number]: stack.enter_context(open(folder / name, "wb"))
+                 for number, name in re.findall(r"(2?)> (\S+)", job)}
+        both = subprocess.STDOUT if "2>&1" in job else subprocess.DEVNULL
+        yield {"stdout": subprocess.DEVNULL, "stderr": both, **found}
+
+
+def run(folder: Path, shell: str, *options: str, start: Any = zygote, **environment: str) -> int:
+    """The command; "JOB" in `shell` stands for it. Returns the job's own exit status.
+
+    start: `subprocess` where Python's own end is looked at, whose last flush can change the status. Where a descriptor
+    is closed bash starts it: Python looks for its streams while it starts.
+    """
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -51,11 +75,13 @@ def run(folder: Path, shell: str, *options: str, **environment: str) -> int:
     arguments = ["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "model", "--summary", "s.json",
                  "--preprocessing-workers", "1", "--platform", "cpu", *options]  # fmt: skip
     (folder / "chatty.py").write_text(CHATTY)
-    command = 'job() { "$PY" chatty.py "$@"; echo $? > status; }; ' + shell.replace("JOB", 'job "$@"')
-    subprocess.run(["bash", "-c", command, "bash", *arguments], cwd=folder, capture_output=True,
-                   check=False,
-                   env={**os.environ, "PYTHONPATH": PYTHONPATH, "PY": sys.executable, **environment})  # fmt: skip
-    return int((folder / "status").read_text())
+    given: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}}
+    command = [sys.executable, "chatty.py", *arguments]
+    if "&-" in shell:
+        bash = ["bash", "-c", shell.replace("JOB", '"$0" "$@"'), *command]
+        return subprocess.run(bash, stdout=subprocess.DEVNULL, **given).returncode
+    with opened(shell, folder) as streams:
+        return int(start.run(command, **streams, **given).returncode)
 
 
 def told(folder: Path) -> dict[str, Any]:
@@ -105,14 +131,14 @@ def test_words_that_are_no_progress_end_nothing_either(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["JOB 2>&1 | true", "JOB 2> /dev/full", "JOB 2>&-"])
 def test_what_ends_the_job_keeps_its_exit_status(tmp_path: Path, shell: str) -> None:
-    assert run(tmp_path, shell, "--progress", "lines", DIES="9") == 1
+    assert run(tmp_path, shell, "--progress", "lines", start=subprocess, DIES="9") == 1
     assert told(tmp_path)["error"] == "rank 1 died"
     assert told(tmp_path)["progress"]["quiet"]
 
 
 @pytest.mark.parametrize("shell", ["JOB 2>&1 | true", "JOB 2> /dev/full", "JOB 2>&-"])
 def test_a_refusal_that_nobody_reads_is_still_2(tmp_path: Path, shell: str) -> None:
-    assert run(tmp_path, shell, "--allowed-media-dir", "nowhere") == 2
+    assert run(tmp_path, shell, "--allowed-media-dir", "nowhere", start=subprocess) == 2
 
 
 def test_answers_on_standard_output_are_clean_beside_a_silent_terminal(tmp_path: Path) -> None:

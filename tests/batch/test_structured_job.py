@@ -15,6 +15,7 @@ from npu_runner.batch.job.row_server import RowEndpoint
 from npu_runner.cli import main as cli
 from npu_runner.runner.model_runner import ModelRunner
 from tests.batch.scripted import read_rows, row, write_rows
+from tests.full_set import only_full
 from tests.oracle.thinking_checkpoints import make_thinking
 
 SMALL = ["--platform", "cpu", "--dtype", "float32", "--max-model-len", "384", "--kv-cache-bytes", "16M",
@@ -148,7 +149,7 @@ def test_an_output_goes_on_with_no_other_rule(
     assert name in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("has_schema", [False, True])
+@pytest.mark.parametrize("has_schema", [True, *only_full("a job without a schema, which gets nothing ready", False)])
 def test_a_job_with_a_schema_gets_ready_for_it_while_the_weights_load(
     model: Path, tmp_path: Path, has_schema: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

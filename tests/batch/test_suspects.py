@@ -17,6 +17,7 @@ from npu_runner.errors import ConfigError, EngineDeadError
 from npu_runner.request.outputs import RequestOutput
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 NUM_ROWS = 60
@@ -64,11 +65,12 @@ def run_until_it_ends(job: Job, blame: str | None, **options: Any) -> int:
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize(("blame", "code", "deaths_each"), [
-    ("out_of_memory", "out_of_memory", 2),  # once together, once alone
-    (None, "request_failed", 3),  # a rank was killed: alone it has to happen twice
+@pytest.mark.parametrize(("blame", "code", "deaths_each", "ordered"), [
+    ("out_of_memory", "out_of_memory", 2, True),  # once together, once alone
+    (None, "request_failed", 3, False),  # a rank was killed: alone it has to happen twice
+    *only_full("each blame in the other order", ("out_of_memory", "out_of_memory", 2, False),
+               (None, "request_failed", 3, True)),
 ])  # fmt: skip
-@pytest.mark.parametrize("ordered", [False, True])
 def test_rows_that_end_the_job_are_given_up_by_name(blame: str | None, code: str, deaths_each: int, ordered: bool,
                                                     job: Job, tmp_path_factory: Any) -> None:
     undisturbed = Job(tmp_path_factory.mktemp("undisturbed"))

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows, row, write_rows
+from tests.full_set import only_full
 
 SMALL = ["--platform", "cpu", "--dtype", "float32", "--max-model-len", "512", "--kv-cache-bytes", "16M",
          "--progress", "off"]  # fmt: skip
@@ -161,7 +162,8 @@ STOP = {"type": "function", "function": {"name": "stop", "parameters": {
     "type": "object", "properties": {"now": {"type": "boolean"}}, "required": ["now"], "additionalProperties": False}}}
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("parser", ["hermes", *only_full(
+    "the other form of a call; its grammar stays (tests/prompts/test_tool_grammars.py)", "qwen3_coder")])
 def test_forced_calls_are_calls_and_nothing_else(model: Path, tmp_path: Path, parser: str) -> None:
     tools = {"tools": [POINT, STOP], "temperature": 1, "max_tokens": 400, "messages": [ASK]}
     named = {"tool_choice": {"type": "function", "function": {"name": "stop"}}}

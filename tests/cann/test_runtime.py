@@ -47,13 +47,13 @@ def test_counters_are_dumped_at_exit(tmp_path: Path) -> None:
 
 def test_visible_devices_narrow_what_a_process_sees() -> None:
     code = "import torch, torch_npu; print('COUNT', torch.npu.device_count())"
-    done = run_python(["-c", code], num_devices=4, ASCEND_RT_VISIBLE_DEVICES="1,3")
+    done = run_python(["-c", code], forked=True, num_devices=4, ASCEND_RT_VISIBLE_DEVICES="1,3")
     assert "COUNT 2" in done.stdout, done.stderr
 
 
 def test_no_graph_is_captured_with_the_second_task_queue() -> None:
     code = "import torch, torch_npu; x = torch.ones(4).npu()\nwith torch.npu.graph(torch.npu.NPUGraph()): x + 1"
-    done = run_python(["-c", code], TASK_QUEUE_ENABLE="2")
+    done = run_python(["-c", code], forked=True, TASK_QUEUE_ENABLE="2")
     assert "TASK_QUEUE_ENABLE = 2 during NPU graph capture" in done.stderr
 
 

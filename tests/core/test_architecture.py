@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,15 +36,18 @@ FLOORS = [
 MOST_ARROWS = 111
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
     """The modules that a file imports, wherever in the file it does."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.append(node.module)
             if node.module == "npu_runner":
-                yield from (f"npu_runner.{alias.name}" for alias in node.names)
+                found += [f"npu_runner.{alias.name}" for alias in node.names]
+    return found
 
 
 def all_sources() -> list[Path]:
@@ -61,6 +65,7 @@ def room_of(path: Path) -> str:
     return "strategies" if parts[0] == "strategies" else parts[1]  # its folder stands beside the package's
 
 
+@functools.cache
 def arrows() -> dict[tuple[str, str], Path]:
     """(room, room that it imports) of all pairs, with a file that does."""
     rooms = {room_of(path) for path in sources()}

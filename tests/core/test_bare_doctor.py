@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.full_set import only_full
+
 ROOT = Path(__file__).parents[2]
 BARE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from npu_runner.cli.main import main; sys.exit(main())"
 # The Python that this environment was made of; -I keeps PYTHONPATH out.
@@ -69,8 +71,8 @@ def test_with_torch_and_numpy_alone_it_lists_the_others_and_advises_no_torch_npu
     assert "pip install --no-deps torch_npu" not in done.stdout, "CANN is missing"
 
 
-@pytest.mark.parametrize("command", [["batch", "-i", "in.jsonl", "-o", "out.jsonl"], ["generate", "a"],
-                                     ["summary", "out.jsonl"]], ids=lambda command: command[0])  # fmt: skip
+@pytest.mark.parametrize("command", [["batch", "-i", "in.jsonl", "-o", "out.jsonl"], *only_full(
+    "other commands of the same front", ["generate", "a"], ["summary", "out.jsonl"])], ids=lambda command: command[0])
 def test_another_command_names_the_doctor(command: list[str], few: dict[str, str], tmp_path: Path) -> None:
     command = [BASE, "-s", "-m", "npu_runner", *command]
     done = subprocess.run(command, cwd=tmp_path, env=few, capture_output=True, text=True)

@@ -18,6 +18,7 @@ from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import GraphConfig, PromptConfig, SchedulerConfig, flat_fields, flat_values
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.strategies import strategies_by_model_type
+from tests import zygote
 
 SMALL: dict[str, Any] = {"platform": "cpu", "max_model_len": 64, "max_num_seqs": 2}
 
@@ -167,11 +168,12 @@ def test_a_length_that_nobody_asked_for_is_cut_to_the_kv_budget(checkpoint: Any)
         assert llm.engine.max_model_len == 9 * 16, "of ten blocks one is the null block"
 
 
-def run(script: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True,
+def run(script: str, *arguments: str, start: Any = zygote, **environment: str) -> str:
+    """start: `subprocess` for variables that are read while modules load."""
+    done = start.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True,
                           env={**os.environ, **environment})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 REFUSED = """
@@ -188,10 +190,10 @@ except ConfigError as error:
 def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
     # An address of this host where nobody listens: as good as no network, and as fast as refusing.
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    message = run(REFUSED, "owner/name", "v2", **nobody)
+    message = run(REFUSED, "owner/name", "v2", start=subprocess, **nobody)
     assert message.startswith("ModelError model 'owner/name' at revision 'v2':")
     assert "the hub cannot be reached; copy the checkpoint to this host and pass its folder" in message
-    offline = run(REFUSED, "owner/name", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    offline = run(REFUSED, "owner/name", start=subprocess, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert "the hub cannot be reached" in offline
 
 

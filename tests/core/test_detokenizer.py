@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from npu_runner.engine.detokenizer import IncrementalDetokenizer, token_text
+from tests.full_set import examples
 
 TEXTS = [
     "Hello, world! Two  spaces,\n\ta tab, and a trailing one ",
@@ -216,7 +217,7 @@ def test_stop_string_found_across_token_boundaries(make):
 
 
 @pytest.mark.parametrize("num_stripped", [0, 1, 3])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_stop_in_fallback_bytes_is_where_the_decoder_puts_it(num_stripped, data):
     """After each token, against decoding all of them: spaces dropped at the start, U+FFFD spelled and made of bytes."""

@@ -21,6 +21,7 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.speculative import SpeculativeConfig
 from tests.core.traffic import MAX_LEN, World, next_token
+from tests.full_set import examples
 
 LIMITS = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=100, max_image_tokens=10)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
@@ -35,7 +36,7 @@ def by_definition(tokens: list[int], shortest: int, longest: int, most: int) -> 
     return []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30), shortest=st.integers(1, 4),
        more=st.integers(0, 4), most=st.integers(1, 6))
 def test_what_is_looked_up_is_what_followed(tokens: list[int], shortest: int, more: int, most: int) -> None:
@@ -205,7 +206,7 @@ def test_a_block_of_kept_drafts_is_found_and_one_of_refused_drafts_is_not() -> N
         blocks.free(again)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]), window=st.sampled_from([None, 1, 5]),
        drafts=st.integers(1, 6), spare=st.integers(0, 20))
 def test_random_traffic_ends_with_the_tokens_of_one_at_a_time(seed: int, block_size: int, window: int | None,

@@ -9,6 +9,7 @@ import pytest
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.core.traffic import World
+from tests.full_set import only_full
 
 
 def make_world(*, max_num_seqs: int, num_tokens: int, num_blocks: int = 4000, block_size: int = 16,
@@ -28,9 +29,9 @@ def decode_steps(world: World) -> int:
     return sum(max(lens) == 1 for _, lens in world.planned)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("count", "length", "num_output", "wanted"), [(16, 128, 8, 7), (6, 512, 40, 39),
-                                                                        (6, 500, 40, 39)])
+@pytest.mark.parametrize(("count", "length", "num_output", "wanted", "depth"), [
+    (16, 128, 8, 7, 1), (16, 128, 8, 7, 2), (6, 500, 40, 39, 2),
+    *only_full("longer prompts; one length stays", (6, 512, 40, 39, 1), (6, 512, 40, 39, 2), (6, 500, 40, 39, 1))])
 def test_prompts_that_all_can_join_wait_for_nobody(count: int, length: int, num_output: int, wanted: int,
                                                    depth: int) -> None:
     world = make_world(max_num_seqs=256, num_tokens=512, depth=depth)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.core.traffic import MAX_LEN, World, next_token
+from tests.full_set import examples
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]), spare=st.integers(0, 30),
        max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50), caching=st.booleans(),
        failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), drafts=st.sampled_from([0, 1, 5]),
@@ -64,7 +65,7 @@ def test_the_newest_is_preempted_and_ends_with_the_same_tokens() -> None:
         assert sequence.tokens(0, sequence.num_tokens) == tokens
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]), spare=st.integers(0, 30),
        max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50))
 def test_where_nothing_ends_early_two_steps_under_way_plan_as_one(seed: int, block_size: int, spare: int,

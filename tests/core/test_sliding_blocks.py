@@ -14,6 +14,7 @@ from npu_runner.core.sequence import Sequence
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from tests.core.traffic import MAX_LEN, World
+from tests.full_set import examples
 
 
 def sequence_of(tokens: list[int], number: int = 0) -> Sequence:
@@ -28,7 +29,7 @@ def compute(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:
     blocks.free_behind_window([seq])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]), spare=st.integers(0, 12),
        max_num_seqs=st.integers(1, 8), num_tokens=st.integers(1, 50), caching=st.booleans(),
        failing=st.sampled_from([0.0, 0.2]), window=st.integers(1, MAX_LEN + 5), depth=st.integers(1, 2))

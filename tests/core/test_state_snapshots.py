@@ -20,6 +20,7 @@ from npu_runner.core.state_snapshots import STATE_CHUNK, SnapshotCounters, State
 from npu_runner.platforms.gated_delta import CHUNK_SIZE
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from tests.core.traffic import MAX_LEN, World
+from tests.full_set import examples
 
 MAX_SEQS = 8
 FIRST_SPARE = 50
@@ -133,7 +134,7 @@ def serve(world: StateWorld, *prompts: PromptInputs, length: int | None = None) 
     return sequences
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 4), (3, 6), (4, 12), (8, 8)]),
        spare=st.integers(0, 30), num_tokens=st.integers(0, 40), num_snapshots=st.integers(1, 9),
        failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), depth=st.integers(1, 2))
@@ -149,7 +150,7 @@ def test_every_state_is_that_of_its_tokens(seed: int, sizes: tuple[int, int], sp
     assert world.scheduler._table.num_free_slots == MAX_SEQS
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 3), (2, 4), (4, 12)]), spare=st.integers(0, 30),
        failing=st.sampled_from([0.0, 0.2]), unusable=st.sampled_from([0.0, 0.2]), drafts=st.integers(1, 5),
        num_spares=st.integers(1, 40))

@@ -14,6 +14,7 @@ from npu_runner.core import suffix_drafts
 from npu_runner.core.suffix_drafts import SuffixDrafts, SuffixSettings
 from npu_runner.errors import ConfigError
 from npu_runner.request.speculative import SpeculativeConfig
+from tests.full_set import examples
 
 SETTINGS = SuffixSettings(max_tree_depth=24, max_cached_requests=100, max_spec_factor=1.0, min_token_prob=0.1)
 
@@ -43,7 +44,7 @@ def path_by_definition(texts: list[list[int]], end: list[int], least: int, most:
     return path, score
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(answers=st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=6),
        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=12), most=st.integers(1, 6), depth=st.integers(2, 6),
        factor=st.sampled_from([0.5, 1.0, 2.0]), prob=st.sampled_from([0.0, 0.3, 0.6]))

@@ -77,8 +77,11 @@ def test_imports_are_followed_through_definitions_fixtures_and_programs(
 def test_every_import_of_ours_is_seen() -> None:
     """A file that imports transformers has definitions that need it: no statement escapes."""
     for path in sorted((without_oracle.ROOT / "tests").rglob("*.py")):
+        text = path.read_text()
+        if "transformers" not in text or not any(map(without_oracle._imports_oracle, ast.walk(ast.parse(text)))):
+            continue
         source = without_oracle.source(path)
-        if any(map(without_oracle._imports_oracle, ast.walk(ast.parse(path.read_text())))) and not source.needs_oracle:
+        if not source.needs_oracle:
             assert any(without_oracle.needs_oracle(path, name) for name in source.definitions), path
 
 

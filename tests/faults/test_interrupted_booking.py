@@ -15,6 +15,7 @@ from npu_runner.engine.unfinished_request import UnfinishedRequest
 from npu_runner.strategies import open_checkpoint
 from tests.faults.lines import Injected
 from tests.faults.test_interrupted_steps import raising
+from tests.full_set import only_full
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
@@ -70,8 +71,11 @@ def expected(engine: LLMEngine) -> list[Any]:
     return answers(engine)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "behind"])
-@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])
+@pytest.mark.parametrize(("owner", "name", "after"), [
+    *((*place, True) for place in PLACES), (*PLACES[0], False),
+    *only_full("before each of them: behind the one before it, but for the first",
+               *((*place, False) for place in PLACES[1:]))],
+    ids=lambda value: {True: "behind", False: "before"}.get(value, getattr(value, "__name__", value)))
 def test_what_was_booked_by_halves_is_booked_anew(owner: Any, name: str, after: bool, engine: LLMEngine,
                                                   expected: list[Any]) -> None:
     owners = {"scheduler": engine.scheduler, "engine": engine}

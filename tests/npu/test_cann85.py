@@ -58,16 +58,13 @@ def assert_equal_cpu(asked: list[Case], folder: Path, **variables: str) -> str:
     return str(results[0]["stderr"])
 
 
-def test_one_dense_model_eager_and_one_captured(checkpoint: Any, tmp_path: Path) -> None:
-    """In one process over the emulation, which takes seconds to start."""
-    assert_equal_cpu([*cases(checkpoint, "eager", ["qwen3"]), *cases(checkpoint, "reduce-overhead", ["qwen3_vl"])],
-                     tmp_path)
+def test_a_dense_model_with_a_tower_captured(checkpoint: Any, tmp_path: Path) -> None:
+    assert_equal_cpu(cases(checkpoint, "reduce-overhead", ["qwen3_vl"]), tmp_path)
 
 
-@pytest.mark.full("each model in the other mode; each stays in one")
-def test_each_dense_model_in_the_other_mode(checkpoint: Any, tmp_path: Path) -> None:
-    assert_equal_cpu([*cases(checkpoint, "eager", ["qwen3_vl"]), *cases(checkpoint, "reduce-overhead", ["qwen3"])],
-                     tmp_path)
+@pytest.mark.full("each model in its other modes; captured with a tower stays, and eager prefills with it")
+def test_dense_models_in_other_modes(checkpoint: Any, tmp_path: Path) -> None:
+    assert_equal_cpu([*cases(checkpoint, "eager"), *cases(checkpoint, "reduce-overhead", ["qwen3"])], tmp_path)
 
 
 @pytest.mark.full("two ranks on two cores; one rank stays")

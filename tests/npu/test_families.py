@@ -73,7 +73,7 @@ def test_captured_graphs_of_other_families(model_type: str, checkpoint: Any, tmp
 
 
 @emulated
-@pytest.mark.full("eager steps and the graph engine; all families stay with captured graphs, two of them in all modes")
+@pytest.mark.full("eager steps and the graph engine; all families stay with captured graphs, one of them in all modes")
 @pytest.mark.parametrize("mode", ["eager", "max-autotune"])
 @pytest.mark.parametrize("model_type", OTHERS_IN_ALL_MODES)
 def test_other_modes_of_other_families(model_type: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:

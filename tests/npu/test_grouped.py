@@ -26,7 +26,7 @@ from tests.oracle.rounded_models import rounded_models
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "num_hidden_layers": 2}
+         "num_key_value_heads": 4, "num_hidden_layers": 1}
 FORMATS = ("w4a16-asym", "gptq", "gptq-int8", "w8a16", "modelslim-w4a16", "modelslim-w8a16")
 
 

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
 LIMIT = 2.0
 PROMPT, COUNT = [3, 17, 5, 40, 11, 29, 8], 6
-DENSE = {"head_dim": 64, "num_hidden_layers": 2}
+DENSE = {"head_dim": 64, "num_hidden_layers": 1}
 MODES: list[dict[str, Any]] = [
     {"graph_mode": "eager"}, {"graph_mode": "reduce-overhead", "graph_batch_sizes": [2]},
 ]

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 LAUNCHES = {"96": 4, "40": 7}
 """Routing, the product that rounds for the next one, this one, the sum. Where no kernel takes the width: scales in
 bfloat16, silu and rounding by themselves."""
-SIZES = {"head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 4,
+SIZES = {"head_dim": 64, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 4,
          "moe_intermediate_size": 32}
 """Each token sees all experts: rounding would choose others."""
 

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow,
               pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts launches")]
 
 DENSE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "num_hidden_layers": 2}
-LINEARS = 2 * 4
+         "num_key_value_heads": 4, "num_hidden_layers": 1}
+LINEARS = 4
 """q, k and v; o; gate and up; down."""
 READ_NZ = {"dense": {"aclnnQuantMatmulWeightNz"},
            "experts": {"aclnnGroupedMatmulSwigluQuantWeightNzV2", "aclnnGroupedMatmulWeightNz"}}

@@ -11,7 +11,7 @@ import pytest
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
 from tests.npu.test_families import assert_close_at_the_first_divergence, emulated
-from tests.oracle.test_sliding_window import ALL_SLIDE, SOME_SLIDE
+from tests.oracle.test_sliding_window import ALL_SLIDE, FULL, SLIDING
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.npu, pytest.mark.slow]
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 10, **ALL_SLIDE["mistral"]}),
     ("mistral", {"sliding_window": 130, **ALL_SLIDE["mistral"]}),
-    ("qwen3", {"sliding_window": 37, **SOME_SLIDE["qwen3"]}),
+    ("qwen3", {"sliding_window": 37, "use_sliding_window": True, "num_hidden_layers": 2,
+               "layer_types": [SLIDING, FULL]}),
 ]
 
 

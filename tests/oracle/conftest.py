@@ -25,3 +25,13 @@ def _table_of_positions_by_centres() -> None:
         return
     # It is set where one is made; a property of the class comes first.
     PaddleOCRVisionEmbeddings.interpolation_align_corners = property(lambda self: False, lambda self, value: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _answers_of_this_run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
+    """Where several processes share the tests, one folder for all of them: it goes with the run's other files."""
+    from tests.oracle import reference
+
+    mine = tmp_path_factory.getbasetemp()
+    reference.answers_folder = (mine.parent if hasattr(pytestconfig, "workerinput") else mine) / "answers"
+    reference.answers_folder.mkdir(exist_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +19,10 @@ from tests.oracle.positions_reference import ONE_RUN, go_on_behind_the_largest_p
 
 IMAGES_OF_VIDEOS = ("glm4v", "glm46v", "glm_ocr")
 """Families that have pairs of frames as images."""
+
+
+answers_folder: Path | None = None
+"""Answers of this run, for all of its processes (tests/oracle/conftest.py)."""
 
 
 @lru_cache(maxsize=8)
@@ -70,10 +76,38 @@ def model_inputs(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (
     return inputs
 
 
-@torch.inference_mode()
 def generate(path: Path, token_ids: Sequence[int], images: Sequence[Any] = (), *,
              max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, past any EOS, and the (max_new_tokens, V) logits that each was taken from."""
+    """Greedy tokens, past any EOS, and the (max_new_tokens, V) logits that each was taken from.
+
+    A question that was asked before in this run, of a checkpoint with the same bytes, has its answer from then.
+    """
+    if answers_folder is None:
+        return _generate(path, token_ids, images, max_new_tokens)
+    asked = [image if isinstance(image, bytes) else (image.mode, image.size, image.tobytes()) for image in images]
+    question = repr((_digest(path), list(token_ids), asked, max_new_tokens))
+    file = answers_folder / f"{hashlib.sha256(question.encode()).hexdigest()}.pt"
+    if not file.exists():
+        new = file.with_suffix(f".{os.getpid()}")
+        torch.save(_generate(path, token_ids, images, max_new_tokens), new)
+        new.replace(file)
+    tokens, logits = torch.load(file)
+    return tokens, logits
+
+
+@lru_cache(maxsize=256)
+def _digest(path: Path) -> str:
+    """Of every file of a checkpoint."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.iterdir() if file.is_file()):
+        digest.update(repr((file.name, file.stat().st_size)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@torch.inference_mode()
+def _generate(path: Path, token_ids: Sequence[int], images: Sequence[Any],
+              max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
     output = load_model(path).generate(
         **model_inputs(path, token_ids, images), max_new_tokens=max_new_tokens, min_new_tokens=max_new_tokens,
         do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,

@@ -16,6 +16,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.families import sees_images
+from tests.full_set import only_full
 from tests.oracle.running import greedy, need_devices, runner_of
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
@@ -90,9 +91,8 @@ def assert_logprobs_equal(ours: RequestOutput, theirs: RequestOutput, tolerance:
 
 
 @pytest.mark.parametrize("model_type", [
-    each if each in ("qwen3", "qwen3_5") else pytest.param(each, marks=pytest.mark.full(
-        "images and experts; what differs is within a step, and one dense model and one with states stay"))
-    for each in MODELS])
+    "qwen3", "qwen3_5", *only_full("images and experts; what differs is within a step, and one dense model and one "
+                                   "with states stay", "qwen3_vl", "qwen3_moe")])
 def test_every_answer_is_that_of_one_step_at_a_time(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     settings = few_blocks(path, platform_name) | {"enable_prefix_caching": False}
@@ -106,7 +106,7 @@ def test_every_answer_is_that_of_one_step_at_a_time(model_type: str, checkpoint:
     assert stats.num_preemptions > 0 or platform_name != "cpu" or model_type == "qwen3_vl"
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", *only_full("images alone; images beside states stay", "qwen3_vl")])
 def test_where_nothing_ends_early_hits_and_preemptions_are_the_same(model_type: str, checkpoint: Any,
                                                                     platform_name: str) -> None:
     path: Path = checkpoint(model_type)
@@ -130,7 +130,9 @@ def test_two_ranks_with_steps_under_way_answer_as_one_without(checkpoint: Any, p
     assert [without_logprobs(output) for output in found] == [without_logprobs(output) for output in expected]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", *only_full(
+    "layers with states; their steps are made again with drafts (tests/runner/test_drafts_of_states.py)",
+    "qwen3_5_text")])
 def test_memory_that_runs_out_while_a_step_is_under_way_changes_no_answer(model_type: str, checkpoint: Any,
                                                                           platform_name: str) -> None:
     """In the forward of a later step, in its sampler, and while a result is fetched."""

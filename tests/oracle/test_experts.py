@@ -20,6 +20,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.ops import HeldExperts
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_families import TEXTS
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
@@ -32,7 +33,8 @@ def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
 
 
-@pytest.mark.parametrize(("num_tokens", "is_turned"), [(1024, False), (37, False), (1024, True)])
+@pytest.mark.parametrize(("num_tokens", "is_turned"), [
+    (37, False), (1024, True), *only_full("whole prompts; chunks stay, and turned weights whole", (1024, False))])
 def test_with_images_and_chunks(num_tokens: int, is_turned: bool, checkpoint: Any, platform_name: str,
                                 tmp_path: Path) -> None:
     path: Path = checkpoint("qwen3_vl_moe")

@@ -11,32 +11,37 @@ import pytest
 from npu_runner import LLM
 from npu_runner.strategies import pick_strategy
 from tests.families import FAMILIES, sees_images
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_qwen3_vl import LAYOUTS, SIZES, make_prompts
+from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{model_type}, {what}" if what else model_type: (model_type, changes)
     for model_type, family in FAMILIES.items() for what, changes in {"": {}, **family.variants}.items()
 }
+MORE = [f"{model_type}, {what}" for model_type, family in FAMILIES.items() for what in family.more]
 
 
-def prompts_of(llm: LLM, model_type: str) -> tuple[list[Any], list[list[Any]]]:
-    """Prompts, and the images of each."""
+def prompts_of(llm: LLM, model_type: str, *, of_variant: bool = False) -> tuple[list[Any], list[list[Any]]]:
+    """Prompts, and the images of each. A variant differs in its network alone, and has fewer."""
     if sees_images(model_type):
-        return make_prompts(llm, LAYOUTS)
-    return [llm.engine.processor.from_text(text) for text in TEXTS], [[] for _ in TEXTS]
+        return make_prompts(llm, ["t", "0t1t2t3", "t44t4"] if of_variant else LAYOUTS)
+    texts = TEXTS[1::2] if of_variant else TEXTS
+    return [llm.engine.processor.from_text(text) for text in texts], [[] for _ in texts]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in MORE), *only_full(
+    "variants of which another family's variant has what they change (tests/families.py)", *MORE)])
 def test_greedy_tokens_and_logits_equal_transformers(name: str, checkpoint: Any, platform_name: str) -> None:
     model_type, changes = CASES[name]
     path: Path = checkpoint(model_type, **changes)
     with LLM(path, platform=platform_name, max_num_batched_tokens=128, **SMALL) as llm:
-        prompts, images = prompts_of(llm, model_type)
+        prompts, images = prompts_of(llm, model_type, of_variant=bool(changes))
         assert_equals_reference(path, llm, prompts, images)
         if sees_images(model_type):
-            assert llm.stats().num_images_encoded == len(SIZES), "the tower runs once for each distinct image"
+            num_images = len({id(image) for of_prompt in images for image in of_prompt})
+            assert llm.stats().num_images_encoded == num_images, "the tower runs once for each distinct image"
 
 
 def test_sharded_checkpoint_equals_a_single_file(checkpoint: Any, platform_name: str) -> None:

@@ -16,6 +16,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, StateSave
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
+from tests.full_set import only_full
 from tests.oracle.gated_delta_layer import (
     GATES,
     NUM_SLOTS,
@@ -60,7 +61,8 @@ def assert_slot(server: Server, slot: int, defined: Defined, length: int) -> Non
     assert_close(server.conv_state[slot], defined.tail(length, server.shape.conv_kernel_size), 1e-6)
 
 
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", [
+    "usual", "mixed", *only_full("gates all open and all shut; mixed ones stay, which have both", "open", "shut")])
 def test_a_long_prompt_and_what_follows_it(gates: str, platform_name: str) -> None:
     server = make_server(platform_name)
     seq = Request(Inputs.random(2100, SHAPE, gates), slot=5)

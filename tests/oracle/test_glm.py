@@ -21,6 +21,7 @@ from npu_runner.models.vision.parts import PaddedHeadNorm
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.strategies import pick_strategy
 from tests.core.test_config import spoiled
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 from tests.oracle.test_hybrid_models import copy_with_more_tensors
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
@@ -28,7 +29,8 @@ from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 FAMILIES = ["glm_ocr", "glm4v", "glm46v"]
 
 
-@pytest.mark.parametrize(("model_type", "num_tokens"), [("glm_ocr", 7), ("glm4v", 37)])
+@pytest.mark.parametrize(("model_type", "num_tokens"), [
+    ("glm_ocr", 7), *only_full("the other of two towers of one kind", ("glm4v", 37))])
 def test_chunks_may_cut_an_image(model_type: str, num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
@@ -36,7 +38,7 @@ def test_chunks_may_cut_an_image(model_type: str, num_tokens: int, checkpoint: A
         assert_equals_reference(path, llm, prompts, images)
 
 
-@pytest.mark.parametrize("model_type", ["glm_ocr", "glm4v"])
+@pytest.mark.parametrize("model_type", ["glm_ocr", *only_full("the other of two towers of one kind", "glm4v")])
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
@@ -47,7 +49,7 @@ def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any,
         assert_equals_reference(path, llm, prompts, images)
 
 
-@pytest.mark.parametrize("model_type", ["glm_ocr", "glm4v"])
+@pytest.mark.parametrize("model_type", ["glm4v", *only_full("the other of two towers of one kind", "glm_ocr")])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     head_dim = pick_strategy(path).read_config().head_dim

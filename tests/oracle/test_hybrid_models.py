@@ -18,27 +18,29 @@ from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.graphs import DecodeForward, GraphResourceError
 from npu_runner.strategies import pick_strategy
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_families import TEXTS, prompts_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_next"])
-@pytest.mark.parametrize("num_tokens", [64, 192])
+@pytest.mark.parametrize(("num_tokens", "model_type"), [
+    (64, "qwen3_5"), (192, "qwen3_next"),
+    *only_full("each family with the other size of chunks", (192, "qwen3_5"), (64, "qwen3_next"))])
 def test_chunks_carry_the_state(num_tokens: int, model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         assert_equals_reference(path, llm, *prompts_of(llm, model_type))
 
 
-@pytest.mark.parametrize("block_size", [4, 48, 128])
+@pytest.mark.parametrize("block_size", [48, *only_full("other sizes of blocks", 4, 128)])
 def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_5_text")
     with LLM(path, platform=platform_name, block_size=block_size, max_num_batched_tokens=256, **SMALL) as llm:
         assert_equals_reference(path, llm, *prompts_of(llm, "qwen3_5_text"))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", *only_full("the same layers behind a tower", "qwen3_5")])
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, **SMALL) as llm:

@@ -18,6 +18,7 @@ from npu_runner.checkpoint.lora import CONFIG, WEIGHTS, read_adapter
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.strategies import pick_strategy
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices
 from tests.oracle.test_families import prompts_of
 
@@ -87,8 +88,8 @@ def test_every_weight_is_what_peft_merges(kind: str, made: Make) -> None:
         assert changed == reader.num_changed > 0, "the test's adapter changes what it says"
 
 
-@pytest.mark.parametrize("kind", ["tower and decoder", pytest.param("DoRA", marks=pytest.mark.full(
-    "another adapter through the engine; its weights are compared in the fast set"))])
+@pytest.mark.parametrize("kind", ["tower and decoder", *only_full(
+    "another adapter through the engine; its weights are compared in the fast set", "DoRA")])
 def test_tokens_and_logits_equal_those_of_the_merged_model(kind: str, made: Make, platform_name: str) -> None:
     """6 s."""
     base, adapter, merged = made(*KINDS[kind])

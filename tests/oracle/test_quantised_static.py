@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from npu_runner.errors import ModelError
 from scripts.quantised.calibration import input_ranges
 from scripts.quantised.formats import Range
 from scripts.quantised.writing import quantise
+from tests import zygote
 from tests.oracle.quantised_folders import read_all
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def test_rows_that_are_none_are_named(text: str, words: str, checkpoint: Any, tm
 @pytest.mark.parametrize("options", [["w8a8-static"], ["w8a8", "--calibrate", "rows.jsonl"]])
 def test_scales_are_measured_where_they_are_wanted_and_nowhere_else(options: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "scripts/quantize_checkpoint.py", "shapes-vl", str(tmp_path / "copy"), "--format"]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    done = zygote.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--calibrate is for w8a8-static and modelslim-w8a8, and these need it; --format is" in done.stderr
 

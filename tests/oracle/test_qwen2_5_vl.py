@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from npu_runner import LLM
 from npu_runner.errors import ModelError
 from tests.core.test_config import spoiled
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 
-@pytest.mark.parametrize(("model_type", "num_tokens"), [("qwen2_vl", 16), ("qwen2_5_vl", 16), ("qwen2_5_vl", 37)])
+@pytest.mark.parametrize(("model_type", "num_tokens"), [
+    ("qwen2_5_vl", 16), *only_full("another tower, larger chunks", ("qwen2_vl", 16), ("qwen2_5_vl", 37))])
 def test_chunks_may_cut_an_image(model_type: str, num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:

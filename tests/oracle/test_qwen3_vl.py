@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from npu_runner import LLM
+from tests.full_set import only_full
 from tests.oracle.reference import random_image
 from tests.oracle.running import SMALL, assert_equals_reference
 
@@ -36,7 +37,7 @@ def make_prompts(llm: LLM, layouts: list[str]) -> tuple[list[Any], list[list[Any
     return [llm.engine.processor(messages) for messages, _ in built], [used for _, used in built]
 
 
-@pytest.mark.parametrize("num_tokens", [5, 16, 37])
+@pytest.mark.parametrize("num_tokens", [5, *only_full("larger chunks; the smallest cuts at every place", 16, 37)])
 def test_chunks_may_cut_an_image(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:

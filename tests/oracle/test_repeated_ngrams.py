@@ -12,6 +12,7 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import RequestOutput
+from tests.full_set import only_full
 from tests.oracle import reference
 from tests.oracle.running import SMALL
 from tests.oracle.test_scheduling_changes_nothing import NUM_BLOCKS
@@ -103,7 +104,8 @@ def undisturbed(path: Path, platform_name: str) -> list[RequestOutput]:
     return answers(path, platform_name, all_rules, **ONE_STEP)[0]
 
 
-@pytest.mark.parametrize("change", ["two steps", "few blocks"])
+@pytest.mark.parametrize("change", [
+    "few blocks", *only_full("steps under way without preemption; both together stay", "two steps")])
 def test_what_is_done_beside_a_step_changes_no_token(change: str, path: Path, platform_name: str,
                                                      undisturbed: list[RequestOutput]) -> None:
     """Steps under way; then preemption as well. Slots change hands, and answers of one prompt run side by side."""

@@ -14,6 +14,7 @@ from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.families import FAMILIES, sees_images
 from tests.faults.test_memory_in_steps import failing_behind_the_forward
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference, need_devices, runner_of
 from tests.oracle.test_qwen3_vl import make_prompts
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE
@@ -22,6 +23,8 @@ from tests.runner.test_culprits import failing, poison_of, raise_at_poison
 # Of each family, but for the decoders that others have within them.
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {} for name in FAMILIES if not name.endswith("_text")}, "mistral": {"sliding_window": 10}}
+SHARING = ("qwen3", "mistral", "qwen3_moe", "qwen3_vl", "qwen3_5")
+"""Blocks, windows, experts, images, states."""
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, n=3)
 
 
@@ -38,7 +41,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.completions] for output in outputs]
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [
+    *SHARING, *only_full("what is shared are blocks and states: a family of each kind stays",
+                         *(name for name in MODELS if name not in SHARING))])
 def test_prompts_that_begin_alike_and_arrive_together(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type, **MODELS[model_type])
     with LLM(path, platform=platform_name, block_size=4, max_num_batched_tokens=1024, **SMALL) as llm:

@@ -13,6 +13,7 @@ from npu_runner.core.block_manager import first_needed_block
 from npu_runner.platforms import pick_platform
 from npu_runner.strategies import pick_strategy
 from tests.core.test_config import spoiled
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
@@ -21,6 +22,7 @@ TEXTS = ["which", "which of the two", "which of the two pictures shows a circle?
          "colour " * 30]
 FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES = ("mistral", "qwen2", "qwen3", "qwen3_moe")
+WINDOWS = (2, 10, 16, 37)
 ALL_SLIDE: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
@@ -42,8 +44,10 @@ def default_block_size(platform_name: str, wanted: int) -> int:
     return wanted if allowed is None else allowed[0]
 
 
-@pytest.mark.parametrize("window", [2, 10, 16, 37])  # its cache of 1 keeps all
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(("model_type", "window"), [  # transformers' own cache of 1 keeps all
+    *(("mistral", window) for window in WINDOWS), *((family, 10) for family in FAMILIES[1:]),
+    *only_full("each family with each window; each stays with one, and one with each",
+               *((family, window) for family in FAMILIES[1:] for window in WINDOWS if window != 10))])
 def test_every_layer_slides(model_type: str, window: int, checkpoint: Any, platform_name: str) -> None:
     """Windows that are no multiple of the block size, whole blocks, and the least that transformers honours."""
     path: Path = checkpoint(model_type, sliding_window=window, **ALL_SLIDE[model_type])
@@ -70,7 +74,7 @@ def test_a_window_that_the_file_does_not_ask_for_is_none(checkpoint: Any, platfo
             assert "sliding" not in llm.engine.info.ledger
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 33])
+@pytest.mark.parametrize("num_tokens", [7, *only_full("other sizes of chunks", 1, 33)])
 def test_chunks(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("mistral", sliding_window=10)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens,
@@ -78,7 +82,7 @@ def test_chunks(num_tokens: int, checkpoint: Any, platform_name: str) -> None:
         assert_equals_reference(path, llm, prompts_of(llm))
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("block_size", [3, *only_full("other sizes of blocks", 1, 16)])
 def test_block_sizes(block_size: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("mistral", sliding_window=10)
     with LLM(path, platform=platform_name, block_size=default_block_size(platform_name, block_size), **SMALL) as llm:

@@ -19,6 +19,7 @@ from npu_runner.grammars.compile import json_options, with_grammar
 from npu_runner.grammars.matchers import Matchers
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.runner.model_runner import ModelRunner
+from tests.full_set import only_full
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
 from tests.runner.test_culprits import failing
@@ -37,7 +38,8 @@ def path(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("qwen3")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one step", "two steps"])
+@pytest.fixture(scope="module", params=[True, *only_full("one step under way; two stay, as by default", False)],
+                ids=["two steps", "one step"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(path, async_scheduling=request.param, kv_cache_bytes=64 << 20, **SETTINGS) as llm:
         yield llm

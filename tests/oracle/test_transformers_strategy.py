@@ -25,6 +25,7 @@ from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.models.transformers_model import check_call
 from npu_runner.strategies import pick_strategy, transformers_model
+from tests.full_set import only_full
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint, write_config_alone
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 
@@ -55,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "helium": {},
 }
+ALIKE = ("phi3", "starcoder2", "stablelm", "ernie4_5", "helium", "olmoe")
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +76,9 @@ def prompts_of(llm: LLM, texts: list[str] = TEXTS) -> list[Any]:
     return [llm.engine.processor.from_text(text) for text in texts]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [
+    *(name for name in FAMILIES if name not in ALIKE),
+    *only_full("networks of transformers that ask our attention for nothing that others do not", *ALIKE)])
 def test_greedy_tokens_and_logits_equal_transformers(model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     assert isinstance(pick_strategy(path), transformers_model.TransformersStrategy)
@@ -83,19 +87,20 @@ def test_greedy_tokens_and_logits_equal_transformers(model_type: str, foreign: A
 
 
 # Whatever the scheduler and the cache do.
-SCHEDULED = ["gemma3_text", "granite", "mixtral", "gpt2"]
 WORDS = [f"{word} {'which of the pictures ' * count}" for count, word in enumerate("abcdefg")]
 
 
-@pytest.mark.parametrize("model_type", SCHEDULED)
-@pytest.mark.parametrize("num_tokens", [7, 33])
+@pytest.mark.parametrize(("num_tokens", "model_type"), [
+    (7, "gemma3_text"), (33, "gpt2"), *only_full("each of four families with both sizes of chunks", (7, "granite"),
+    (7, "mixtral"), (7, "gpt2"), (33, "gemma3_text"), (33, "granite"), (33, "mixtral"))])
 def test_chunked_prefill_equals_whole(num_tokens: int, model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         assert_equals_reference(path, llm, prompts_of(llm, WORDS))
 
 
-@pytest.mark.parametrize("model_type", SCHEDULED)
+@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full(
+    "families without windows; schedulers do not know them", "granite", "mixtral", "gpt2")])
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     with LLM(path, platform=platform_name, **SMALL) as llm:
@@ -108,7 +113,8 @@ def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, foreign: Any, pl
         assert_equals_reference(path, llm, prompts)
 
 
-@pytest.mark.parametrize("model_type", SCHEDULED)
+@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full(
+    "families without windows; schedulers do not know them", "granite", "mixtral", "gpt2")])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, foreign: Any, platform_name: str) -> None:
     if platform_name != "cpu":
         pytest.skip("blocks of 4 tokens are the CPU's")
@@ -355,6 +361,7 @@ def test_weights_that_do_not_fit_are_named(edit: Callable[[Any], object], messag
 # -- transformers stays out of everything else ------------------------------------------------------------------------
 
 
+@pytest.mark.full("a start from nothing; one with answers stays (tests/runner/test_start.py)")
 def test_a_family_of_our_own_imports_no_transformers(checkpoint: Any) -> None:
     program = ("import sys; from npu_runner import LLM, SamplingParams\n"
                "with LLM(sys.argv[1], platform='cpu', max_num_seqs=2, max_model_len=64) as llm:\n"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from npu_runner import LLM
+from tests.full_set import only_full
 from tests.oracle.reference import random_image
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
 
@@ -52,7 +53,9 @@ def test_the_tower_runs_once_for_each_distinct_image(checkpoint: Any, platform_n
         assert [output.token_ids for output in again] == [together[i].token_ids for i in (4, 2, 0)]
 
 
-@pytest.mark.parametrize(("cache_bytes", "chunk"), [(0, 2048), (0, 24), (BYTES_PER_IMAGE, 2048)])
+@pytest.mark.parametrize(("cache_bytes", "chunk"), [
+    (0, 24), *only_full("whole prompts, and a cache of one image; no cache and chunks stay", (0, 2048),
+                        (BYTES_PER_IMAGE, 2048))])
 def test_a_preempted_sequence_still_has_its_image_when_the_cache_is_tiny(
     cache_bytes: int, chunk: int, checkpoint: Any, platform_name: str
 ) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from npu_runner.batch.job.delivery import EarlyRows
 from npu_runner.serving.replica import FinishedRow
+from tests.full_set import only_full
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("max_bytes_in_memory", [0, 500, 10**6])
+@pytest.mark.parametrize("max_bytes_in_memory", [500, *only_full("no memory, and memory for all", 0, 10**6)])
 def test_rows_come_out_as_they_went_in(max_bytes_in_memory: int) -> None:
     gc.collect()  # files of others, which nobody holds any more
     rng, before = random.Random(1), open_files()

@@ -14,6 +14,7 @@ import pytest
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError
+from tests import zygote
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.replicas.jobs import (
     REPLICA,
@@ -81,7 +82,7 @@ def test_a_killed_replica_is_named_its_rows_are_answered_and_it_is_started_again
 
 @pytest.mark.from_nothing("the command's own start of replicas and workers")
 def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_with_another_number(
-    tmp_path: Path, undisturbed: list[bytes]
+    tmp_path: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path)
@@ -94,6 +95,7 @@ def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_with_another_number(
     found = lines(tmp_path)
     assert 20 <= len(found) < NUM_ROWS
     assert set(found) <= set(undisturbed)
+    monkeypatch.setattr(zygote, "start_from_nothing", False)  # what goes on starts like any job
     job = start_scripted(tmp_path, data_parallel_size=3, progress="lines")
     kill(wait_until(lambda: processes(REPLICA, job.pid), job)[:1])
     status, said = ended(job)

@@ -20,6 +20,7 @@ from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import DecodeBuckets, pad_into, send
 from npu_runner.runner.step_arrays import step_arrays, to_device
 from tests.core.traffic import MAX_LEN, Step, World
+from tests.full_set import examples
 from tests.oracle.running import UncompiledGraphs
 
 CPU = torch.device("cpu")
@@ -95,14 +96,14 @@ TRAFFIC = {
 }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**TRAFFIC)
 def test_what_a_step_reads_is_what_the_scheduler_has(**traffic: Any) -> None:
     assert_steps_read_what_the_scheduler_has(**traffic)
 
 
 @pytest.mark.full("five times as much random traffic")
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**TRAFFIC)
 def test_what_more_steps_read_is_what_the_scheduler_has(**traffic: Any) -> None:
     assert_steps_read_what_the_scheduler_has(**traffic)

@@ -14,6 +14,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.options import PreprocessingOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests.full_set import only_full
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 MAX_NUM_SEQS = 4
@@ -85,7 +86,7 @@ def test_results_come_as_they_finish(llm: LLM) -> None:
     assert [(index, len(output.token_ids)) for index, output in stream] == [(1, 2), (3, 4), (2, 20), (0, 40)]
 
 
-@pytest.mark.parametrize("has_images", [False, True])
+@pytest.mark.parametrize("has_images", [True, *only_full("texts alone; images among them stay", False)])
 def test_an_iterator_is_read_as_the_work_goes_on(llm: LLM, has_images: bool) -> None:
     items = CONVERSATIONS if has_images else [[{"role": "user", "content": "which"}]]
     source = Counted(items, 100_000)

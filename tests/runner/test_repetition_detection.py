@@ -13,6 +13,7 @@ from npu_runner import LLM, RepetitionDetectionParams, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
+from tests.full_set import only_full
 
 SMALL: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_model_len": 192, "max_num_seqs": 4,
                          "kv_cache_bytes": 8 << 20, "preprocessing_workers": 0}  # fmt: skip
@@ -60,7 +61,8 @@ def assert_ended(completion: CompletionOutput, free: list[int], **rule: int) -> 
     return end is not None
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one step", "two steps"])
+@pytest.fixture(scope="module", params=[True, *only_full("one step under way; two stay, as by default", False)],
+                ids=["two steps", "one step"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(str(SHAPES_VL), async_scheduling=request.param, **SMALL) as llm:
         yield llm

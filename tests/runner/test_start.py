@@ -22,9 +22,10 @@ from npu_runner.strategies.base import LoadStrategy
 _SETTINGS = {"platform": "cpu", "enforce_eager": True, "kv_cache_bytes": 1 << 20, "max_model_len": 64}
 _PROGRAM = """
 import sys
-from npu_runner import LLM
+from npu_runner import LLM, SamplingParams
 import npu_runner.platforms.cuda.graphs
-with LLM(sys.argv[1], platform="cpu", enforce_eager=True, kv_cache_bytes=1 << 20, max_model_len=64):
+with LLM(sys.argv[1], platform="cpu", enforce_eager=True, kv_cache_bytes=1 << 20, max_model_len=64) as llm:
+    llm.generate(["which"], SamplingParams(max_tokens=2))
     print(sorted({"torch._dynamo", "torch._inductor", "transformers", "sympy"} & set(sys.modules)))
 """
 

@@ -19,6 +19,7 @@ from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.states import StateNeeds, StatePlan, StatePool, StateShape, plan_states
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, greedy, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
@@ -151,7 +152,7 @@ def test_a_max_num_seqs_that_was_asked_for_and_does_not_fit_is_an_error_with_the
 # -- serving -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["eager", "padded"])
+@pytest.fixture(params=["padded", *only_full("steps that nothing pads; padded ones stay", "eager")])
 def watched(request: pytest.FixtureRequest, checkpoint: Any, platform_name: str,
             monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, list[set[int]]]]:
     """An engine with few blocks and few slots whose steps are watched, and the slots that each step changed."""
