@@ -213,6 +213,9 @@ class GraphConfig:
     """Same as graph_mode eager; vLLM's name."""
     graph_batch_sizes: tuple[int, ...] | None = None
     """Batch sizes that graphs are made for; None: 1, 2, 4, 8, then multiples of 16 up to max_num_seqs."""
+    graph_prefill_sizes: tuple[int, ...] | None = None
+    """Numbers of tokens that graphs of short prefills are made for (cuda, of models without states); None: 16, 32, then
+    multiples of 64 up to 512; 0: no such graphs."""
     use_graph_cache: bool | None = None
     """Keep compiled decode graphs for the next start (npu with graph_mode max-autotune); None: where that is
     possible."""
@@ -223,11 +226,14 @@ class GraphConfig:
         check_choices(self)
         if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts graph_mode={self.graph_mode!r}; set one of them")
-        if self.graph_batch_sizes is not None:
-            sizes = tuple(sorted(set(self.graph_batch_sizes)))
-            if not sizes or sizes[0] < 1:
-                raise ConfigError(f"graph_batch_sizes: {self.graph_batch_sizes} must be positive batch sizes")
-            object.__setattr__(self, "graph_batch_sizes", sizes)
+        for name, least, what in (("graph_batch_sizes", 1, "positive batch sizes"),
+                                  ("graph_prefill_sizes", 0, "numbers of tokens")):
+            given = getattr(self, name)
+            if given is not None:
+                sizes = tuple(sorted(set(given)))
+                if not sizes or sizes[0] < least:
+                    raise ConfigError(f"{name}: {given} must be {what}")
+                object.__setattr__(self, name, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
