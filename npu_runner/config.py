@@ -270,7 +270,8 @@ class RunnerConfig:
     loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
     loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). fp8 makes FP8 (e4m3)
     of such linears in the same way, and of experts by block of 128 x 128, of 16 bits alone (cuda on Hopper, in
-    bfloat16). cpu rounds the weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto. vLLM's name."""
+    bfloat16). cpu rounds the weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto.
+    vLLM's name."""
     lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
     """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
     so serves all requests. None: no adapter."""
