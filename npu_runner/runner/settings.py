@@ -19,7 +19,7 @@ from npu_runner.runner.states import StateNeeds
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 FP8_CACHE = "float8_e4m3fn"
-# Padding is an eighth of most steps at most: the device computes it. Longer steps keep it busy by themselves.
+# Close together, as the device computes the padding, too. Longer steps keep it busy by themselves.
 _PREFILL_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024 + 1, 128))
 
 
