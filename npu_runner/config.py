@@ -211,6 +211,9 @@ class GraphConfig:
     """Same as graph_mode eager; vLLM's name."""
     graph_batch_sizes: tuple[int, ...] | None = None
     """Batch sizes that graphs are made for; None: 1, 2, 4, 8, then multiples of 16 up to max_num_seqs."""
+    graph_prefill_sizes: tuple[int, ...] | None = None
+    """Numbers of tokens that graphs of short prefills are made for (cuda, of models without states); None: 16, 32, then
+    multiples of 64 up to 512, of 128 up to 1,024; 0: no such graphs."""
     use_graph_cache: bool | None = None
     """Keep compiled decode graphs for the next start (npu with graph_mode max-autotune); None: where that is
     possible."""
@@ -221,11 +224,14 @@ class GraphConfig:
         check_choices(self)
         if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts graph_mode={self.graph_mode!r}; set one of them")
-        if self.graph_batch_sizes is not None:
-            sizes = tuple(sorted(set(self.graph_batch_sizes)))
-            if not sizes or sizes[0] < 1:
-                raise ConfigError(f"graph_batch_sizes: {self.graph_batch_sizes} must be positive batch sizes")
-            object.__setattr__(self, "graph_batch_sizes", sizes)
+        for name, least, what in (("graph_batch_sizes", 1, "positive batch sizes"),
+                                  ("graph_prefill_sizes", 0, "numbers of tokens")):
+            given = getattr(self, name)
+            if given is not None:
+                sizes = tuple(sorted(set(given)))
+                if not sizes or sizes[0] < least:
+                    raise ConfigError(f"{name}: {given} must be {what}")
+                object.__setattr__(self, name, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +267,9 @@ class RunnerConfig:
     """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
     loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
     loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). fp8 makes FP8 (e4m3)
-    of such linears in the same way, of 16 bits alone, and leaves experts (cuda on Hopper, in bfloat16). cpu rounds the
-    weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto. vLLM's name."""
+    of such linears in the same way, and of experts by block of 128 x 128, of 16 bits alone (cuda on Hopper, in
+    bfloat16). cpu rounds the weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto.
+    vLLM's name."""
     lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
     """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
     so serves all requests. None: no adapter."""

@@ -47,8 +47,10 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     method = None if quantization is None else quantization.method
     if asked in _MADE:
         source = "" if method is None else f"{method}, "
-        then = f"multiplied as {asked}, inputs rounded by row" if asked in weight_forms else _AS_THEY_ARE
-        return f"{source}made {_MADE[asked]} by row at load, {then}"
+        rounded = "by row" if asked == "int8" else "by row, of experts in groups of 128"
+        then = f"multiplied as {asked}, inputs rounded {rounded}" if asked in weight_forms else _AS_THEY_ARE
+        how = "by row" if asked == "int8" else "by row, of experts by block"
+        return f"{source}made {_MADE[asked]} {how} at load, {then}"
     held = []
     kinds = [name for form, name in (("int8", "dynamic"), ("int8_static", "static")) if form in weight_forms]
     if method in _HOLD_INT8 and kinds:

@@ -77,6 +77,12 @@ class ExpertWeights(nn.Module):
         assert self.gate_up_scales is not None and self.down_scales is not None, "these are not quantised"  # noqa: PT018
         return QuantisedExperts(self.gate_up, self.gate_up_scales), QuantisedExperts(self.down, self.down_scales)
 
+    @property
+    def has_whole_blocks(self) -> bool:
+        """FP8 by block may be made of the experts, on whatever number of ranks."""
+        sizes = (self.hidden_size, self.moe.intermediate_size)
+        return self.layout != "fused_transposed" and not any(size % FP8_BLOCK for size in sizes)
+
     def weights_are_loaded(self) -> None:
         """Lays integers out as the platform multiplies them."""
         if self.form == INT8_EXPERTS:
@@ -85,8 +91,8 @@ class ExpertWeights(nn.Module):
 
     def _has_product(self, form: str | None) -> bool:
         """Slices that cut a block of FP8 have none, nor have stacks of it that lie the other way round."""
-        sizes = (self.hidden_size, self.moe.intermediate_size, self.start, self.length)
-        return form != FP8_EXPERTS or not (self.layout == "fused_transposed" or any(size % FP8_BLOCK for size in sizes))
+        return form != FP8_EXPERTS or (
+            self.has_whole_blocks and not any(size % FP8_BLOCK for size in (self.start, self.length)))
 
     def _allocate(self, form: str | None, context: LayerContext) -> None:
         self.form = form

@@ -12,7 +12,7 @@ from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_
 from npu_runner.layers.expert_weights import FORMS_OF_EXPERTS, ExpertWeights
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear, form_of
-from npu_runner.platforms.ops import FP8, INT8
+from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8
 
 MADE_AT_LOAD: Mapping[str, Held] = {INT8: BY_ROW, FP8: FP8}
 """By the setting `quantization`, how weights are held that it makes."""
@@ -55,9 +55,18 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str], how: Held = BY_
     of_linears = {stored for name, linear in _linears(model) if id(linear) in inside and linear.may_be_made(how)
                   for part, stored in _parts(name, linear, renamed) if part not in linear.gates}
     if form_of(how) not in FORMS_OF_EXPERTS:
-        return of_linears
+        return of_linears | names_in_blocks(model, renamed, how)
     return of_linears | {stored for name, experts in _experts(model) if id(experts) in inside
                          for stored in _of_experts(name, experts, renamed)}
+
+
+def names_in_blocks(model: nn.Module, renamed: Mapping[str, str], how: Held) -> set[str]:
+    """Those among `names_to_round` that get scales of blocks: FP8 of experts, which have no product of FP8 by row."""
+    if form_of(how) != FP8:
+        return set()
+    inside = set(getattr(model, "decoder", model).modules())
+    return {stored for name, experts in _experts(model) if experts in inside and experts.has_whole_blocks
+            for stored in _of_experts(name, experts, renamed)}
 
 
 def turned_stacks(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
@@ -66,17 +75,19 @@ def turned_stacks(model: nn.Module, renamed: Mapping[str, str]) -> set[str]:
             for stored in _of_experts(name, experts, renamed)}
 
 
-def forms_of_random(how: Held | None, weight_forms: Collection[str]) -> tuple[str, ...]:
-    """The forms of a model with random weights. `how` as of `hold_rounded`; `weight_forms`: of the platform."""
+def forms_of_random(how: Held | None, weight_forms: Collection[str], *, is_made: bool) -> tuple[str, ...]:
+    """The forms of a model with random weights. `how` as of `hold_rounded`; `weight_forms`: of the platform. `is_made`:
+    by `quantization`, and not what the checkpoint has."""
     form = "" if how is None else form_of(how)
-    return tuple(each for each in (form, FORMS_OF_EXPERTS.get(form)) if each is not None and each in weight_forms)
+    of_experts = FORMS_OF_EXPERTS.get(FP8_BLOCKS if is_made and form == FP8 else form)
+    return tuple(each for each in (form, of_experts) if each is not None and each in weight_forms)
 
 
 def hold_rounded(model: nn.Module, how: Held = BY_ROW) -> None:
     """`hold_as_stored` without a checkpoint: `how`, as `HeldLinear.hold` takes it, where `quantization` makes
     such weights of 16 bits."""
-    meant = names_to_round(model, {}, how)
-    _hold(model, {}, lambda name: how if name in meant else None)
+    meant, in_blocks = names_to_round(model, {}, how), names_in_blocks(model, {}, how)
+    _hold(model, {}, lambda name: FP8_BLOCKS if name in in_blocks else how if name in meant else None)
 
 
 def hold_as_floats(model: nn.Module) -> None:

@@ -53,6 +53,20 @@ class AttentionBackend(ABC):
         rows_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
         return self.plan_decode(ends_of_tokens(query_lens_B, context_lens_B).tolist(), block_tables_BW[rows_T], device)
 
+    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
+        """How many tiles a captured prefill of so many tokens and sequences has at most. A tile is four numbers that
+        say what some tokens attend to. Asked for where `Platform.prefill_graph_backends` name the backend."""
+        raise AssertionError(f"prefills of {self.name} are not captured")
+
+    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
+        """int32 (tiles, 4): those of one step. A graph's buffer ends with zeros, which are empty tiles."""
+        raise AssertionError(f"prefills of {self.name} are not captured")
+
+    def plan_of_tiles(self, tiles: Tensor) -> Any:
+        """The plan of a captured prefill, whose `tiles` (most_graph_tiles, 4) lie on the device and change from replay
+        to replay. Tokens that are in no tile attend to nothing; what they get is finite."""
+        raise AssertionError(f"prefills of {self.name} are not captured")
+
     @abstractmethod
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         """Store one step's keys and values."""

@@ -89,6 +89,9 @@ class Platform(ABC):
     """A token's row is copied for each of its experts, and not read where it lies."""
     fp8_cache_backends: tuple[str, ...] = ()
     """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
+    prefill_graph_backends: tuple[str, ...] = ()
+    """The attention backends whose short prefills are recorded in graphs, in every graph mode but eager. Then
+    `GraphCompiler.records`."""
     runs_draft_heads: bool = True
     """The `mtp` of speculative_config is served."""
     most_state_drafts: int | None = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -154,13 +154,29 @@ class DecodeBuckets:
         step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
         arrays = step_arrays(step, draws, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
-        layout, num_elements = plan_layout(arrays)
-        staging = torch.zeros(num_elements, dtype=torch.int32)
-        host = {name: view.numpy() for name, view in views(staging, layout).items()}
-        buffer = torch.zeros(num_elements + _NEWS_A_ROW * size, dtype=torch.int32,
-                             device=self.last_tokens.device)
-        tensors = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size], **views(buffer, layout)}
-        return Bucket(size, num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors), forward)
+        beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
+        return Bucket(size, *make_buffers(arrays, beside, size), forward)
+
+
+def make_buffers(arrays: dict[str, np.ndarray], beside: dict[str, Tensor], num_rows: int) -> tuple[
+        int, np.ndarray, dict[str, np.ndarray], Tensor, dict[str, Tensor], StepInputs]:
+    """What a Bucket of such arrays has from `num_elements` to `inputs`. `beside`: tensors that are there already."""
+    layout, num_elements = plan_layout(arrays)
+    staging = torch.zeros(num_elements, dtype=torch.int32)
+    host = {name: view.numpy() for name, view in views(staging, layout).items()}
+    buffer = torch.zeros(num_elements + _NEWS_A_ROW * num_rows, dtype=torch.int32, device=beside["block_tables"].device)
+    tensors = {**beside, **views(buffer, layout)}
+    return num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors)
+
+
+def pad_arrays(bucket: Bucket, arrays: Mapping[str, np.ndarray], block_size: int, max_num_seqs: int,
+               num_states: int | None = None) -> None:
+    """Fill those of the bucket's host arrays, and what is behind their ends with padding."""
+    for name, source in arrays.items():
+        target, count = bucket.host[name], source.shape[-1]
+        target[..., :count] = source
+        padded = np.arange(count, target.shape[-1])
+        target[..., count:] = padding(name, padded, block_size, max_num_seqs, num_states)
 
 
 def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, block_size: int, *, max_num_seqs: int,
@@ -172,11 +188,7 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, b
     With `repeats_a_row` these read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
     """
     count = len(arrays["context_lens"])
-    padded_rows = np.arange(count, bucket.batch_size)
-    for name, source in arrays.items():
-        target = bucket.host[name]
-        target[:count] = source
-        target[count:] = padding(name, padded_rows, block_size, max_num_seqs, num_states)
+    pad_arrays(bucket, arrays, block_size, max_num_seqs, num_states)
     table_slots_B = np.full(bucket.batch_size, max_num_seqs, dtype=np.int32)
     table_slots_B[:count] = slots
     if repeats_a_row:

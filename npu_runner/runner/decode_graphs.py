@@ -1,4 +1,5 @@
-"""Makes the decode graphs of a rank whose cache stands: compiles them, warms them up, compares those of earlier runs.
+"""Makes the graphs of a rank whose cache stands: compiles those of decode steps, warms them up, compares those of
+earlier runs, and records those of short prefills.
 
 A kept graph is used again if it was made of the same and answers as an eager step does. Knows nothing of how a rank was
 loaded, nor of how a platform compiles or stores a graph.
@@ -7,6 +8,7 @@ loaded, nor of how a platform compiles or stores a graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import logging
@@ -17,14 +19,16 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.graphs import GraphResourceError, GraphSettings
+from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode
+from npu_runner.runner.prefill_graphs import PrefillBuckets
 from npu_runner.runner.settings import Settings
 from npu_runner.runner.step import StepRunner
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
@@ -86,7 +90,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
     def warm_up(batch_size: int) -> None:
         progress("compiling", f"bucket {batch_size} (graph {order.index(batch_size) + 1} of {len(order)})")
-        own = _why_no_graph(parts, batch_size)
+        own = _why_no_graph(parts, lambda: parts.run_bucket(batch_size))
         if own:
             progress("compiling", f"no graph for bucket {batch_size} ({own}), if all ranks do without")
         # No rank can go without alone: the others would wait for it in that graph's collectives.
@@ -100,6 +104,32 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
     buckets.compile_all(eager, warm_up, agrees, votes)
     _record_draws(steps, buckets)
+    if settings.prefill_sizes:
+        _record_prefills(parts, compiler, votes, progress)
+
+
+def _record_prefills(parts: DecodeParts, compiler: GraphCompiler, votes: Votes, progress: Progress) -> None:
+    """Largest first, as far as all ranks have room for them; prefills without a graph are eager."""
+    steps = parts.steps
+    model, attention = steps.model, steps.attention
+
+    def forward(inputs: StepInputs, tiles: Tensor) -> Tensor:
+        metadata = AttentionMetadata.of(inputs, attention.plan_of_tiles(tiles), is_prefill=True)
+        return model(model.embed(inputs.tokens), inputs.positions, metadata)
+
+    prefills = PrefillBuckets(attention, steps.tables, block_size=steps.block_size,
+                              uses_mrope=parts.model_config.rope.mrope_section is not None)
+    order = sorted(parts.settings.prefill_sizes, reverse=True)
+    for number, size in enumerate(order, start=1):
+        what = f"the graph of prefills of {size} tokens"
+        progress("recording", f"prefills of {size} tokens (graph {number} of {len(order)})")
+        refusal = votes.refusal(what, _why_no_graph(parts, functools.partial(prefills.record, size, forward, compiler)))
+        if refusal:
+            prefills.drop(size)
+            logger.warning("no resources for %s (%s); prefills up to that size run eagerly, or are padded to %s tokens",
+                           what, refusal, prefills.describe())
+            break
+    steps.prefills = prefills
 
 
 def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
@@ -121,10 +151,10 @@ def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
                            bucket.batch_size, str(error).partition("\n")[0])
 
 
-def _why_no_graph(parts: DecodeParts, batch_size: int) -> str | None:
-    """Run a bucket until nothing is compiled any more; returns what the device lacks for that, if it does."""
+def _why_no_graph(parts: DecodeParts, make: Callable[[], object]) -> str | None:
+    """Make a graph; returns what the device lacks for that, if it does."""
     try:
-        parts.run_bucket(batch_size)
+        make()
     except GraphResourceError as full:
         return str(full)
     except (RuntimeError, MemoryError) as error:

@@ -36,6 +36,8 @@ COMMUNICATORS_BYTES = GIB
 """An allowance, where there are several ranks. HCCL's two communicators have buffers of 528 MiB."""
 GRAPH_BYTES_A_SEQUENCE = 4 * MIB
 """An allowance for decode graphs, which lie in what memory_utilization leaves. An H100 had 1.8 to 3."""
+GRAPH_BYTES_A_PREFILL_SIZE = 16 * MIB
+"""The same for graphs of short prefills. An H200 had 13, with 36 layers."""
 MOST_RANKS = 64
 
 
@@ -115,7 +117,9 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
     found = Estimate(
         settings=settings, num_ranks=num_ranks, memory_utilization=config.cache.memory_utilization, profile=profile,
         reserved_bytes=config.cache.vision_cache_bytes if strategy.is_multimodal else 0,
-        graphs_bytes=0 if is_eager else settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE, states=None, plan=None,
+        graphs_bytes=0 if is_eager else (settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE
+                                         + len(settings.prefill_sizes) * GRAPH_BYTES_A_PREFILL_SIZE),
+        states=None, plan=None,
         bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None,
     )
     return _with_cache(_with_steps(found, config, network), config, network)
@@ -205,6 +209,6 @@ def _with_cache(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -
         plan.max_model_len, window, settings.max_num_batched_tokens, settings.block_size))
     if found.spare_bytes < found.graphs_bytes:
         return replace(found, plan=None, problem=(
-            f"decode graphs have an allowance of {size(found.graphs_bytes)}, and {size(max(0, found.spare_bytes))} is "
+            f"graphs have an allowance of {size(found.graphs_bytes)}, and {size(max(0, found.spare_bytes))} is "
             "left for them; lower memory_utilization, or set enforce_eager"))
     return found

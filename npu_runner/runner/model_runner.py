@@ -318,7 +318,7 @@ class ModelRunner(ModelRunnerBase):
             sliding_window=None if self.states else cache_window(self.windows),
             ledger=self.ledger,
             state=self._state_info(),
-            graphs=self.steps.buckets.describe() if self.steps.buckets else "eager",
+            graphs=self.steps.describe_graphs(),
             start_seconds=dict(self._start_clock.seconds),
             description={**self.platform.describe(), **description},
         )

@@ -19,6 +19,8 @@ from npu_runner.runner.states import StateNeeds
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 FP8_CACHE = "float8_e4m3fn"
+# Close together, as the device computes the padding, too. Longer steps keep it busy by themselves.
+_PREFILL_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024 + 1, 128))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Settings:
     graphs_take_drafts: bool = True
     """Else steps with drafts run without a graph: the model has layers with a state, and no graph of the platform takes
     several tokens of a sequence through them."""
+    prefill_sizes: tuple[int, ...] = ()
+    """Tokens of the prefills that graphs are made for."""
     state_ring_length: int = 0
     """As Platform's; 0 where nothing with states is decoded, or drafts need every token's state."""
 
@@ -114,6 +118,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
+        prefill_sizes=_prefill_sizes(config, model_config, platform, graph_mode, max_num_batched_tokens),
         kv_cache_dtype=_kv_cache_dtype(config, platform, dtype, kv_cache_scheme(quantization)),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
@@ -232,6 +237,26 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
         raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: no step has more than {most_rows} rows, "
                           "those of max_num_seqs and their drafts; raise max_num_seqs or leave the larger sizes out")
     return graph_mode
+
+
+def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Platform, graph_mode: str,
+                   max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Raises ConfigError for sizes that are asked for where nothing makes such graphs, or where no step has them."""
+    given, problem, backends = config.graphs.graph_prefill_sizes, None, platform.prefill_graph_backends
+    if graph_mode == "eager":
+        problem = "it has no use in eager mode"
+    elif not backends or config.attention_backend not in ("auto", *backends):
+        problem = f"platform {platform.name} records no prefills of attention_backend {config.attention_backend}"
+    elif model_config.state_layers:
+        problem = f"prefills of {model_config.model_type}, which has layers with state, are not recorded"
+    elif given is not None and given[-1] > max_num_batched_tokens:
+        problem = f"no step has more than max_num_batched_tokens {max_num_batched_tokens} tokens"
+    if problem is None:
+        sizes = _PREFILL_SIZES if given is None else given
+        return tuple(size for size in sizes if 0 < size <= max_num_batched_tokens)
+    if given is not None and any(given):
+        raise ConfigError(f"graph_prefill_sizes {given}: {problem}; leave it out")
+    return ()
 
 
 def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> SpeculativeConfig | None:

@@ -31,6 +31,7 @@ from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.images import ImageEncoder, StepImages
 from npu_runner.runner.memory import MemoryGuard
+from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets
 from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
@@ -138,7 +139,8 @@ class StepUnderWay:
 
 
 class StepRunner:
-    """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` are None until compiled.
+    """Runs scheduled batches. `sampler` is None on ranks that do not sample; `buckets` and `prefills` are None until
+    compiled.
 
     `gated_delta` is None for a model without states, as is `states`; that comes with the pool.
     """
@@ -161,6 +163,7 @@ class StepRunner:
         self.guard = guard
         self.gated_delta = gated_delta
         self.buckets: DecodeBuckets | None = None
+        self.prefills: PrefillBuckets | None = None
         self.clock = PhaseClock()
         self.most_rows = max(max_num_seqs, most_rows)
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
@@ -182,6 +185,13 @@ class StepRunner:
     def graph_step(self) -> DecodeStep:
         """What decode graphs are made of."""
         return self.decode_step
+
+    def describe_graphs(self) -> str:
+        """Which there are."""
+        if self.buckets is None:
+            return "eager"
+        decode = self.buckets.describe()
+        return decode if self.prefills is None else f"{decode}; prefills of {self.prefills.describe()} tokens"
 
     def size_tables(self, max_model_len: int) -> None:
         """Make the block tables, for sequences of so many tokens at most. Nothing runs, and no graph is compiled."""
@@ -252,6 +262,10 @@ class StepRunner:
         images = self.image_encoder.stage(batch.images) if batch.image_slices else None
         self.tables.learn(batch.new_blocks_N3)
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW)
+        if batch.is_prefill and self.prefills is not None:
+            prefill = self.prefills.find(batch)
+            if prefill is not None:
+                return self._prepare_graph_prefill(self.prefills, prefill, batch, number, arrays)
         bucket = self.buckets.find(batch.batch_size) if self.buckets and not batch.is_prefill else None
         if self._newest is not None and bucket is not None and self._waits_for_replay:
             self._newest.wait()
@@ -273,6 +287,14 @@ class StepRunner:
         state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, images)
 
+    def _prepare_graph_prefill(self, prefills: PrefillBuckets, bucket: PrefillBucket, batch: ScheduledBatch,
+                               number: int, arrays: dict[str, np.ndarray]) -> PreparedStep:
+        slots_R = prefills.pad_into(bucket, batch, arrays)
+        news = self.tables.news(batch.new_blocks_N3, slots_R)
+        self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_R)
+        last_rows_B = bucket.tensors["last_rows"][: len(arrays["last_rows"])]
+        return PreparedStep(batch, number, {**bucket.tensors, "last_rows": last_rows_B}, bucket.inputs, bucket, None)
+
     def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray],
              slots: np.ndarray) -> dict[str, np.ndarray]:
         """Put a decode step's arrays, of rows with the block tables of `slots`, into the bucket's static buffers,
@@ -290,6 +312,8 @@ class StepRunner:
 
     def launch(self, step: PreparedStep) -> Launched:
         """Hand out the forward."""
+        if isinstance(step.bucket, PrefillBucket):
+            return self._read_prompts(step, step.bucket.run()[: step.batch.num_tokens])
         if step.bucket is not None:
             return Launched(step.bucket.forward(step.inputs)[: step.batch.num_tokens])
         if not step.batch.is_prefill:
@@ -304,7 +328,7 @@ class StepRunner:
             return None
         inputs = (step.tensors[name][:count] for name in SAMPLER_ARRAYS)
         return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B],
-                            graph_size=step.bucket.batch_size if step.bucket is not None else None)
+                            graph_size=None if step.bucket is None or step.batch.is_prefill else step.bucket.batch_size)
 
     def keep_tokens(self, step: PreparedStep, sampled: SamplerOutput | None) -> None:
         """Put the step's tokens where the next one reads them, on every rank; None where this rank has sampled none."""
@@ -361,9 +385,12 @@ class StepRunner:
         metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         self.keep_prompts(step, x_TD, hidden_TD)
-        of_prompts = self.look_at_prompts(step, hidden_TD)
         if self.states is not None:
             self.states.end_prompts(inputs.state_slots, inputs.context_lens)
+        return self._read_prompts(step, hidden_TD)
+
+    def _read_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> Launched:
+        of_prompts = self.look_at_prompts(step, hidden_TD)
         # Without a row that samples it is a chunk in the middle of its prompt.
         last_rows_B = step.tensors["last_rows"]
         return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], of_prompts)

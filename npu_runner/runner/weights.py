@@ -24,6 +24,7 @@ from npu_runner.layers.weight_forms import (
     hold_as_stored,
     how_stored,
     match_experts,
+    names_in_blocks,
     names_to_round,
     turned_stacks,
 )
@@ -51,7 +52,8 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     made = MADE_AT_LOAD.get(checkpoint.config.quantization)
     if checkpoint.config.load_format == "dummy":
         how = _named_form(checkpoint, settings) if made is None else made
-        context = dataclasses.replace(context, weight_forms=forms_of_random(how, settings.weight_forms))
+        forms = forms_of_random(how, settings.weight_forms, is_made=made is not None)
+        context = dataclasses.replace(context, weight_forms=forms)
         model = strategy.build(model_config, settings.max_model_len, context)
         fill_with_random_weights(model, checkpoint.config.seed, how or BY_ROW)
         return model
@@ -152,9 +154,11 @@ def _planned(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Sett
         raise ConfigError(f"quantization {asked}: {type(checkpoint.strategy).__name__} builds no linears of ours that "
                           f"have products of such weights, which are what is made {asked}; leave it at auto")
     if meant - names:
-        logger.info("quantization %s: %d weights of experts, or of sizes that %d does not divide, have no such "
-                    "products and stay as they are", asked, len(meant - names), FP8_ALIGNMENT)
-    return RoundingReader(reader, names, turned_stacks(on_meta, renamed), _TARGETS[asked]), on_meta
+        logger.info("quantization %s: %d weights of sizes that %d (of experts %d) does not divide, or of stacks that "
+                    "lie the other way round, have no such products and stay as they are", asked, len(meant - names),
+                    FP8_ALIGNMENT, FP8_BLOCK)
+    return RoundingReader(reader, names, turned_stacks(on_meta, renamed), _TARGETS[asked],
+                          names_in_blocks(on_meta, renamed, how)), on_meta
 
 
 def _check_fit(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,

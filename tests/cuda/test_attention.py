@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from npu_runner.platforms.step_inputs import AttentionMetadata
 from tests.cuda.paged_work import PagedWork, assert_close, need_fp8
 from tests.oracle.test_vision_attention import within_each
 
@@ -52,6 +53,27 @@ def test_contexts_in_one_part_and_in_more_than_they_have_steps(device: torch.dev
 def test_prompts_and_chunks_behind_a_cached_context(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     work = PagedWork([0, 0, 64, 77, 150], [1, 70, 64, 20, 1], head_dim=head_dim, dtype=dtype)
     work.assert_equals_definition(device, is_prefill=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
+def test_a_prefill_of_padded_tokens_and_empty_tiles(device: torch.device, window: int | None, dtype: torch.dtype,
+                                                    memory_full_of_nan: None) -> None:
+    """As a captured one has them: tokens in no tile attend to nothing, in every layer."""
+    work = PagedWork([0, 0, 64, 77, 150], [1, 70, 64, 20, 1], dtype=dtype, window=window)
+    backend, num_tokens, num_padded = work.backend(), sum(work.query_lens), 40
+    found = backend.graph_tiles(work.query_lens, work.context_lens)
+    tiles = torch.zeros((backend.most_graph_tiles(num_tokens, len(work.query_lens)), 4), dtype=torch.int32)
+    assert len(found) < len(tiles)
+    tiles[: len(found)] = torch.from_numpy(found)
+    q_TNH = torch.cat([work.q_TNH, torch.full((num_padded, work.num_heads, work.head_dim), torch.nan, dtype=dtype)])
+    metadata = AttentionMetadata(True, torch.empty(0), torch.empty(0), work.block_tables_BW.to(device),
+                                 backend.plan_of_tiles(tiles.to(device)))
+    for _ in range(2):
+        out_TNH = backend.prefill(q_TNH.to(device), work.k_cache.to(device), work.v_cache.to(device), metadata,
+                                  work.head_dim**-0.5, window=window).cpu()
+        assert_close(out_TNH[:num_tokens], work.expected(), dtype)
+        assert not out_TNH[num_tokens:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

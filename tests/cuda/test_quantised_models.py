@@ -63,7 +63,7 @@ def test_logits_are_as_near_as_plain_torch(name: str, checkpoint: Any, tmp_path:
 
 
 @pytest.mark.parametrize(("name", "form"), [("w8a8", "int8_experts"), ("fp8-block", "fp8_block_experts"),
-                                            ("int8", "int8_experts")])
+                                            ("int8", "int8_experts"), ("fp8", "fp8_block_experts")])
 def test_logits_of_experts_are_as_near_as_plain_torch(name: str, form: str, checkpoint: Any, tmp_path: Path) -> None:
     """Each token sees all experts: rounding would choose others."""
     path = checkpoint("qwen3_moe", **SIZES, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=4)
@@ -90,7 +90,8 @@ def assert_logits(name: str, path: Path, forms: set[str | None], forms_of: Calla
         reader = stack.enter_context(open_weights(quantised, read_quantization(quantised)))
         if name in MADE:
             names = {each for each in reader.names if "_proj" in each}
-            reader = RoundingReader(reader, names, target=MADE[name])
+            of_experts = {each for each in names if name == "fp8" and ".experts." in each}
+            reader = RoundingReader(reader, names, target=MADE[name], in_blocks=of_experts)
         exact, plain = rounded_models(path, reader)
     for tokens, ours in found:
         expected = logits(exact, tokens)

@@ -23,13 +23,13 @@ from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.linear import HeldLinear
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8
+from npu_runner.platforms.ops import FP8, FP8_BLOCKS, FP8_EXPERTS, INT8
 from npu_runner.runner.estimate import estimate_memory
 from npu_runner.runner.memory import weights_bytes
 from npu_runner.strategies import pick_strategy
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.writing import quantise
-from tests.oracle.fp8_reference import LARGEST, nearest_fp8
+from tests.oracle.fp8_reference import LARGEST, multiplied_out, nearest_fp8
 from tests.oracle.quantised_folders import in_small_pieces, write_folder
 from tests.oracle.running import SMALL, greedy, runner_of
 
@@ -37,7 +37,7 @@ NAME = "q_proj.weight"
 BF16 = torch.bfloat16
 ALIGNED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4,
            "num_key_value_heads": 2}
-MADE = "made FP8 by row at load, dequantised at load, inputs not quantised"
+MADE = "made FP8 by row, of experts by block at load, dequantised at load, inputs not quantised"
 SAYS = "quantization fp8: 21 weights are rounded to FP8 by row while loading, and "
 
 
@@ -153,8 +153,65 @@ def test_experts_and_odd_sizes_stay_and_the_start_says_so(checkpoint: Any, monke
         assert {module.form for module in experts} == {None}
         assert llm.generate(["which"], greedy(2))[0].token_ids
     num = sum(len(parts) for module in experts for parts in module.weight_parts.values())
-    assert (f"quantization fp8: {num} weights of experts, or of sizes that 16 does not divide, have no such products "
-            "and stay as they are") in caplog.messages
+    assert (f"quantization fp8: {num} weights of sizes that 16 (of experts 128) does not divide, or of stacks that lie "
+            "the other way round, have no such products and stay as they are") in caplog.messages
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["one by one", "stacked"])
+def test_blocks_of_experts_are_those_of_an_fp8_checkpoint(is_fused: bool, tmp_path: Path) -> None:
+    """Whole, some rows of blocks and some columns of blocks, of a matrix and of one of a stack."""
+    generator = torch.Generator().manual_seed(5)
+    weight_ENK = torch.randn((2, 256, 384), generator=generator) * torch.rand((2, 256, 1), generator=generator)
+    weight_ENK[1, :128, :128] = 0
+    weight_ENK = weight_ENK.to(BF16)
+    made = fp8_block(weight_ENK)
+    name = "experts.gate_up_proj" if is_fused else "experts.1.up_proj.weight"
+    stored = weight_ENK if is_fused else weight_ENK[1]
+    right, scales = multiplied_out(made["weight"][1], made["weight_scale_inv"][1]), made["weight_scale_inv"][1]
+    with open_weights(write_folder(tmp_path, {name: stored}), None) as base:
+        reader = RoundingReader(base, [name], target=TO_FP8, in_blocks=[name])
+        assert reader.fp8_form(name) == FP8_BLOCKS
+        matrix = f"{name}[1]" if is_fused else name
+        for dim, start, length in ((None, 0, 0), (0, 128, 128), (1, 128, 256)):
+            rows, columns = (slice(start, start + length) if dim == axis else slice(None) for axis in (0, 1))
+            ((taken, values),) = reader.fp8_pieces(matrix, dim, start, length)
+            found = reader.fp8_scales(matrix, dim, start, length)
+            in_blocks = tuple(slice(None) if each.start is None else slice(each.start // 128, each.stop // 128)
+                              for each in (rows, columns))
+            assert taken == slice(0, len(values))
+            torch.testing.assert_close(found, scales[in_blocks].clamp_min(0), rtol=1e-6, atol=1e-12)
+            spread = scales[in_blocks].repeat_interleave(128, 0).repeat_interleave(128, 1).double()
+            error = multiplied_out(values, found) - weight_ENK[1].double()[rows, columns]
+            assert ((error / spread).abs() <= 16 * (1 + 1e-6)).all(), "half a step of the largest numbers"
+            same = multiplied_out(values, found).sub(right[rows, columns]).abs() <= 1e-6 * right.abs().max()
+            assert same.float().mean() > 0.999, "a tie may go the other way where the quotient is rounded first"
+        whole = reader.read(name)
+        ((_, values),) = reader.fp8_pieces(matrix)
+        torch.testing.assert_close((whole[1] if is_fused else whole).double(),
+                                   multiplied_out(values, reader.fp8_scales(matrix)))
+
+
+def test_experts_of_whole_blocks_are_held_as_fp8(checkpoint: Any, monkeypatch: pytest.MonkeyPatch,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    """As many bytes as the estimate says; on a platform without products the answers are those of the same weights."""
+    path = checkpoint("qwen3_moe", **ALIGNED | {"hidden_size": 128, "moe_intermediate_size": 128})
+    with caplog.at_level("INFO"), LLM(path, platform="cpu", quantization="fp8", **SMALL) as llm:
+        plain = [module.down.data.clone() for module in runner_of(llm).model.modules()
+                 if isinstance(module, ExpertWeights)]
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (INT8, FP8, FP8_BLOCKS, FP8_EXPERTS))
+    for settings in ({}, {"load_format": "dummy"}):
+        with LLM(path, platform="cpu", quantization="fp8", **SMALL, **settings) as llm:
+            experts = [module for module in runner_of(llm).model.modules() if isinstance(module, ExpertWeights)]
+            assert {module.form for module in experts} == {FP8_EXPERTS}
+            held, config = weights_bytes(runner_of(llm).model), runner_of(llm).config
+            if not settings:
+                for module, right_EDI in zip(experts, plain, strict=True):
+                    _, down = module.quantised
+                    for values, scales, right in zip(down.values, down.scales, right_EDI, strict=True):
+                        torch.testing.assert_close(multiplied_out(values, scales).float(), right)
+            assert llm.generate(["which"], greedy(2))[0].token_ids
+    assert estimate_memory(pick_strategy(path), config, find_platform("cpu"), 64 << 30).profile.weights_bytes == held
+    assert any(" of experts by block of 128 x 128 while loading" in message for message in caplog.messages)
 
 
 def test_platforms_without_such_products_refuse_it_by_name(checkpoint: Any) -> None:
@@ -170,4 +227,5 @@ def test_platforms_without_such_products_refuse_it_by_name(checkpoint: Any) -> N
 
 def test_what_is_said_of_the_arithmetic() -> None:
     assert arithmetic(None, "fp8", ()) == MADE
-    assert arithmetic(None, "fp8", (FP8,)) == "made FP8 by row at load, multiplied as fp8, inputs rounded by row"
+    assert arithmetic(None, "fp8", (FP8,)) == ("made FP8 by row, of experts by block at load, multiplied as fp8, "
+                                               "inputs rounded by row, of experts in groups of 128")

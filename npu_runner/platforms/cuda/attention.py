@@ -53,6 +53,8 @@ class PrefillPlan:
     tiles: Tensor
     prompt_tiles: Tensor | None = None
     """Those of PromptAttention, where it takes the step."""
+    is_padded: bool = False
+    """Tokens may be in no tile."""
 
 
 class TritonAttention(AttentionBackend):
@@ -70,6 +72,7 @@ class TritonAttention(AttentionBackend):
         self.decode_tile, self.decode_tile_of_fp8 = (
             decode_tile(head_dim, self.group, dtype, self.gpu, from_fp8=from_fp8) for from_fp8 in (False, True))
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
+        self._tokens_a_tile = self.prefill_tile.rows // self.group
         self.kv_scales: Tensor | None = None
         self._has_combined = False
         self.prompts = self._make_prompts()
@@ -93,11 +96,20 @@ class TritonAttention(AttentionBackend):
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
         lens = query_lens_B, context_lens_B
-        tiles = upload(cut_into_tiles(*lens, self.prefill_tile.rows // self.group), device)
+        tiles = upload(cut_into_tiles(*lens, self._tokens_a_tile), device)
         prompts = self.prompts
         if prompts is None or not prompts.takes(query_lens_B):
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device))
+
+    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
+        return num_tokens // self._tokens_a_tile + num_sequences
+
+    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
+        return cut_into_tiles(query_lens_B, context_lens_B, self._tokens_a_tile)
+
+    def plan_of_tiles(self, tiles: Tensor) -> PrefillPlan:
+        return PrefillPlan(tiles, is_padded=True)
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
@@ -140,7 +152,7 @@ class TritonAttention(AttentionBackend):
                 and k_cache.dtype == q_TNH.dtype and not is_ahead()):
             return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
         tile = self.prefill_tile
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        out_TNH = self._output_of(q_TNH, metadata)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
             q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, plan.tiles, metadata.block_tables_BW,
             self._scales_or(q_TNH), q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E,
@@ -150,6 +162,16 @@ class TritonAttention(AttentionBackend):
             num_stages=tile.num_stages,
         )
         return out_TNH
+
+    def _output_of(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Memory for the output. Rows in no tile are written by nobody: all layers take the same zeros for them."""
+        if not metadata.plan.is_padded:
+            return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        key = ("padded output", q_TNH.shape)
+        if key not in metadata.derived:
+            metadata.derived[key] = torch.zeros(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        found: Tensor = metadata.derived[key]
+        return found
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:

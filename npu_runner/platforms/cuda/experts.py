@@ -15,8 +15,9 @@ from torch import Tensor
 from npu_runner.platforms.cuda import expert_kernels as kernels
 from npu_runner.platforms.ops import HeldExperts
 
-# Pairs that one program of the sort takes at a time; up to `FEW_PAIRS` a single program sorts them all.
-_SORT_PAIRS, FEW_PAIRS = 1024, 4096
+# Pairs that one program of the sort takes at a time. Up to `FEW_PAIRS` a single program sorts them all; in a graph,
+# where three launches more cost less, up to `_FEW_IN_GRAPHS`.
+_SORT_PAIRS, FEW_PAIRS, _FEW_IN_GRAPHS = 1024, 4096, 1024
 # Up to here tokens share so few experts that their pairs need no order.
 UNSORTED_TOKENS = 2
 _COMBINE_COLUMNS = 1024
@@ -119,10 +120,13 @@ def unsorted(experts_TK: Tensor, held: HeldExperts | None = None) -> Pairs:
     return Pairs(experts_TK, experts_TK, experts_TK, experts_TK, experts_TK.numel(), is_sorted=False, held=held)
 
 
-def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int = FEW_PAIRS, *,
+def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int | None = None, *,
                held: HeldExperts | None = None) -> Pairs:
     """Pairs of one expert together, in blocks of `rows`; up to `few` pairs in one launch. `num_experts` are here."""
     num_pairs = experts_TK.numel()
+    if few is None:
+        is_captured = experts_TK.is_cuda and torch.cuda.is_current_stream_capturing()
+        few = _FEW_IN_GRAPHS if is_captured else FEW_PAIRS
     num_blocks = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
     counts, starts, ranks, order, block_experts, block_rows = (
         torch.empty(size, dtype=torch.int32, device=experts_TK.device)

@@ -55,6 +55,7 @@ class CudaPlatform(Platform):
     weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
     modes_without_forms = ("max-autotune",)
     fp8_cache_backends = ("triton",)
+    prefill_graph_backends = ("triton",)
     copies_rows_to_experts = False
     most_state_drafts = None
     graphs_take_state_drafts = True

@@ -48,7 +48,7 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), "lora=PATH merges one adapter for all requests"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size, and data_parallel_size"),
     "distributed_executor_backend": (("mp", "uni"), "ranks are processes of this host; batch --ray uses many hosts"),
-    "compilation_config": (({}, 0), "graph_mode and graph_batch_sizes say what is captured"),
+    "compilation_config": (({}, 0), "graph_mode, graph_batch_sizes and graph_prefill_sizes say what is captured"),
     "structured_outputs_config": (({},), "the backend is llguidance; docs/structured.md says what it takes"),
     "guided_decoding_backend": (("auto", "guidance"), "the backend is llguidance; docs/structured.md"),
     "num_gpu_blocks_override": ((), "kv_cache_bytes sets the size of the cache"),

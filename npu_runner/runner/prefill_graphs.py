@@ -1,0 +1,121 @@
+"""Padded prefills: one recorded launch and one set of static buffers for each of some numbers of tokens.
+
+A short prefill is bound by the host, which launches its operators one by one. Replayed, it takes as long as the device.
+A graph is made for a number of tokens, whatever prompts they belong to and whatever these have in the cache: what
+attention reads is a list of tiles on the device, which the host fills before each replay. Padded tokens are written to
+the null block, and are in no tile. What follows the hidden states is launched as ever.
+
+Knows nothing of the model; it is given the forward and a compiler. T tokens of a graph, R prompts that it has room for.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_runner.core.batch import ScheduledBatch
+from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.graphs import GraphCompiler
+from npu_runner.platforms.step_inputs import StepInputs
+from npu_runner.runner.block_tables import NOTHING, BlockTables
+from npu_runner.runner.buckets import Bucket, make_buffers, pad_arrays
+from npu_runner.runner.dummy import dummy_prefill
+from npu_runner.runner.step_arrays import step_arrays
+
+_MOST_PROMPTS = 64
+_TILES = "tiles"
+
+PrefillForward = Callable[[StepInputs, Tensor], Tensor]
+"""(inputs, tiles (N, 4)) -> final hidden states (T, D)."""
+
+
+class RecordedPrefill:
+    """Records on the first call, replays on the others; always over the same tensors."""
+
+    def __init__(self, forward: PrefillForward, compiler: GraphCompiler):
+        self._forward = forward
+        self._compiler = compiler
+        self._replay: Callable[[], None] | None = None
+        self._hidden_TD: Tensor | None = None
+
+    def __call__(self, inputs: StepInputs, tiles: Tensor) -> Tensor:
+        def run() -> None:
+            self._hidden_TD = self._forward(inputs, tiles)
+
+        if self._replay is None:
+            self._replay = self._compiler.record(run)
+        self._replay()
+        assert self._hidden_TD is not None, "what was recorded has a result"
+        return self._hidden_TD
+
+
+@dataclass
+class PrefillBucket(Bucket):
+    """A Bucket of `batch_size` tokens. `forward` takes the tiles of attention, too, and gives hidden states (T, D)."""
+
+    most_prompts: int
+
+    def run(self) -> Tensor:
+        """Hidden states of what lies in the buffers, until the next call of any bucket, in the device's order."""
+        return self.forward(self.inputs, self.tensors[_TILES].view(-1, 4))
+
+
+class PrefillBuckets:
+    """All that could be recorded. `find` gives None for a prefill that must run eagerly."""
+
+    def __init__(self, attention: AttentionBackend, tables: BlockTables, *, block_size: int, uses_mrope: bool):
+        self.attention = attention
+        self.tables = tables
+        self.block_size = block_size
+        self.uses_mrope = uses_mrope
+        self._buckets: dict[int, PrefillBucket] = {}
+
+    def record(self, size: int, forward: PrefillForward, compiler: GraphCompiler) -> None:
+        """Record a graph of `size` tokens. If the device has no room for it, raises GraphResourceError or what runs out
+        of memory."""
+        bucket = self._make(size, RecordedPrefill(forward, compiler))
+        bucket.run()
+        self._buckets[size] = bucket
+
+    def drop(self, size: int) -> None:
+        """Leave out a graph that another rank could not record."""
+        self._buckets.pop(size, None)
+
+    def find(self, batch: ScheduledBatch) -> PrefillBucket | None:
+        """The smallest that holds the step. None if it has too many tokens or prompts, has pictures, or if something is
+        wanted of all its tokens."""
+        if batch.image_slices or batch.prompt_scores or batch.prompt_states:
+            return None
+        sizes = sorted(self._buckets)
+        index = bisect.bisect_left(sizes, batch.num_tokens)
+        found = self._buckets[sizes[index]] if index < len(sizes) else None
+        return found if found is not None and batch.batch_size <= found.most_prompts else None
+
+    def pad_into(self, bucket: PrefillBucket, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Fill the bucket's host arrays with the step's. Returns the slots whose block tables its rows are to have."""
+        tiles = self.attention.graph_tiles(batch.query_lens_B.tolist(), batch.context_lens_B.tolist())
+        pad_arrays(bucket, {**arrays, _TILES: tiles.reshape(-1)}, self.block_size, self.tables.null_slot)
+        slots_R = np.full(bucket.most_prompts, self.tables.null_slot, dtype=np.int32)
+        slots_R[: batch.batch_size] = batch.slots_B
+        return slots_R
+
+    def describe(self) -> str:
+        return ", ".join(str(size) for size in sorted(self._buckets)) or "none"
+
+    def _make(self, size: int, forward: RecordedPrefill) -> PrefillBucket:
+        """With nothing but padding in its buffers."""
+        most_prompts = min(self.tables.null_slot, size, _MOST_PROMPTS)
+        step = dummy_prefill(size, most_prompts, block_size=self.block_size, uses_mrope=self.uses_mrope)
+        uniforms_R = np.zeros(most_prompts, dtype=np.float32)
+        arrays = step_arrays(step, {"uniforms": uniforms_R}, 0, self.block_size, self.tables.on_host_SW)
+        arrays[_TILES] = np.zeros(4 * self.attention.most_graph_tiles(size, most_prompts), dtype=np.int32)
+        beside = {"block_tables": self.tables.rows_RW[:most_prompts]}
+        bucket = PrefillBucket(size, *make_buffers(arrays, beside, size), forward, most_prompts)
+        pad_arrays(bucket, dict.fromkeys(arrays, NOTHING), self.block_size, self.tables.null_slot)
+        bucket.buffer[: bucket.num_elements].copy_(torch.from_numpy(bucket.staging))
+        return bucket
