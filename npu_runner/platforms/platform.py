@@ -89,8 +89,6 @@ class Platform(ABC):
     """A token's row is copied for each of its experts, and not read where it lies."""
     fp8_cache_backends: tuple[str, ...] = ()
     """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
-    runs_draft_heads: bool = True
-    """The `mtp` of speculative_config is served."""
     most_state_drafts: int | None = 0
     """Drafts of a row that its Gated DeltaNet verifies (`GatedDeltaBackend.plan_drafts`); None: any number."""
     graphs_take_state_drafts: bool = False
