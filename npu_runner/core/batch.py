@@ -88,6 +88,8 @@ class ScheduledBatch:
     one's state is left. None: of each row that of its number.
     `previous_positions`: of the tokens before a prefill's rows, (B,) or (3, B), any value where there is none; None:
     nothing reads them.
+    `wants_drafts_B`: of the rows of a decode step, (B,) bool: the next step may take what a head proposes; None: of
+    all.
     `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place once,
     block 0 where a block was freed. Tables are kept by slot wherever steps run; a sequence's first step in its slot
     sends its whole table.
@@ -104,6 +106,7 @@ class ScheduledBatch:
     samples_B: np.ndarray
     state_slots: np.ndarray | None = None
     previous_positions: np.ndarray | None = None
+    wants_drafts_B: np.ndarray | None = None
     new_sampling: list[SamplingEntry] = field(default_factory=list)
     freed_slots: list[int] = field(default_factory=list)
     images: list[ImageInput] = field(default_factory=list)

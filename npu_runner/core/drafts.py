@@ -118,10 +118,20 @@ class Drafter:
             return self._suffixes.propose(tokens_L, most)
         return followers(tokens_L, self._config.prompt_lookup_min, self._config.prompt_lookup_max, most)
 
+    def wanted(self, running: SequenceOf[Sequence], drafts: SequenceOf[list[int]]) -> np.ndarray | None:
+        """(B,) bool: whether the step behind one with these drafts, if any, may take what a head proposes; it does not
+        where a row will still pause. None: of all rows."""
+        if self._config.method != MTP:
+            return None
+        ends = (seq.num_tokens + 1 + (len(drafts[row]) if drafts else 0) for row, seq in enumerate(running))
+        wants_B = np.array([seq.drafting is None or not seq.drafting.pauses_at(end)
+                            for seq, end in zip(running, ends, strict=True)])
+        return None if wants_B.all() else wants_B
+
     def launch(self, running: SequenceOf[Sequence], drafts: SequenceOf[list[int]]) -> None:
-        """A step with these drafts, maybe fewer than were proposed, is under way."""
+        """A step with these drafts, maybe fewer than were proposed, is under way; without any it is a plain one."""
         self._under_way = [_Drafted(seq, seq.drafting, seq.num_tokens, len(tokens))
-                           for seq, tokens in zip(running, drafts, strict=True)]
+                           for seq, tokens in zip(running, drafts, strict=bool(drafts))]
 
     def settle(self) -> list[tuple[Sequence, int]]:
         """The tokens of the step under way are booked: its sequences, if it had drafts, and how many each has kept."""

@@ -148,11 +148,8 @@ class Scheduler:
             assert can_go_on, "unfinished sequences, and none can run"
             return batch
         self._joining.note_step(is_prefill=False)
-        if self.drafter is not None and not self.under_way and (drafts := self._drafts(self.drafter, running)):
-            return self._decode_drafts(self.drafter, running, drafts)
-        batch = decode_batch(running, self._table)
-        self._launch_decode(running, batch.rows_with_full_blocks(self._block_size))
-        return batch
+        drafts = [] if self.drafter is None or self.under_way else self._drafts(self.drafter, running)
+        return self._decode(running, drafts)
 
     def _prefill(self) -> ScheduledBatch | None:
         chunks, state_saves = self._choose_prefill()
@@ -413,11 +410,14 @@ class Scheduler:
                 self.block_manager.allocate(seq, seq.num_tokens + len(tokens))
         return drafts if any(drafts) else []
 
-    def _decode_drafts(self, drafter: Drafter, running: list[Sequence], drafts: list[list[int]]) -> ScheduledBatch:
-        batch = drafted_batch(running, drafts, self._table)
-        drafter.launch(running, drafts)
+    def _decode(self, running: list[Sequence], drafts: list[list[int]]) -> ScheduledBatch:
+        """Without drafts a plain step."""
+        batch = drafted_batch(running, drafts, self._table) if drafts else decode_batch(running, self._table)
+        if self.drafter is not None:
+            batch.wants_drafts_B = self.drafter.wanted(running, drafts)
+            self.drafter.launch(running, drafts)
         # Which blocks become full is known once drafts are kept: `settle_drafts` offers them.
-        self._launch_decode(running, [])
+        self._launch_decode(running, [] if drafts else batch.rows_with_full_blocks(self._block_size))
         return batch
 
     def _latest_arrival(self) -> Sequence:

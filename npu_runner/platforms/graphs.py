@@ -39,7 +39,8 @@ class GraphSettings:
 
 
 class GraphCompiler(ABC):
-    """Turns the decode forward into one callable per bucket."""
+    """Turns the decode forward into one callable per bucket; and what runs behind it over the same inputs, a forward
+    like it, into another one. What is asked or said of a batch size is so of both."""
 
     waits_for_replay: bool = False
     """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
@@ -57,16 +58,17 @@ class GraphCompiler(ABC):
         """
 
     def was_loaded(self, batch_size: int) -> bool:
-        """Whether the graph of this batch size came from an earlier run: its answers are then to be compared."""
+        """Whether a graph of this batch size came from an earlier run: its answers are then to be compared."""
         return False
 
     def discard(self, batch_size: int) -> None:
-        """Delete the kept graph of this batch size, because its answers differ."""
+        """Delete the kept graphs of this batch size, because their answers differ."""
         return None
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
                       block_tables_BW: Callable[[], np.ndarray]) -> None:
-        """Give a graph what it takes from the host each step, padding included; most have nothing to do.
+        """Give the graphs of this batch size what they take from the host each step, padding included; most have
+        nothing to do.
 
         Called before its first run, too. block_tables_BW: makes them (int32) for graphs that need them.
         """

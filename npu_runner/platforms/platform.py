@@ -92,8 +92,6 @@ class Platform(ABC):
     prefill_graph_backends: tuple[str, ...] = ()
     """The attention backends whose short prefills are recorded in graphs, in every graph mode but eager. Then
     `GraphCompiler.records`."""
-    runs_draft_heads: bool = True
-    """The `mtp` of speculative_config is served."""
     most_state_drafts: int | None = 0
     """Drafts of a row that its Gated DeltaNet verifies (`GatedDeltaBackend.plan_drafts`); None: any number."""
     graphs_take_state_drafts: bool = False

@@ -69,6 +69,8 @@ class Bucket:
     inputs: StepInputs
     """Those of `tensors` that `forward` takes."""
     forward: DecodeForward
+    behind: DecodeForward | None = None
+    """What else runs over `inputs`, once the step's tokens are drawn."""
 
 
 class DecodeBuckets:
@@ -89,12 +91,13 @@ class DecodeBuckets:
         self._told: set[int] = set()
         self._kept: list[int] = []
 
-    def compile_all(self, forward: DecodeForward, warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool],
-                    votes: Votes) -> None:
+    def compile_all(self, forward: DecodeForward, behind: DecodeForward | None, warm_up: Callable[[int], None],
+                    agrees: Callable[[Bucket], bool], votes: Votes) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
-        A graph that any rank kept from an earlier run must agree with `forward` on every rank (`agrees(bucket)`).
-        Otherwise all ranks compile it anew: compiling and comparing run collectives, so all ranks must do the same.
+        A bucket has a graph of `forward`, and one of `behind` if there is that; it has both or none. Those that any
+        rank kept from an earlier run must agree with eager steps on every rank (`agrees(bucket)`). Otherwise all ranks
+        compile them anew: compiling and comparing run collectives, so all ranks must do the same.
 
         If the device has no resources for another graph, the graphs that fit are kept. Smaller batches are then padded
         to the smallest of them, which costs less than launching each operator. Without any graph all steps are eager.
@@ -102,6 +105,7 @@ class DecodeBuckets:
         compiler = self.compiler
         for size in sorted(self.sizes, reverse=True):
             bucket = self._make(size, compiler.compile(forward, size))
+            bucket.behind = behind and compiler.compile(behind, size)
             self._buckets[size] = bucket
             try:
                 warm_up(size)
@@ -113,6 +117,7 @@ class DecodeBuckets:
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
                     compiler.discard(size)
                     bucket.forward = compiler.compile(forward, size)
+                    bucket.behind = behind and compiler.compile(behind, size)
                     warm_up(size)
             except GraphResourceError as full:
                 del self._buckets[size]

@@ -83,7 +83,6 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     buckets = DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
                             tables=steps.tables, max_padding=max_padding)
     steps.buckets = buckets
-    eager = steps.graph_step.forward
     votes = Votes(steps.tp, parts.step_timeout_seconds)
 
     order = sorted(buckets.sizes, reverse=True)
@@ -102,7 +101,8 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
         progress("comparing the kept graph of", f"bucket {bucket.batch_size}")
         return _agrees_with_eager(parts, bucket)
 
-    buckets.compile_all(eager, warm_up, agrees, votes)
+    behind = None if steps.head_step is None else steps.head_step.forward
+    buckets.compile_all(steps.graph_step.forward, behind, warm_up, agrees, votes)
     _record_draws(steps, buckets)
     if settings.prefill_sizes:
         _record_prefills(parts, compiler, votes, progress)
@@ -170,7 +170,7 @@ def _fill(steps: StepRunner, bucket: Bucket, batch: ScheduledBatch) -> dict[str,
     draws = {"uniforms": np.zeros(batch.batch_size, dtype=np.float32)}
     steps.tables.learn(batch.new_blocks_N3)
     arrays = step_arrays(batch, draws, 0, steps.block_size, steps.tables.on_host_SW)
-    return steps.fill(bucket, batch, arrays, batch.slots_B)
+    return steps.fill(bucket, batch.new_blocks_N3, arrays, batch.slots_B)
 
 
 def _graph_settings(parts: DecodeParts) -> GraphSettings:
@@ -201,7 +201,7 @@ def _source_fingerprint(model: nn.Module) -> str:
 
 
 def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
-    """Whether the bucket's graph gives the logits of an eager step for made-up tokens; both write the same keys.
+    """Whether the bucket's graphs give what eager steps do for made-up tokens; both write the same keys.
 
     Only while no sequence uses cache and states: blocks 1 and up are written, one for each sequence as far as they go.
     The last tokens and the block tables are written, too.
@@ -214,18 +214,30 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
     tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
     for step in made_up:
         step.new_blocks_N3 = np.array([(row, 0, row + 1) for row in range(num_rows)], dtype=np.int32)
-    # One after the other: each must begin with the same states.
-    parts.reset_states()
-    for step, ids in zip(made_up, tokens, strict=True):
-        steps.last_tokens_S[:num_rows].copy_(ids)
-        padded = _fill(steps, bucket, step)
+
+    def last_of(run: Callable[[dict[str, np.ndarray]], list[Tensor]]) -> list[Tensor]:
+        parts.reset_states()
+        found: list[Tensor] = []
+        for step, ids in zip(made_up, tokens, strict=True):
+            steps.last_tokens_S[:num_rows].copy_(ids)
+            found = [output[:num_rows].float() for output in run(_fill(steps, bucket, step))]
+        return found
+
+    def run_eagerly(padded: dict[str, np.ndarray]) -> list[Tensor]:
         tables_BW = steps.tables.on_host_SW[padded["table_slots"]]
         plan = steps.attention.plan_decode(padded["context_lens"].tolist(), tables_BW, bucket.buffer.device)
-        expected = steps.graph_step.forward(bucket.inputs, plan)[:num_rows].float()
-    parts.reset_states()
-    for step, ids in zip(made_up, tokens, strict=True):
-        steps.last_tokens_S[:num_rows].copy_(ids)
-        _fill(steps, bucket, step)
-        logits = bucket.forward(bucket.inputs)[:num_rows].float()
-    spread = float(expected.std())
-    return bool(((logits - expected).abs().max() <= _TOLERANCE[parts.dtype] * max(spread, 1e-6)).item())
+        both = steps.graph_step, steps.head_step
+        return [each.forward(bucket.inputs, plan) for each in both if each is not None]
+
+    def run_graphs(padded: dict[str, np.ndarray]) -> list[Tensor]:
+        return [graph(bucket.inputs).clone() for graph in (bucket.forward, bucket.behind) if graph is not None]
+
+    # One after the other: each must begin with the same states.
+    expected = last_of(run_eagerly)
+    pairs = zip(last_of(run_graphs), expected, strict=True)
+    return all(_is_close(found, theirs, _TOLERANCE[parts.dtype]) for found, theirs in pairs)
+
+
+def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    spread = max(float(expected.std()), 1e-6)
+    return bool(((found - expected).abs().max() <= tolerance * spread).item())

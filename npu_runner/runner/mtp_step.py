@@ -14,27 +14,33 @@ Of each row that draws, the last pair gives the first draft. With it, and what t
 on to the next one. These pairs are for drafting alone, and the next step writes over them. They lie in blocks that the
 sequence has in this step: where these end, a row has fewer drafts.
 
-Knows one step at a time, and runs without graphs. T pairs of the step, B rows, D hidden size.
+What the head makes of a pair takes the place of the hidden state that it read, which nothing reads any more, in the
+slot beside the states. Drafts lie behind the last tokens of sequences, where rows look theirs up. So a pass of the head
+has the inputs of a decode step, and reads no memory but what it finds at fixed addresses: passes over tokens run in
+graphs where decode steps do. Over prompts the head runs without.
+
+Knows one step at a time. T pairs of the step, B rows, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.batch import NO_NEW_BLOCKS, ScheduledBatch
 from npu_runner.models.contract import DraftingModel
 from npu_runner.platforms.attention import ends_of_tokens
-from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
+from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
-from npu_runner.runner.step import PreparedStep, StepUnderWay
+from npu_runner.runner.step import DecodeStep, PreparedStep, StepUnderWay
 from npu_runner.runner.step_arrays import slot_mapping, to_device
 from npu_runner.sampling.sampling_ops import most_probable
 
@@ -50,19 +56,26 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Ends:
-    """The last pair of each row that draws. `lens_B`: its place, and one; `positions_B`: what turns its queries and
-    keys; `bounds_B`: the first place that its sequence has no block for."""
+    """The last pair of each row whose drafts are wanted. `lens_B`: its place, and one; `positions_B`: what turns its
+    queries and keys; `bounds_B`: the first place that its sequence has no block for; `state_slots_B`: where lies what
+    the head made of it."""
 
     rows_B: np.ndarray
     slots_B: np.ndarray
+    state_slots_B: np.ndarray
     lens_B: np.ndarray
     positions_B: np.ndarray
     bounds_B: np.ndarray
 
+    def of(self, places: np.ndarray) -> _Ends:
+        """Those of these rows, by their places here."""
+        return _Ends(*(getattr(self, each.name)[places] for each in fields(self)))
+
 
 @dataclass(frozen=True)
 class _Proposed:
-    """`counts_B` drafts of each of `rows_B`; `flat` has as many of each row, those that count first."""
+    """`counts_B` drafts of each of `rows_B`; `flat` has the first of all rows, then the second, and so on, also those
+    that do not count."""
 
     rows_B: np.ndarray
     counts_B: np.ndarray
@@ -70,10 +83,37 @@ class _Proposed:
 
     def of_rows(self, num_rows: int) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(num_rows)]
-        tokens_BK = self.flat.wait().reshape(len(self.rows_B), -1).tolist()
+        tokens_BK = self.flat.wait().reshape(-1, len(self.rows_B)).T.tolist()
         for row, count, tokens in zip(self.rows_B.tolist(), self.counts_B.tolist(), tokens_BK, strict=True):
             found[row] = tokens[:count]
         return found
+
+
+class HeadStep(DecodeStep):
+    """A pass of the head: slots of hidden states, and of the tokens behind, to what the head makes of them."""
+
+    model: DraftingModel
+
+    @property
+    def hidden_SD(self) -> Tensor:
+        """By state slot."""
+        assert self.states is not None, "a head drafts for models with states"
+        assert self.states.hidden_SD is not None, "the pool has hidden states where a head is loaded"
+        return self.states.hidden_SD
+
+    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        """Of each pair (B, D): also written over the hidden state that it reads."""
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
+        next_BD = self.model.embed(inputs.tokens.index_select(0, inputs.token_slots))
+        hidden_BD = self.hidden_SD.index_select(0, inputs.state_slots)
+        made_BD = self.model.draft(next_BD, hidden_BD, inputs.positions, metadata)
+        self.write(inputs.state_slots.long(), made_BD)
+        return made_BD
+
+    def write(self, slots: Tensor, hidden_BD: Tensor) -> None:
+        """`slots`: int64."""
+        assert self.gated_delta is not None, "a head drafts for models with states"
+        self.gated_delta.write(self.hidden_SD, slots, hidden_BD)
 
 
 class MTPStepRunner(SpeculativeStepRunner):
@@ -83,8 +123,13 @@ class MTPStepRunner(SpeculativeStepRunner):
 
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
+        self.head_step: HeadStep = HeadStep(self.model, self.states, self.gated_delta)
         self._prompts: _Prompts | None = None
         self._proposed: _Proposed | None = None
+        self._may_replay: set[int] = set()
+        self._first_draft = len(self.last_tokens_S)
+        most_drafts = self.speculative.num_speculative_tokens * self.max_num_seqs
+        self.last_tokens_S = torch.zeros(self._first_draft + most_drafts, dtype=torch.int32, device=self.device)
 
     def size_tables(self, max_model_len: int) -> None:
         super().size_tables(max_model_len)
@@ -96,24 +141,30 @@ class MTPStepRunner(SpeculativeStepRunner):
 
     def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Also leaves the last hidden state of each row beside its states, and of each snapshot."""
-        batch, hidden_SD = step.batch, self._hidden_SD
-        assert self.gated_delta is not None, "a head drafts for models with states"
+        batch, head = step.batch, self.head_step
         ends_B = np.cumsum(batch.query_lens_B)
         firsts_B = ends_B - batch.query_lens_B
-        slots_B = batch.slots_B if batch.state_slots is None else batch.state_slots
-        kept = [*zip((ends_B - 1).tolist(), slots_B.tolist(), strict=True),
+        kept = [*zip((ends_B - 1).tolist(), _state_slots(batch).tolist(), strict=True),
                 *((int(firsts_B[row]) + offset - 1, slot) for row, offset, slot in batch.state_saves)]
         tokens, targets = (np.array(each, dtype=np.int64) for each in zip(*kept, strict=True))
         sent = to_device(self.platform.memory, {"tokens": tokens, "targets": targets}, self.device)
-        before_BD = hidden_SD.index_select(0, sent["targets"][: batch.batch_size])
+        before_BD = head.hidden_SD.index_select(0, sent["targets"][: batch.batch_size])
         self._prompts = _Prompts(x_TD, torch.cat([hidden_TD, before_BD]))
-        self.gated_delta.write(hidden_SD, sent["targets"], hidden_TD.index_select(0, sent["tokens"]))
+        head.write(sent["targets"], hidden_TD.index_select(0, sent["tokens"]))
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
         result = super().make_result(step, logits_BV, of_rows)
         prompts, self._prompts = self._prompts, None
         self._proposed = self._behind_tokens(step) if prompts is None else self._behind_prompts(step, prompts)
         return result
+
+    def fill(self, bucket: Bucket, new_blocks_N3: np.ndarray, arrays: dict[str, np.ndarray],
+             slots: np.ndarray) -> dict[str, np.ndarray]:
+        """A pass of the head in this bucket may still read what it took from the host; then it is waited for."""
+        if bucket.batch_size in self._may_replay and self._waits_for_replay:
+            self.platform.memory.synchronize()
+            self._may_replay.clear()
+        return super().fill(bucket, new_blocks_N3, arrays, slots)
 
     # -- pairs of a step -------------------------------------------------------------------------------------------
 
@@ -122,40 +173,69 @@ class MTPStepRunner(SpeculativeStepRunner):
         pairs = _pairs_of_prompts(batch)
         if not len(pairs.batch.slots_B):
             return None
-        arrays = {"hidden": pairs.hidden_T, "next": pairs.next_T, "lasts": pairs.lasts_B}
-        metadata, sent = self._attend(pairs.batch, pairs.batch.slots_B, arrays, is_prefill=True)
-        drawn_B = self.last_tokens_S.index_select(0, step.tensors["slots"][: int(batch.samples_B.sum())])
-        x_TD = torch.cat([prompts.x_TD, self.model.embed(drawn_B)]) if len(drawn_B) else prompts.x_TD
+        rows_B = np.flatnonzero(batch.samples_B)
+        state_slots_B = _state_slots(batch)[rows_B]
+        metadata, sent = self._attend_to_prompts(pairs, state_slots_B)
+        drawn_B = self.last_tokens_S.index_select(0, step.tensors["slots"][: len(rows_B)])
+        x_TD = torch.cat([prompts.x_TD, self.model.embed(drawn_B)]) if len(rows_B) else prompts.x_TD
         hidden_TD = prompts.hidden_TD.index_select(0, sent["hidden"])
         made_TD = self.model.draft(x_TD.index_select(0, sent["next"]), hidden_TD, sent["positions"], metadata)
-        rows_B = np.flatnonzero(batch.samples_B)
+        if not len(rows_B):
+            return None
+        self.head_step.write(sent["state_slots"], made_TD.index_select(0, sent["lasts"]))
         # Behind a picture that ends a prompt goes on what is behind its last row and column.
         positions_B = np.atleast_2d(pairs.batch.positions)[:, pairs.lasts_B].max(axis=0)
-        ends = _Ends(rows_B, batch.slots_B[rows_B], batch.context_lens_B[rows_B], positions_B,
+        ends = _Ends(rows_B, batch.slots_B[rows_B], state_slots_B, batch.context_lens_B[rows_B], positions_B,
                      self._bounds(batch)[rows_B])
-        return self._go_on(made_TD.index_select(0, sent["lasts"]), ends, self.speculative.num_speculative_tokens)
+        return self._go_on(ends, sent["state_slots"], self.speculative.num_speculative_tokens)
+
+    def _attend_to_prompts(self, pairs: _PromptPairs,
+                           state_slots_B: np.ndarray) -> tuple[AttentionMetadata, dict[str, Tensor]]:
+        """For attention over the pairs; and what else the head reads of them, on the device."""
+        batch = pairs.batch
+        lens, ends = batch.query_lens_B.tolist(), batch.context_lens_B.tolist()
+        sent = to_device(self.platform.memory, {
+            "hidden": pairs.hidden_T, "next": pairs.next_T, "lasts": pairs.lasts_B,
+            "state_slots": state_slots_B.astype(np.int64), "positions": np.ascontiguousarray(batch.positions),
+            "table_slots": batch.slots_B, "context_lens": batch.context_lens_B,
+            "slot_mapping": slot_mapping(batch, self.block_size, self.tables.on_host_SW)}, self.device)
+        tables_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(ends) // self.block_size)]
+        plan = self.attention.plan_prefill(lens, ends, tables_BW, self.device)
+        return AttentionMetadata(True, sent["slot_mapping"], sent["context_lens"],
+                                 self.tables.rows_of(sent["table_slots"]), plan), sent
 
     def _behind_tokens(self, step: PreparedStep) -> _Proposed | None:
         batch, kept_B = step.batch, self._kept(step.batch)
         lasts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B + kept_B
-        tokens_T = np.roll(batch.token_ids_T, -1) if batch.has_drafts else np.zeros(batch.batch_size, dtype=np.int32)
-        metadata, sent = self._attend(batch, np.repeat(batch.slots_B, batch.query_lens_B),
-                                      {"tokens": tokens_T, "lasts": lasts_B.astype(np.int64)}, is_prefill=False)
-        drawn_B = self.last_tokens_S.index_select(0, step.tensors["slots"][: batch.batch_size])
-        next_T = sent["tokens"].index_copy(0, sent["lasts"], drawn_B)
-        hidden_TD = self._hidden_SD.index_select(0, step.tensors["state_slots"][: len(tokens_T)])
-        made_TD = self.model.draft(self.model.embed(next_T), hidden_TD, sent["positions"], metadata)
-        ends = _Ends(np.arange(batch.batch_size), batch.slots_B, batch.context_lens_B - batch.query_lens_B + kept_B + 1,
-                     batch.positions[lasts_B], self._bounds(batch))
-        return self._go_on(made_TD.index_select(0, sent["lasts"]), ends,
-                           self.speculative.most_drafts(batch.batch_size))
+        wanted = np.arange(batch.batch_size) if batch.wants_drafts_B is None else np.flatnonzero(batch.wants_drafts_B)
+        ends = _Ends(np.arange(batch.batch_size), batch.slots_B, _state_slots(batch)[lasts_B],
+                     batch.context_lens_B - batch.query_lens_B + kept_B + 1, batch.positions[lasts_B],
+                     self._bounds(batch)).of(wanted)
+        inputs, state_slots = step.inputs, step.tensors["state_slots"][: batch.batch_size]
+        if batch.has_drafts:
+            sent = to_device(self.platform.memory, {
+                "next": self._next_tokens(step, lasts_B), "state_slots": ends.state_slots_B}, self.device)
+            inputs, state_slots = self._with_next_tokens(step, sent["next"]), sent["state_slots"]
+        elif len(wanted) < batch.batch_size:
+            state_slots = to_device(self.platform.memory, {"": ends.state_slots_B}, self.device)[""]
+        self._pass(step.bucket, inputs, step.plan)
+        return self._go_on(ends, state_slots, self.speculative.most_drafts(batch.batch_size))
 
-    @property
-    def _hidden_SD(self) -> Tensor:
-        """By state slot."""
-        assert self.states is not None, "a head drafts for models with states"
-        assert self.states.hidden_SD is not None, "the pool has hidden states where a head is loaded"
-        return self.states.hidden_SD
+    def _next_tokens(self, step: PreparedStep, lasts_B: np.ndarray) -> np.ndarray:
+        """(T,) int32: where the second token of each pair is looked up. A draft's lies where the step has read it, the
+        one behind the last kept draft is its row's."""
+        num_tokens = step.batch.num_tokens
+        first = len(self.last_tokens_S) if step.bucket is None else self.max_num_seqs
+        next_T = first + np.minimum(np.arange(1, num_tokens + 1), num_tokens - 1)
+        next_T[lasts_B] = step.batch.slots_B
+        return next_T.astype(np.int32)
+
+    def _with_next_tokens(self, step: PreparedStep, next_T: Tensor) -> StepInputs:
+        inputs = step.inputs
+        if step.bucket is None:
+            return inputs._replace(tokens=torch.cat([self.last_tokens_S, inputs.tokens]), token_slots=next_T)
+        inputs.token_slots[: len(next_T)].copy_(next_T)
+        return inputs
 
     def _kept(self, batch: ScheduledBatch) -> np.ndarray:
         """(B,) int32: drafts of each row that were kept, on every rank."""
@@ -172,62 +252,73 @@ class MTPStepRunner(SpeculativeStepRunner):
 
     # -- passes of the head ----------------------------------------------------------------------------------------
 
-    def _attend(self, batch: ScheduledBatch, slots: np.ndarray, arrays: dict[str, np.ndarray], *,
-                is_prefill: bool) -> tuple[AttentionMetadata, dict[str, Tensor]]:
-        """For attention over the pairs of `batch`, which read the tables of `slots`; and `arrays` on the device, with
-        `positions`."""
-        lens, ends = batch.query_lens_B.tolist(), batch.context_lens_B.tolist()
-        sent = to_device(self.platform.memory, {
-            **arrays, "positions": np.ascontiguousarray(batch.positions), "table_slots": slots,
-            "slot_mapping": slot_mapping(batch, self.block_size, self.tables.on_host_SW),
-            "context_lens": batch.context_lens_B if is_prefill else ends_of_tokens(lens, ends)}, self.device)
-        tables_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(ends) // self.block_size)]
-        plan_of = self.attention.plan_prefill if is_prefill else self.attention.plan_drafts
-        return AttentionMetadata(is_prefill, sent["slot_mapping"], sent["context_lens"],
-                                 self.tables.rows_of(sent["table_slots"]),
-                                 plan_of(lens, ends, tables_BW, self.device)), sent
+    def _pass(self, bucket: Bucket | None, inputs: StepInputs, plan: Any) -> None:
+        """One over `inputs`, those of `bucket` if there is one."""
+        if bucket is None:
+            self.head_step(inputs, plan)
+            return
+        assert bucket.behind is not None, "a bucket has a graph of the head, too"
+        bucket.behind(inputs)
+        self._may_replay.add(bucket.batch_size)
 
-    def _go_on(self, made_BD: Tensor, ends: _Ends, most: int) -> _Proposed | None:
-        """Up to `most` drafts of each row, from what the head made of its last pair."""
-        if not most or not len(ends.rows_B):
+    def _go_on(self, ends: _Ends, state_slots_B: Tensor, most: int) -> _Proposed | None:
+        """Up to `most` drafts of each row, from what the head made of its last pair. `state_slots_B`: those of `ends`,
+        on the device."""
+        num_rows, first = len(ends.rows_B), self._first_draft
+        if not most or not num_rows:
             return None
-        drafts = [self._most_probable(made_BD)]
+        for number in range(most):
+            if number:
+                self._pass_ahead(ends, number)
+            made_BD = self.head_step.hidden_SD.index_select(0, state_slots_B)
+            self.last_tokens_S[first + number * num_rows :][:num_rows].copy_(self._most_probable(made_BD))
+        drafts = self.last_tokens_S[first : first + most * num_rows]
         counts_B = np.minimum(most, ends.bounds_B - ends.lens_B + 1)
-        for number in range(1, most):
-            metadata, positions_B = self._attend_ahead(ends, number)
-            made_BD = self.model.draft(self.model.embed(drafts[-1]), made_BD, positions_B, metadata)
-            drafts.append(self._most_probable(made_BD))
-        return _Proposed(ends.rows_B, counts_B, self.platform.memory.download(torch.stack(drafts, dim=1).view(-1)))
+        return _Proposed(ends.rows_B, counts_B, self.platform.memory.download(drafts))
 
-    def _attend_ahead(self, ends: _Ends, number: int) -> tuple[AttentionMetadata, Tensor]:
-        """For one pair of each row, so many places behind its last one. Where its blocks end the null block serves."""
+    def _pass_ahead(self, ends: _Ends, number: int) -> None:
+        """Over one pair of each row, so many places behind its last one, whose second token is the last draft. Where
+        the row's blocks end the null block serves."""
+        rows_B = np.arange(len(ends.rows_B))
         places_B = ends.lens_B - 1 + number
         has_block_B = places_B < ends.bounds_B
         places_B = np.where(has_block_B, places_B, 0)
-        rows_B = np.arange(len(places_B))
         tables_BW = self.tables.on_host_SW[ends.slots_B]
         blocks_B = np.where(has_block_B, tables_BW[rows_B, places_B // self.block_size], 0)
         offsets_B = np.where(has_block_B, places_B, rows_B) % self.block_size
-        arrays = {"positions": np.where(has_block_B, ends.positions_B + number, 0), "table_slots": ends.slots_B,
-                  "slot_mapping": blocks_B * self.block_size + offsets_B, "context_lens": places_B + 1}
-        sent = to_device(self.platform.memory, {name: array.astype(np.int32) for name, array in arrays.items()},
-                         self.device)
+        arrays = {name: array.astype(np.int32) for name, array in {
+            "positions": np.where(has_block_B, ends.positions_B + number, 0), "context_lens": places_B + 1,
+            "slot_mapping": blocks_B * self.block_size + offsets_B, "state_slots": ends.state_slots_B,
+            "token_slots": self._first_draft + (number - 1) * len(rows_B) + rows_B}.items()}
+        bucket = self.buckets.find(len(rows_B)) if self.buckets else None
+        if bucket is not None:
+            self.fill(bucket, NO_NEW_BLOCKS, arrays, ends.slots_B)
+            self._pass(bucket, bucket.inputs, None)
+            return
+        tensors = to_device(self.platform.memory, {
+            **arrays, "runs": np.ones_like(rows_B, dtype=np.int32), "table_slots": ends.slots_B}, self.device)
+        tensors |= {"tokens": self.last_tokens_S, "block_tables": self.tables.rows_of(tensors["table_slots"])}
         plan = self.attention.plan_decode((places_B + 1).tolist(), tables_BW, self.device)
-        return AttentionMetadata(False, sent["slot_mapping"], sent["context_lens"],
-                                 self.tables.rows_of(sent["table_slots"]), plan), sent["positions"]
+        self._pass(None, StepInputs.of(tensors), plan)
 
     def _most_probable(self, made_BD: Tensor) -> Tensor:
-        """(B,) int32, the same on every rank."""
-        return most_probable(self.model.compute_logits(made_BD))[1].squeeze(-1).to(torch.int32)
+        """(B,) int64, the same on every rank."""
+        return most_probable(self.model.compute_logits(made_BD))[1].squeeze(-1)
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         output, proposed = super()._output(under_way), self._proposed
         if output is None or proposed is None or under_way is not self._newest:
             return output
         found = proposed.of_rows(under_way.step.batch.batch_size)
+        self._may_replay.clear()  # the drafts come behind all passes
         output.spec_token_ids = [_joined(forced, tokens)
                                  for forced, tokens in zip(output.spec_token_ids, found, strict=True)]
         return output
+
+
+def _state_slots(batch: ScheduledBatch) -> np.ndarray:
+    """(B,), or (T,) of a step with drafts: where hidden states lie."""
+    return batch.slots_B if batch.state_slots is None else batch.state_slots
 
 
 def _joined(forced: list[int], tokens: Sequence[int]) -> list[int]:

@@ -98,8 +98,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     check_expert_parallel(config, model_config)
     max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
     block_size = _block_size(config.cache, platform)
-    has_head = speculative is not None and speculative.has_head  # it reads what plain steps leave
-    graphs_take_drafts = not model_config.state_layers or (platform.graphs_take_state_drafts and not has_head)
+    graphs_take_drafts = not model_config.state_layers or platform.graphs_take_state_drafts
     drafts = speculative if graphs_take_drafts else None
     most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
     graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
@@ -267,8 +266,6 @@ def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: P
     problem, most = None, platform.most_state_drafts
     if model_config.pooling is not None:
         problem = "the model pools its prompts, no token is drawn; leave it out"
-    elif speculative.has_head and not platform.runs_draft_heads:
-        problem = f"platform {platform.name} does not run the head of method mtp; take another method"
     elif model_config.state_layers and most is not None and speculative.num_speculative_tokens > most:
         has_states = f"{model_config.model_type} has layers with state, and platform {platform.name} verifies"
         problem = (f"{has_states} at most {most} drafts of a row for such, not {speculative.num_speculative_tokens}; "

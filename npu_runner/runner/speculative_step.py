@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
@@ -127,7 +126,7 @@ class SpeculativeStepRunner(StepRunner):
     def graph_step(self) -> DecodeStep:
         if self.gated_delta is None or not self.graphs_take_drafts:
             return self.decode_step
-        return DraftedDecodeStep(self.model, self.gated_delta)
+        return DraftedDecodeStep(self.model, self.states, self.gated_delta)
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         self._verified = VerifiedStep(batch) if batch.has_drafts else None
@@ -163,7 +162,7 @@ class SpeculativeStepRunner(StepRunner):
                        slots_T: np.ndarray) -> PreparedStep:
         """The same, run by a graph of plain steps with as many rows. What the sampler takes is sent place by place."""
         own = to_device(self.platform.memory, {"tokens": batch.token_ids_T, "slots": arrays["slots"]}, self.device)
-        self.fill(bucket, batch, {name: arrays[name] for name in _OF_TOKENS}, slots_T)
+        self.fill(bucket, batch.new_blocks_N3, {name: arrays[name] for name in _OF_TOKENS}, slots_T)
         self.last_tokens_S[self.max_num_seqs :][: len(slots_T)].copy_(own["tokens"])
         return PreparedStep(batch, number, {**bucket.tensors, "slots": own["slots"]}, bucket.inputs, bucket, None)
 
@@ -185,7 +184,7 @@ class SpeculativeStepRunner(StepRunner):
                 sample = verified.drawn.to_host()
                 self.check_receipts(step, sample.receipts_B)
                 verified.take(sample)
-        last_B = torch.from_numpy(verified.next_input_ids_B).to(self.device)
+        last_B = to_device(self.platform.memory, {"": verified.next_input_ids_B}, self.device)[""]
         self.last_tokens_S.index_copy_(0, step.tensors["slots"], self.tp.broadcast(last_B))
         return None if self.sampler is None else verified
 

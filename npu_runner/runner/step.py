@@ -62,9 +62,6 @@ class DecodeStep(nn.Module):
 class DraftedDecodeStep(DecodeStep):
     """A graph's step of a model with states: a row is a token, and several may follow one another in a sequence."""
 
-    def __init__(self, model: LanguageModel, gated_delta: GatedDeltaBackend):
-        super().__init__(model, None, gated_delta)
-
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
         assert self.gated_delta is not None, "made with it"
         return super().forward(inputs, plan, self.gated_delta.plan_drafts_in_graph(inputs.runs))
@@ -152,6 +149,8 @@ class StepRunner:
         """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
         self.decode_step = DecodeStep(model, states, gated_delta)
+        self.head_step: DecodeStep | None = None
+        """What else runs over a decode step's inputs, behind its draw, in graphs of its own."""
         self.attention = attention
         self.platform = platform
         self.device = device
@@ -179,7 +178,9 @@ class StepRunner:
 
     @states.setter
     def states(self, pool: StatePool | None) -> None:
-        self.decode_step.states = pool
+        for step in (self.decode_step, self.head_step):
+            if step is not None:
+                step.states = pool
 
     @property
     def graph_step(self) -> DecodeStep:
@@ -270,7 +271,7 @@ class StepRunner:
         if self._newest is not None and bucket is not None and self._waits_for_replay:
             self._newest.wait()
         if bucket is not None:
-            self.fill(bucket, batch, arrays, batch.slots_B)
+            self.fill(bucket, batch.new_blocks_N3, arrays, batch.slots_B)
             return PreparedStep(batch, number, bucket.tensors, bucket.inputs, bucket, None)
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
         tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
@@ -295,16 +296,17 @@ class StepRunner:
         last_rows_B = bucket.tensors["last_rows"][: len(arrays["last_rows"])]
         return PreparedStep(batch, number, {**bucket.tensors, "last_rows": last_rows_B}, bucket.inputs, bucket, None)
 
-    def fill(self, bucket: Bucket, batch: ScheduledBatch, arrays: dict[str, np.ndarray],
+    def fill(self, bucket: Bucket, new_blocks_N3: np.ndarray, arrays: dict[str, np.ndarray],
              slots: np.ndarray) -> dict[str, np.ndarray]:
         """Put a decode step's arrays, of rows with the block tables of `slots`, into the bucket's static buffers,
-        padded; returns what those hold, and the slots that their block tables are of."""
+        padded; returns what those hold, and the slots that their block tables are of. `new_blocks_N3`: what is new in
+        the tables."""
         assert self.buckets is not None, "a bucket is one of the buckets"
         padded = pad_into(bucket, arrays, slots, self.block_size, max_num_seqs=self.max_num_seqs,
                           num_states=self.states.plan.num_padding if self.states else None,
                           repeats_a_row=self.attention.pads_with_real_rows)
         slots_B = padded["table_slots"]
-        news = self.tables.news(batch.new_blocks_N3, slots_B)
+        news = self.tables.news(new_blocks_N3, slots_B)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
         self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(),
                                             lambda: self.tables.on_host_SW[slots_B])

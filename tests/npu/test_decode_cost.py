@@ -14,6 +14,7 @@ import pytest
 from scripts.quantised.writing import quantise
 from tests.cann.environment import ROOT, has_real_cann, run_python
 from tests.npu.layer_kinds import KINDS, LAYERS, LayerKind
+from tests.oracle.mtp_reference import with_head
 from tests.oracle.quantised_folders import one_range
 
 pytestmark = [
@@ -28,6 +29,8 @@ BATCH_SIZE = 4
 # Twelve for the draw, and one for the ids that a step under way goes on from.
 MOST_OF_A_DRAW = 13
 MOST_OUTSIDE = 20
+# Of the head's own layer 21, in the graph engine 25.
+A_PASS = {"eager": 33, "reduce-overhead": 33, "max-autotune": 37}
 
 
 # What the host does for the attention of each layer, beside launching it.
@@ -124,6 +127,36 @@ def test_what_the_host_does_for_each_layer_can_be_left_out(
     cost = measured(KINDS["dense"], mode, checkpoint, tmp_path, **setting)
     assert cost["host_per_layer"] == {}
     assert sum(launches_of(cost).values()) == KINDS["dense"].launches[mode]
+
+
+@pytest.mark.full("a process for each mode, three engines in each; nothing like it stays")
+@pytest.mark.parametrize("mode", MODES)
+def test_launches_of_the_models_own_head(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Behind a plain step, then behind steps with one and two drafts a row."""
+    plain = checkpoint("qwen3_5_text", **KINDS["gated attention"].config(1))
+    settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0}
+    if mode == "max-autotune":
+        settings["use_graph_cache"] = False
+    spec = {"model": str(with_head(plain, tmp_path / "head")), "batch_size": BATCH_SIZE, "drafts": [0, 1, 2],
+            "settings": settings}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    done = run_python(["-m", "tests.npu.programs.head_cost", str(tmp_path / "spec.json"), str(tmp_path / "out.json")])
+    assert done.returncode == 0, done.stderr[-6000:]
+    costs = json.loads((tmp_path / "out.json").read_text())
+    counts, outside = ([sum(count for name, count in cost[kind].items() if name not in VIEWS)
+                        for cost in costs.values()] for kind in ("launches", "outside"))
+    if mode != "eager":
+        assert [sum(cost["step_outside"].values()) for cost in costs.values()] == [9, 15, 21], "of the whole step"
+    a_pass = A_PASS[mode]
+    # The first of two launches tells where the second tokens of pairs lie, or gathers tables; four read a draft out.
+    assert counts == [a_pass, a_pass + 5, 2 * (a_pass + 5)]
+    assert outside == (counts if mode == "eager" else [0, 5, 10]), "a pass is one graph"
+    for num_drafts, cost in enumerate(costs.values()):
+        assert cost["syncs"] == {}, "the host waits for nothing between passes"
+        waits = {name: entry["calls"] for name, entry in cost["step_syncs"].items()}
+        assert not num_drafts or waits == {"event": 2}, "for what was drawn, then for the drafts"
+        assert [cost["copies"].get(way, {}).get("calls", 0) for way in ("h2d", "d2h")] == [
+            num_drafts, min(num_drafts, 1)], "one copy in for each draft, one out"
 
 
 @pytest.mark.full("prints what the tests above hold; a minute")

@@ -60,7 +60,7 @@ def of_head(mode: str, checkpoint: Any, folder: Path, **settings: Any) -> Case:
     """A head that mostly agrees, also over prompts that are cut."""
     path = with_head(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]), folder / f"head {mode}", quiet=QUIET)
     speculative = {"method": "mtp", "num_speculative_tokens": 3}
-    graphs = graphs_of(mode, [4, 8])  # of plain steps alone
+    graphs = graphs_of(mode, SIZES)
     return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, "max_num_batched_tokens": 128,
                             **SMALL, **FLOAT32, **graphs, **settings}, "long texts", 5)
 
@@ -73,8 +73,9 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
         if case.settings["graph_mode"] != "eager" and "tensor_parallel_size" not in case.settings:
             sizes = case.settings["graph_batch_sizes"]
             assert_graphs_are_whole(result, sizes)  # ranks count their own
-            if case.settings["speculative_config"]["method"] != "mtp":
-                assert all(num > sizes[-1] for num in result["eager_drafts"]), result["eager_drafts"]
+            assert all(num > sizes[-1] for num in result["eager_drafts"]), result["eager_drafts"]
+            assert sorted(result["eager_heads"]) == sorted(
+                result["eager_drafts"] if case.settings["speculative_config"]["method"] == "mtp" else []), result
     assert all(kept[case.model] > 0 for case in cases), kept
 
 
@@ -120,3 +121,9 @@ def test_two_ranks(checkpoint: Any, tmp_path: Path) -> None:
     of_both = (*cases_of("reduce-overhead", checkpoint, tensor_parallel_size=2)[:2],
                *with_states("reduce-overhead", checkpoint, tensor_parallel_size=2))
     compare(list(of_both), tmp_path)
+
+
+@emulated
+@pytest.mark.full("two ranks on two cores; drafts of states stay on one")
+def test_two_ranks_with_the_models_own_head(checkpoint: Any, tmp_path: Path) -> None:
+    compare([of_head("reduce-overhead", checkpoint, tmp_path, tensor_parallel_size=2)], tmp_path)

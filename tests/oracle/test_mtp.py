@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.bounds import known_limits
 from npu_runner.errors import ConfigError, ModelError
+from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.graphs import DecodeForward, GraphResourceError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.runner.mtp_step import HeadStep
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
 from tests.oracle.mtp_reference import Head64, run_target, with_head
@@ -27,6 +31,7 @@ from tests.oracle.running import SMALL, need_devices, runner_of
 from tests.oracle.test_async_scheduling import SETTINGS as FEATURES
 from tests.oracle.test_async_scheduling import few_blocks
 from tests.oracle.test_families import prompts_of
+from tests.oracle.test_hybrid_models import KeptGraphs
 from tests.oracle.test_qwen3_vl import make_prompts
 from tests.runner.test_several_tokens import assert_same, knows, requests
 
@@ -43,6 +48,17 @@ ROUNDS: list[dict[str, list[int]]] = [
 ]
 TOLERANCE = 1e-4
 """Of the largest logit: ours are float32, and later drafts go on from what earlier ones made."""
+
+
+@pytest.fixture
+def where(request: pytest.FixtureRequest, platform_name: str) -> dict[str, Any]:
+    """On a platform that captures by default a test runs twice, with graphs and without."""
+    return {"platform": platform_name, "graph_mode": getattr(request, "param", "auto")}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "where" in metafunc.fixturenames and metafunc.config.getoption("--platform") != "cpu":
+        metafunc.parametrize("where", ["auto", "eager"], indirect=True)
 
 
 def mtp(num: int) -> dict[str, Any]:
@@ -71,10 +87,10 @@ def recorded_drafts(llm: LLM) -> Iterator[list[Draft]]:
         logits.append(steps.model.compute_logits(made_BD).float().cpu().clone())
         return most_probable(made_BD)
 
-    def note_rows(made_BD: Tensor, ends: Any, most: int) -> Any:
+    def note_rows(ends: Any, state_slots_B: Tensor, most: int) -> Any:
         names = {seq.slot: seq.request_id for seq in llm.engine.scheduler.running}
         del logits[:]
-        proposed = go_on(made_BD, ends, most)
+        proposed = go_on(ends, state_slots_B, most)
         for number, logits_BV in enumerate(logits):
             for row, (slot, length) in enumerate(zip(ends.slots_B.tolist(), ends.lens_B.tolist(), strict=True)):
                 if number < proposed.counts_B[row] and slot in names:
@@ -136,15 +152,16 @@ def run(llm: LLM, prompts: dict[str, PromptInputs], params: SamplingParams = GRE
     return found
 
 
-def test_drafts_of_prompts_and_answers_are_those_of_the_definition(checkpoint: Any, tmp_path: Path) -> None:
+def test_drafts_of_prompts_and_answers_are_those_of_the_definition(checkpoint: Any, tmp_path: Path,
+                                                                   where: dict[str, Any]) -> None:
     """Of rows together, whose prompts are cut into chunks; then behind prefixes that the cache has, where others go on
     with other tokens. Of the drafts of a step, which are given here, some are kept. A head that read the state before
     the last norm would give other logits."""
     path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
     prompts = {name: PromptInputs(tokens) for names in ROUNDS for name, tokens in names.items()}
-    with LLM(path, platform="cpu", max_num_batched_tokens=64, **SMALL) as llm:
+    with LLM(path, **where, max_num_batched_tokens=64, **SMALL) as llm:
         plain = run(llm, prompts)
-    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(3), **SMALL) as llm:
+    with LLM(path, **where, max_num_batched_tokens=64, **mtp(3), **SMALL) as llm:
         knows(llm, [plain[name] for name in sorted(plain, key=lambda name: int(name.rpartition("-")[2]))], 3, 0.3)
         outputs: dict[str, RequestOutput] = {}
         with recorded_drafts(llm) as drafts:
@@ -163,7 +180,7 @@ def test_drafts_of_prompts_and_answers_are_those_of_the_definition(checkpoint: A
     assert (raw_V - normed_V).abs().max() > 100 * TOLERANCE * normed_V.abs().max()
 
 
-def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path, where: dict[str, Any]) -> None:
     """Greedy and drawn, with a schema and without; answers are those of plain steps, in fewer of them."""
     path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head", quiet=QUIET)
     params = [GREEDY.replace(max_tokens=30), GREEDY.replace(temperature=0.7, seed=3, max_tokens=20),
@@ -172,7 +189,7 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path)
     prompts = [PromptInputs(LONG[start : start + 5]) for start in range(len(params))]
     found = []
     for settings in ({}, mtp(3)):
-        with LLM(path, platform="cpu", **settings, **SMALL) as llm:
+        with LLM(path, **where, **settings, **SMALL, block_size=16) as llm:  # where one ends there are fewer drafts
             found.append([output.token_ids for output in llm.generate(prompts, params)])
             stats = llm.stats()
     assert found[0] == found[1]
@@ -180,10 +197,10 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path)
     assert stats.num_draft_tokens == stats.num_mtp_drafted + stats.num_forced_drafted
 
 
-def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path) -> None:
+def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path, where: dict[str, Any]) -> None:
     """Chunks begin and end inside one, and a prompt ends with one."""
     path = with_head(checkpoint("qwen3_5"), tmp_path / "head")
-    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
+    with LLM(path, **where, max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
         (whole, short), images = make_prompts(llm, ["t4t", "t1"])
         end = short.spans[-1].start + short.spans[-1].num_tokens
         positions = short.positions_3T[:, :end]
@@ -196,11 +213,101 @@ def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path) ->
     assert_drafts_are_the_heads(path, drafts, outputs, {"whole": (whole, images[0]), "cut": (cut, images[1])})
 
 
+def test_plain_steps_and_passes_that_go_on_run_in_graphs(checkpoint: Any, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows, then two, padded to four. Graphs that were kept are compared with eager steps, the head's too."""
+    made = KeptGraphs()
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: made)
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    prompts = {f"r-{row}": PromptInputs(LONG[10 * row : 10 * row + 5]) for row in range(3)}
+    with LLM(path, platform="cpu", graph_mode="reduce-overhead", graph_batch_sizes=[4, 8], **mtp(3), **SMALL) as llm:
+        bucket = runner_of(llm).steps.buckets.find(3)  # type: ignore[union-attr]
+        assert bucket is not None
+        behind, rows = bucket.behind, list[int]()
+        bucket.behind = lambda inputs: (rows.append(len(inputs.positions)), behind(inputs))[1]  # type: ignore[misc]
+        with recorded_drafts(llm) as drafts:
+            outputs = run(llm, prompts)
+        assert set(rows) == {4}
+        assert len(rows) > 2 * 3, "pairs of plain steps, and two passes behind those of each step"
+    assert made.discarded == []
+    assert {draft.number for draft in drafts} == {0, 1, 2}
+    assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
+
+
+class WrongHeads(KeptGraphs):
+    """Those of the head give something else."""
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        graph = super().compile(forward, batch_size)
+        is_head = isinstance(forward.__self__, HeadStep)  # type: ignore[attr-defined]
+        return (lambda *inputs: graph(*inputs) * 1.1) if is_head else graph
+
+
+def test_a_kept_graph_of_the_head_that_differs_is_discarded(checkpoint: Any, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    made = WrongHeads()
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: made)
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    with LLM(path, platform="cpu", graph_mode="reduce-overhead", graph_batch_sizes=[4, 8], **mtp(1), **SMALL):
+        assert made.discarded == [8, 4]
+
+
+class NoSmallHeads(KeptGraphs):
+    """There is no room for a graph of the head below eight rows."""
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        def refuse(*_: Any) -> Tensor:
+            raise GraphResourceError("no room for the head")
+
+        is_head = isinstance(forward.__self__, HeadStep)  # type: ignore[attr-defined]
+        return refuse if is_head and batch_size < 8 else super().compile(forward, batch_size)
+
+
+def test_a_size_without_room_for_the_heads_graph_has_none(checkpoint: Any, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: NoSmallHeads())
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head", quiet=QUIET)
+    prompts = [PromptInputs(LONG[row : row + 5]) for row in range(3)]
+    found = []
+    for settings in ({"graph_mode": "eager"}, {"graph_mode": "reduce-overhead", "graph_batch_sizes": [4, 8], **mtp(2)}):
+        with LLM(path, platform="cpu", **settings, **SMALL) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, GREEDY)])
+            graphs = llm.engine.info.graphs
+    assert found[0] == found[1]
+    assert graphs.startswith("8 (")
+    assert "no room for the head" in graphs
+
+
+def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(checkpoint: Any, tmp_path: Path,
+                                                                 where: dict[str, Any]) -> None:
+    """Steps of two rows have no drafts. A row whose drafts are refused has none for 16 tokens; those of later places
+    are the head's again."""
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    prompts = {"short": PromptInputs(LONG[:5]), "long": PromptInputs(LONG[30:40])}
+    settings = mtp(1)
+    settings["speculative_config"]["num_speculative_tokens_per_batch_size"] = [[2, 8, 0]]
+    with LLM(path, **where, **settings, **SMALL) as llm, recorded_drafts(llm) as drafts:
+        for name, length in (("short", 6), ("long", 52)):
+            llm.engine.add_request(name, prompts[name], GREEDY.replace(max_tokens=length))
+        outputs: dict[str, RequestOutput] = {}
+        while llm.engine.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+        assert llm.stats().num_mtp_drafted >= 24
+    places = sorted(draft.place for draft in drafts if draft.request_id == "long")
+    gaps = [later - place for place, later in pairwise(places)]
+    assert places[0] == 9
+    assert gaps[0] >= 5, "while there are two rows"
+    assert max(gaps[1:]) > 12, "while it pauses"
+    assert len(places) > 24 + 2, "also behind the pause"
+    assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
+
+
 @pytest.mark.full("pictures, experts and Qwen3-Next; text alone stays, and pictures with the embedded model")
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe_text", "qwen3_next"])
-def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, checkpoint: Any, tmp_path: Path,
+                                                              where: dict[str, Any]) -> None:
     path = with_head(checkpoint(model_type), tmp_path / "head")
-    with LLM(path, platform="cpu", max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
+    with LLM(path, **where, max_num_batched_tokens=64, **mtp(2), **SMALL) as llm:
         found, images = prompts_of(llm, model_type)
         prompts = {f"r-{index}": prompt for index, prompt in enumerate(found)}
         with recorded_drafts(llm) as drafts:
@@ -211,14 +318,16 @@ def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, c
 
 @pytest.mark.full("every field of a request; some fields stay")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5", "qwen3_next"])
-def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_path: Path,
+                                          where: dict[str, Any]) -> None:
     """In few blocks: prompts are cut, sequences are preempted, and drafts end where blocks do."""
     path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
-    settings = {**FEATURES, **few_blocks(path, "cpu")}
+    few = few_blocks(path, where["platform"])
+    settings = {**FEATURES, **few}
     found = []
     # Blocks of one layer that attends, then of two.
-    for more in ({}, {**mtp(3), "kv_cache_bytes": 2 * settings["kv_cache_bytes"]}):
-        with LLM(path, platform="cpu", **{**settings, **more}) as llm:
+    for more in ({}, {**mtp(3), **({"kv_cache_bytes": 2 * few["kv_cache_bytes"]} if few else {})}):
+        with LLM(path, **where, **{**settings, **more}) as llm:
             pairs = requests(llm, model_type)
             found.append(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]))
             stats = llm.stats()
@@ -227,16 +336,17 @@ def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_
     assert stats.kv_blocks_used == 0
 
 
-def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: Any, tmp_path: Path) -> None:
+def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: Any, tmp_path: Path,
+                                                                   where: dict[str, Any]) -> None:
     """Five rows grow to more blocks than there are; one is aborted on the way."""
     path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
     per_block = 2 * 2 * 16 * 2 * 32 * 4  # k and v, layers that attend and the head's, block, kv heads, head dim, bytes
     prompts = {f"r-{index}": PromptInputs(LONG[index : index + 12]) for index in range(5)}
     params = GREEDY.replace(max_tokens=40)
-    with LLM(path, platform="cpu", **SMALL) as llm:
+    with LLM(path, **where, **SMALL) as llm:
         plain = run(llm, prompts, params)
     settings = {**SMALL, "max_model_len": 96, "block_size": 16, "kv_cache_bytes": 14 * per_block}
-    with LLM(path, platform="cpu", **mtp(3), **settings) as llm:
+    with LLM(path, **where, **mtp(3), **settings) as llm:
         assert llm.engine.info.num_blocks == 14
         knows(llm, [plain[name] for name in prompts], 3, 0.2)
         with recorded_drafts(llm) as drafts:
@@ -271,7 +381,7 @@ def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path
 
 
 def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint: Any, tmp_path: Path) -> None:
-    """A family without one, a checkpoint that was saved without, one of several layers, a platform."""
+    """A family without one, a checkpoint that was saved without, one of several layers."""
     def opened(path: Path, **settings: Any) -> Any:
         config = RunnerConfig.from_keywords(path, **{"platform": "cpu", **mtp(1), **settings})
         return known_limits(open_checkpoint(config))
@@ -282,8 +392,6 @@ def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint:
         opened(checkpoint("qwen3_5_text"))
     path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
     assert opened(path).speculative.method == "mtp"
-    with pytest.raises(ConfigError, match="platform cuda does not run the head of method mtp"):
-        opened(path, platform="cuda")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 2}))
     with pytest.raises(ModelError, match="prediction of 2 layers, or with embeddings of its own, is not served"):
@@ -304,14 +412,14 @@ def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint
     assert json.loads(manifest["speculative_config"]) == {"method": "mtp", "num_speculative_tokens": 2}
 
 
-def test_the_head_of_the_embedded_model_keeps_what_it_was_trained_to() -> None:
+def test_the_head_of_the_embedded_model_keeps_what_it_was_trained_to(platform_name: str) -> None:
     """Short answers and JSON, about drawings that no training saw: 271 of 335 drafts. A head that is read wrong costs
     drafts, and no answer."""
     examples = [draw(seed) for seed in TEST_SEEDS[:12] for draw in (draw_example, draw_json_example)]
     params = SamplingParams(temperature=0.0, max_tokens=80)
     found = []
     for settings in ({}, mtp(2)):
-        with LLM("shapes-hybrid", platform="cpu", dtype="float32", preprocessing_workers=0, **settings) as llm:
+        with LLM("shapes-hybrid", platform=platform_name, dtype="float32", preprocessing_workers=0, **settings) as llm:
             outputs = llm.chat([example.conversation() for example in examples], params)
             found.append([output.token_ids for output in outputs])
             stats = llm.stats()

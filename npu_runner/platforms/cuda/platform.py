@@ -62,7 +62,6 @@ class CudaPlatform(Platform):
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     # 16 tokens were no quicker (steps of 1 to 256 sequences), for twice the memory.
     state_ring_length = 8
-    runs_draft_heads = False  # no GPU has run it yet
     ray_resource = "GPU"
     visible_devices = "CUDA_VISIBLE_DEVICES"
     remedy = ("take a torch that is built for CUDA, with triton; nvidia-smi says which GPUs the driver sees, "

@@ -53,7 +53,7 @@ class CachedGraphEngineCompiler(GraphCompiler):
                     "soc": soc_name(), "graph_options": repr(graph_engine_config().as_dict()),
                     "npu_settings": repr(npu_settings())}
         self._identity = {**settings.identity, **versions}
-        self._graphs: dict[int, _KeptGraph] = {}
+        self._graphs: dict[int, list[_KeptGraph]] = {}
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -61,15 +61,17 @@ class CachedGraphEngineCompiler(GraphCompiler):
                               ) from error
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        folder = GraphFolder(self._root, {**self._identity, "batch_size": batch_size})
-        self._graphs[batch_size] = _KeptGraph(forward, batch_size, folder)
-        return self._graphs[batch_size]
+        module = GraphEngineDecode(forward, batch_size)
+        graph = _KeptGraph(module, GraphFolder(self._root, {**self._identity, "graph": module.name}))
+        self._graphs.setdefault(batch_size, []).append(graph)
+        return graph
 
     def was_loaded(self, batch_size: int) -> bool:
-        return self._graphs[batch_size].was_loaded
+        return any(graph.was_loaded for graph in self._graphs[batch_size])
 
     def discard(self, batch_size: int) -> None:
-        self._graphs[batch_size].folder.clear()
+        for graph in self._graphs.pop(batch_size):
+            graph.folder.clear()
 
 
 class GraphFolder:
@@ -121,11 +123,10 @@ class GraphFolder:
 class _KeptGraph:
     """Loads or compiles on the first call."""
 
-    def __init__(self, forward: DecodeForward, batch_size: int, folder: GraphFolder):
+    def __init__(self, module: GraphEngineDecode, folder: GraphFolder):
         self.folder = folder
         self.was_loaded = False
-        module = GraphEngineDecode(forward, batch_size)
-        method = own_code(module.decode, f"decode_{batch_size}")
+        method = own_code(module.decode, module.name)
         assert isinstance(method, types.MethodType), "cache_compile wants a bound method"
         self._decode = torchair.load("torchair").inference.cache_compile(
             method, config=graph_engine_config(), dynamic=False, cache_dir=str(folder.path), ge_cache=True

@@ -19,12 +19,13 @@ class LimitedGraphCompiler(GraphCompiler):
         self.waits_for_replay = compiler.waits_for_replay
         self.records = compiler.records
         self._most_graphs = most_graphs
-        self._batch_sizes: set[int] = set()
+        self._made: set[tuple[int, object]] = set()
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        if batch_size not in self._batch_sizes and len(self._batch_sizes) == self._most_graphs:
+        made = batch_size, getattr(forward, "__func__", forward)
+        if made not in self._made and len(self._made) == self._most_graphs:
             return self._refuse
-        self._batch_sizes.add(batch_size)
+        self._made.add(made)
         return self._compiler.compile(forward, batch_size)
 
     def _refuse(self, *inputs: Tensor) -> Tensor:

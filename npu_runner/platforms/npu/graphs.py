@@ -48,19 +48,21 @@ class AclGraphCompiler(GraphCompiler):
     def __init__(self, attention: NpuAttention) -> None:
         self._attention = attention
         self._pool = torch.npu.graph_pool_handle()
-        self._graphs: dict[int, _AclGraph] = {}
+        self._graphs: dict[int, list[_AclGraph]] = {}
         self.waits_for_replay = npu_settings().replay == "waiting"
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        self._graphs[batch_size] = _AclGraph(forward, batch_size, self._backend(), self._attention)
-        return self._graphs[batch_size]
+        graph = _AclGraph(forward, batch_size, self._backend(), self._attention)
+        self._graphs.setdefault(batch_size, []).append(graph)
+        return graph
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
                       block_tables_BW: Callable[[], np.ndarray]) -> None:
-        self._graphs[batch_size].set_context_lens(context_lens_B)
+        for graph in self._graphs[batch_size]:
+            graph.set_context_lens(context_lens_B)
 
     def release(self) -> None:
-        for graph in self._graphs.values():
+        for graph in itertools.chain(*self._graphs.values()):
             forget(graph.code)
         self._graphs.clear()
 
@@ -151,22 +153,24 @@ class GraphEngineCompiler(GraphCompiler):
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
         backend = torchair.load("torchair").get_npu_backend(compiler_config=graph_engine_config())
         module = GraphEngineDecode(forward, batch_size)
-        decode = torch.compile(own_code(module.decode, f"decode_{batch_size}"), dynamic=False, fullgraph=True,
+        decode = torch.compile(own_code(module.decode, module.name), dynamic=False, fullgraph=True,
                                backend=_Counted(backend, batch_size))
         return _FirstCall(decode)
 
 
 class GraphEngineDecode(torch.nn.Module):
-    """The decode step as GE takes it: flat tensors, lengths among them."""
+    """The decode step, or what runs behind it, as GE takes it: flat tensors, lengths among them. `name`: of its
+    graph."""
 
     def __init__(self, forward: DecodeForward, batch_size: int):
         super().__init__()
         self.step = forward.__self__  # type: ignore[attr-defined]
+        self.name = f"{type(self.step).__name__}_{batch_size}"
         totals_B = torch.arange(1, batch_size + 1, dtype=torch.int64)
         self.register_buffer("query_totals_B", totals_B.npu(), persistent=False)
 
     def decode(self, *tensors: Tensor) -> Tensor:
-        """Logits (B, vocabulary) of the tensors of a StepInputs, its lengths int64, as attention asks for them."""
+        """What the step makes of the tensors of a StepInputs, its lengths int64, as attention asks for them."""
         inputs = StepInputs(*tensors)
         return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens))
 
@@ -248,15 +252,17 @@ class RecordedGraphCompiler(GraphCompiler):
     def __init__(self, attention: NpuAttention) -> None:
         self._attention = attention
         self._pool = torch.npu.graph_pool_handle()
-        self._graphs: dict[int, _RecordedGraph] = {}
+        self._graphs: dict[int, list[_RecordedGraph]] = {}
 
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        self._graphs[batch_size] = _RecordedGraph(forward, batch_size, self._pool, self._attention)
-        return self._graphs[batch_size]
+        graph = _RecordedGraph(forward, batch_size, self._pool, self._attention)
+        self._graphs.setdefault(batch_size, []).append(graph)
+        return graph
 
     def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
                       block_tables_BW: Callable[[], np.ndarray]) -> None:
-        self._graphs[batch_size].context_lens = list(context_lens_B)
+        for graph in self._graphs[batch_size]:
+            graph.context_lens = list(context_lens_B)
 
 
 class _RecordedGraph:

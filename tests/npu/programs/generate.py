@@ -53,7 +53,8 @@ def run_case(case: Case) -> dict[str, Any]:
             with torch.inference_mode():
                 for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
                     cache[:, 0] = float("nan")
-        eager_drafts = drafts_without_graph(llm) if "tensor_parallel_size" not in case.settings else []
+        has_ranks = "tensor_parallel_size" in case.settings
+        eager_drafts, eager_heads = ([], []) if has_ranks else (drafts_without_graph(llm), heads_without_graph(llm))
         before = snapshot()
         outputs = llm.generate(prompts, [parameters(case, index) for index in range(len(prompts))])
         stats = llm.stats()
@@ -64,8 +65,25 @@ def run_case(case: Case) -> dict[str, Any]:
             "graphs": llm.engine.info.graphs,
             "before": before, "after": snapshot(),
             "num_accepted_tokens": stats.num_accepted_tokens, "eager_drafts": eager_drafts,
+            "eager_heads": eager_heads,
             "num_preemptions": stats.num_preemptions, "prefix_cache_hits": stats.prefix_cache_hits,
         }
+
+
+def heads_without_graph(llm: LLM) -> list[int]:
+    """Fills itself with the rows of each pass of the model's own head, but over prompts, that no graph runs."""
+    steps: Any = runner_of(llm).steps
+    found: list[int] = []
+    if steps.head_step is not None:
+        run = steps._pass
+
+        def run_and_note(bucket: Any, inputs: Any, plan: Any) -> None:
+            if bucket is None:
+                found.append(len(inputs.positions))
+            run(bucket, inputs, plan)
+
+        steps._pass = run_and_note
+    return found
 
 
 def drafts_without_graph(llm: LLM) -> list[int]:
