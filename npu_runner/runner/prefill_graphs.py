@@ -54,7 +54,7 @@ class RecordedPrefill:
         return self._hidden_TD
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PrefillBucket(Bucket):
     """A Bucket of `batch_size` tokens. `forward` takes the tiles of attention, too, and gives hidden states (T, D)."""
 
@@ -115,7 +115,8 @@ class PrefillBuckets:
         arrays = step_arrays(step, {"uniforms": uniforms_R}, 0, self.block_size, self.tables.on_host_SW)
         arrays[_TILES] = np.zeros(4 * self.attention.most_graph_tiles(size, most_prompts), dtype=np.int32)
         beside = {"block_tables": self.tables.rows_RW[:most_prompts]}
-        bucket = PrefillBucket(size, *make_buffers(arrays, beside, size), forward, most_prompts)
+        bucket = PrefillBucket(size, *make_buffers(arrays, beside, size), forward,
+                               most_prompts=most_prompts)
         pad_arrays(bucket, dict.fromkeys(arrays, NOTHING), self.block_size, self.tables.null_slot)
         bucket.buffer[: bucket.num_elements].copy_(torch.from_numpy(bucket.staging))
         return bucket
