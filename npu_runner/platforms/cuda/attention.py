@@ -1,4 +1,4 @@
-"""Paged attention on CUDA through our own kernels: Triton's, and one in CUDA C++ for long prompts and images on Hopper.
+"""Paged attention on CUDA through our own kernels: Triton's, and in CUDA C++ for Hopper.
 
 Knows nothing of models or requests.
 
@@ -32,6 +32,7 @@ from npu_runner.platforms.cuda.attention_tiles import (
     tower_tile,
 )
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
+from npu_runner.platforms.cuda.decode_attention import DecodeAttention, why_no_decode
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.image_attention import ImageAttention
@@ -72,7 +73,7 @@ class TritonAttention(AttentionBackend):
         self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
         self.kv_scales: Tensor | None = None
         self._has_combined = False
-        self.prompts = self._make_prompts()
+        self.prompts, self.decodes = self._make_prompts(), self._make_decodes()
         self.images = ImageAttention()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
 
@@ -83,6 +84,15 @@ class TritonAttention(AttentionBackend):
             logger.debug("attention of prompts: triton (%s)", reason)
             return None
         return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
+                               dtype=self.dtype)
+
+    def _make_decodes(self) -> DecodeAttention | None:
+        """The kernel for decode steps, where there is one."""
+        reason = why_no_decode(self.head_dim, self.group, self.block_size, self.dtype)
+        if reason is not None:
+            logger.debug("attention of decode steps: triton (%s)", reason)
+            return None
+        return DecodeAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
                                dtype=self.dtype)
 
     def with_kv_scales(self, scales_2: Tensor) -> TritonAttention:
@@ -153,6 +163,9 @@ class TritonAttention(AttentionBackend):
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
+        if self.decodes is not None and self.decodes.takes(q_BNH, k_cache):
+            return self.decodes.attend(q_BNH, k_cache, v_cache, metadata, scale, scales_2=self.kv_scales, window=window,
+                                       num_sms=self.gpu.num_sms)
         batch_size = q_BNH.shape[0]
         tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
         num_parts = self.num_parts(batch_size)
