@@ -36,7 +36,7 @@ from npu_runner.platforms.cuda.decode_attention import DecodeAttention, why_no_d
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.image_attention import ImageAttention
-from npu_runner.platforms.cuda.prompt_attention import PromptAttention, why_no_prompts
+from npu_runner.platforms.cuda.prompt_attention import PromptAttention, StepBlocks, why_no_prompts
 from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
@@ -54,6 +54,8 @@ class PrefillPlan:
     tiles: Tensor
     prompt_tiles: Tensor | None = None
     """Those of PromptAttention, where it takes the step."""
+    blocks: StepBlocks | None = None
+    """With `prompt_tiles`."""
 
 
 class TritonAttention(AttentionBackend):
@@ -107,7 +109,8 @@ class TritonAttention(AttentionBackend):
         prompts = self.prompts
         if prompts is None or not prompts.takes(query_lens_B):
             return PrefillPlan(tiles)
-        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device))
+        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
+                           StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
         """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
@@ -146,9 +149,17 @@ class TritonAttention(AttentionBackend):
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
         # While kernels are met ahead, Triton's has to be: short steps take it.
-        if (self.prompts is not None and plan.prompt_tiles is not None and window is None
-                and k_cache.dtype == q_TNH.dtype and not is_ahead()):
-            return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
+        if self.prompts is not None and window is None and not is_ahead():
+            is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+            if is_fp8:
+                self.prompts.make_room(len(q_TNH), q_TNH.device)
+            if plan.prompt_tiles is not None and plan.blocks is not None:
+                if k_cache.dtype == q_TNH.dtype:
+                    return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW,
+                                               scale)
+                if is_fp8 and self.prompts.has_room(plan.blocks):
+                    return self.prompts.attend_fp8(q_TNH, k_cache, v_cache, plan.prompt_tiles, plan.blocks, scale,
+                                                   self.kv_scales)
         tile = self.prefill_tile
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](

@@ -7,8 +7,8 @@
 // Softmax online (arXiv 2205.14135), in base 2. e4m3 is multiplied in float16, which holds it exactly. A row that lies
 // in several ranges has sums from each; the warp that comes last adds them up, in the order of the ranges.
 //
-// Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the cache),
-// IS_BFLOAT16 (queries and results), WARPS of a program, PROGRAMS on a multiprocessor, LEAST_STEPS of a range.
+// Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the
+// cache), IS_BFLOAT16 (queries and results), WARPS of a program, PROGRAMS on a multiprocessor, LEAST_STEPS of a range.
 
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -244,8 +244,8 @@ struct Attention {
   __device__ void read_values(const Cursor &cursor, i64 place) {
     if (cursor.is_whole()) read_values_of<true>(cursor, place); else read_values_of<false>(cursor, place);
   }
-  // Those of head `group`: the dims that this thread has of keys. Over e4m3 they are divided by the power of 2 that puts
-  // the largest at 1 to 2.
+  // Queries of head `group`: the dims that this thread has of keys. Over e4m3 they are divided by the power of 2 that
+  // puts the largest at 1 to 2.
   __device__ void begin_row(int row) {
     constexpr int A_PIECE = 16 / ITEM;  // dims
     const u16 *from = work.q + (i64)row * work.stride_q + (head * QUERY_HEADS + group) * DIMS;
@@ -385,7 +385,8 @@ struct Attention {
             make_float4(sums[tile][i] * scale, sums[tile][2 + i] * scale, sums[tile + 1][i] * scale,
                         sums[tile + 1][2 + i] * scale);
       if (group == 0)
-        *reinterpret_cast<float2 *>(part + QUERY_HEADS * DIMS + 2 * member_head) = make_float2(highest[i] * factor, total[i]);
+        *reinterpret_cast<float2 *>(part + QUERY_HEADS * DIMS + 2 * member_head) =
+            make_float2(highest[i] * factor, total[i]);
     }
   }
   // Sums of all parts, from range `from` to `to`. A thread has 16 dims of a head.
