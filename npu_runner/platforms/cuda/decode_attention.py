@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes.
-_SHAPES = {True: Shape(8, 2, 4), False: Shape(4, 3, 4)}
+SHAPES = {True: Shape(8, 2, 4), False: Shape(4, 3, 4)}
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -64,7 +64,7 @@ class DecodeAttention:
     @functools.cache  # noqa: B019  (one for each backend of a process)
     def _kernels(self, is_fp8: bool) -> _Kernels | None:
         """Waits until they are compiled; None where that is not possible."""
-        shape = _SHAPES[is_fp8]
+        shape = SHAPES[is_fp8]
         constants = {"QUERY_HEADS": self._group, "KV_HEADS": self._num_kv_heads, "BLOCK_SIZE": self._block_size,
                      "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(self._dtype == torch.bfloat16), "WARPS": shape.warps,
                      "PROGRAMS": shape.programs, "LEAST_STEPS": shape.least_steps}
@@ -93,7 +93,7 @@ class DecodeAttention:
         if is_ahead():
             return out_BNH
         is_fp8 = k_cache.dtype == FP8
-        kernels, shape = self._kernels(is_fp8), _SHAPES[is_fp8]
+        kernels, shape = self._kernels(is_fp8), SHAPES[is_fp8]
         assert kernels is not None, "callers look first"
         num_rows, num_heads = len(q_BNH), self._num_kv_heads
         num_ranges = max(1, num_sms * shape.programs * shape.warps // num_heads)
