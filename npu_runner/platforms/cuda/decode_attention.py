@@ -101,7 +101,7 @@ class DecodeAttention:
         lens_B, tables_BW = metadata.context_lens_B, metadata.block_tables_BW
         assert lens_B.dtype == tables_BW.dtype == torch.int32
         # The same for all layers of a step that see as much.
-        key = "decode_attention", window, num_ranges
+        key = "decode_attention", window, num_ranges, shape.least_steps
         if key not in metadata.derived:
             plan = torch.empty(3 + num_rows + num_ranges, dtype=torch.int32, device=q_BNH.device)
             kernels.plan.launch(1, 1024, [lens_B, plan, *counts], is_dependent=_is_dependent())
