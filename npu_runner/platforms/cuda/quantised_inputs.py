@@ -168,11 +168,8 @@ def _store(values, quantised, scales, row, stride_s, width, LARGEST: tl.constexp
             values *= 1.0 / _SMALL
             scale *= 1.0 / _SMALL
         result = _divide(values, scale, _reciprocal(scale))
-    if IS_INT8:
-        # Adding 1.5 * 2^23 rounds to an integer, ties to even.
-        result = ((result + 12582912.0) - 12582912.0).to(tl.int8)
-    else:
-        result = result.to(tl.float8e4nv)  # what rounding took beyond 448 becomes 448
+    # Adding 1.5 * 2^23 rounds to an integer, ties to even. What a division took beyond 448 becomes 448.
+    result = ((result + 12582912.0) - 12582912.0).to(tl.int8) if IS_INT8 else result.to(tl.float8e4nv)
     tl.store(quantised + row * width + columns, result, mask=columns < width)
 
 
