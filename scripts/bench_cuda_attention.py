@@ -16,6 +16,7 @@ import argparse
 import importlib
 import itertools
 import json
+import math
 import random
 import sys
 import tempfile
@@ -157,11 +158,11 @@ def decode(is_sweep: bool, other: Other) -> Iterator[Case]:
 def _decode_sweep(heads: Heads, batch_size: int, ours: Any, call_of: Callable[..., Any],
                   work: dict[str, Any]) -> Iterator[Case]:
     is_fp8 = Contexts.dtype != _DTYPE
-    for shape in itertools.product((4, 8), (1, 2, 3, 4), (2, 4, 8)) if ours.decodes is not None else ():
-        if shape[0] * shape[1] > 16:
+    for shape in itertools.product((1, 2, 4), (4, 8), (1, 2, 3), (2, 4)) if ours.decodes is not None else ():
+        if math.prod(shape[:3]) > 32 or shape[1] * shape[2] > 16:  # too many registers
             continue
         with _changed(decode_attention, SHAPES={is_fp8: decode_attention.Shape(*shape)}):
-            yield Case(name=f"  warps, programs, least steps {shape}", call=call_of(TritonAttention(**heads.settings)),
+            yield Case(name=f"  tiles, warps, programs, least steps {shape}", call=call_of(TritonAttention(**heads.settings)),
                        **work)
     for tile, num_parts in _decode_choices(heads, batch_size):
         name = "decode_tile_of_fp8" if is_fp8 else "decode_tile"

@@ -8,18 +8,23 @@
 // in several ranges has sums from each; the warp that comes last adds them up, in the order of the ranges.
 //
 // Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the
-// cache), IS_BFLOAT16 (queries and results), WARPS of a program, PROGRAMS on a multiprocessor, LEAST_STEPS of a range.
+// cache), IS_BFLOAT16 (queries and results), TILES of 16 tokens that a warp reads at once, WARPS of a program, PROGRAMS
+// on a multiprocessor, LEAST_STEPS of a range.
 
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
-constexpr int STEP = 16, DIMS = 128;
+constexpr int TILE = 16, STEP = TILES * TILE, DIMS = 128;
 constexpr int ITEM = IS_FP8 ? 1 : 2, HEAD_BYTES = DIMS * ITEM, ROW_BYTES = KV_HEADS * HEAD_BYTES;
 // Pieces of 16 bytes that a thread reads of a token's keys, of which it has a quarter, and of values, an eighth.
 constexpr int KEY_PIECES = HEAD_BYTES / 64, VALUE_PIECES = HEAD_BYTES / 128;
 // Sums and, behind those of all heads, highest score and total of a head.
-constexpr int PART = QUERY_HEADS * (DIMS + 2);
+constexpr int PART = (QUERY_HEADS * (DIMS + 2) + 3) / 4 * 4;
+// Blocks that a step's tiles may lie in.
+constexpr int PLACES = BLOCK_SIZE % STEP == 0 ? 1 : TILES;
+// Ranges of a row, at most: one warp adds up their sums.
+constexpr int MOST_PARTS = 64;
 #define INFINITE __int_as_float(0x7F800000)
 
 struct Work {
@@ -27,7 +32,8 @@ struct Work {
   const u8 *k_cache, *v_cache;
   u16 *out;
   float *parts;
-  const int *tables, *lens, *plan;
+  const int *tables, *lens;
+  int *plan;
   u32 *counters;
   const float *scales;  // of keys and of values, or none
   float factor;
@@ -40,52 +46,74 @@ __device__ __forceinline__ int steps_of(int len, int window) {
   return max(1, (len + STEP - 1) / STEP - first_token(len, window) / STEP);
 }
 
-// The plan: steps of a range, steps of all rows, how many were before each row and before the end, first row of each
-// range.
-constexpr int STARTS = 2;
+// The plan: steps of a range and of all rows, two empty places; where each range begins; the numbers of the 32 blocks
+// there; how many steps were before each row, and before the end.
+struct Begin { int row, start, after, len; };
+
+struct Plan {
+  int *header, *blocks, *starts;
+  Begin *begins;
+  __device__ Plan(int *at, int num_ranges)
+      : header(at), blocks(at + 4 + 4 * num_ranges), starts(at + 4 + 36 * num_ranges),
+        begins(reinterpret_cast<Begin *>(at + 4)) {}
+};
+
+// The sum of `x` of this thread and those before, and of all of a program of 1024 threads; the highest of `high`.
+__device__ __forceinline__ int sum_up_to(int x, int high, int &all, int &highest) {
+  __shared__ int sums[32], highs[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const int other = __shfl_up_sync(~0u, x, apart);
+    if (lane >= apart) x += other;
+    high = max(high, __shfl_xor_sync(~0u, high, apart));
+  }
+  __syncthreads();
+  if (lane == 31) { sums[warp] = x; highs[warp] = high; }
+  __syncthreads();
+  int before = 0;
+  all = highest = 0;
+  for (int i = 0; i < 32; ++i) {
+    if (i < warp) before += sums[i];
+    all += sums[i];
+    highest = max(highest, highs[i]);
+  }
+  return before + x;
+}
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-plan_decode(const int *lens, int *plan, int num_rows, int num_ranges, int window) {
-  __shared__ int warp_sums[32], carried;
+plan_decode(const int *lens, const int *tables, int *memory, int stride_table, int num_rows, int num_ranges,
+            int window) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int *starts = plan + STARTS, *first_rows = starts + num_rows + 1;
-  if (threadIdx.x == 0) carried = 0;
-  __syncthreads();
+  const Plan plan(memory, num_ranges);
+  int all = 0, longest = 0;
   for (int begin = 0; begin < num_rows; begin += 1024) {
     const int row = begin + threadIdx.x, steps = row < num_rows ? steps_of(lens[row], window) : 0;
-    int sum = steps;
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, apart);
-      if (lane >= apart) sum += other;
-    }
-    if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    if (warp == 0) {
-      int sums = warp_sums[lane];
-      for (int apart = 1; apart < 32; apart *= 2) {
-        const int other = __shfl_up_sync(~0u, sums, apart);
-        if (lane >= apart) sums += other;
-      }
-      warp_sums[lane] = sums;
-    }
-    __syncthreads();
-    const int before = carried + (warp > 0 ? warp_sums[warp - 1] : 0) + sum - steps;
-    if (row < num_rows) starts[row] = before;
-    __syncthreads();
-    if (threadIdx.x == 0) carried += warp_sums[31];
-    __syncthreads();
+    int these, high;
+    const int sum = sum_up_to(steps, steps, these, high);
+    if (row < num_rows) plan.starts[row] = all + sum - steps;
+    all += these;
+    longest = max(longest, high);
   }
-  const int all = carried, a_range = max(LEAST_STEPS, (all + num_ranges - 1) / num_ranges);
+  const int a_range = max(max(LEAST_STEPS, (longest + MOST_PARTS - 3) / (MOST_PARTS - 2)),
+                          (all + num_ranges - 1) / num_ranges);
   if (threadIdx.x == 0) {
-    plan[0] = a_range;
-    plan[1] = starts[num_rows] = all;
+    plan.header[0] = a_range;
+    plan.header[1] = plan.starts[num_rows] = all;
   }
   __syncthreads();
-  for (int row = threadIdx.x; row < num_rows; row += 1024)
-    for (int range = (starts[row] + a_range - 1) / a_range; range * a_range < starts[row + 1]; ++range)
-      first_rows[range] = row;
+  for (int row = threadIdx.x; row < num_rows; row += 1024) {
+    const int start = plan.starts[row], after = plan.starts[row + 1];
+    for (int range = (start + a_range - 1) / a_range; range * a_range < after; ++range)
+      plan.begins[range] = Begin{row, start, after, lens[row]};
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_ranges * 32 && i / 32 * a_range < all; i += 1024) {
+    const Begin begin = plan.begins[i / 32];
+    const int token = (first_token(begin.len, window) / STEP + i / 32 * a_range - begin.start) * STEP;
+    const int block = token / BLOCK_SIZE + i % 32;
+    plan.blocks[i] = block * BLOCK_SIZE < begin.len ? tables[(i64)begin.row * stride_table + block] : 0;
+  }
 }
 
 __device__ __forceinline__ uint4 read(const u8 *from) {
@@ -144,6 +172,12 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
+// What was counted before. Others that count later see what this warp, and those that counted before, have written.
+__device__ __forceinline__ u32 count_up(u32 *counter) {
+  u32 count;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
 // Over the 8 threads that have the same columns of heads.
 __device__ __forceinline__ float highest_of_rows(float x) {
   for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
@@ -157,28 +191,31 @@ __device__ __forceinline__ float sum_of_rows(float x) {
 // Where a warp is in its range: a step of a row.
 struct Cursor {
   const Work &work;
-  int at, end;            // steps of all rows
+  int at, end, a_range;   // steps of all rows
   int row, start, after;  // steps before the row, and before the next
   int token, first, len;  // of the step, of the row
   int held_from, held;    // block numbers from that one on, one in each thread
 
   __device__ Cursor(const Work &work, int range) : work(work) {
-    const int a_range = work.plan[0], all = work.plan[1];
-    at = min(range * a_range, all);
-    end = min(at + a_range, all);
-    if (at < end) {
-      row = work.plan[STARTS + work.num_rows + 1 + range];
-      enter();
-    }
+    const Plan plan(work.plan, work.num_ranges);
+    const int2 header = *reinterpret_cast<const int2 *>(plan.header);
+    const int4 begin = *reinterpret_cast<const int4 *>(plan.begins + range);
+    held = plan.blocks[range * 32 + threadIdx.x % 32];
+    a_range = header.x;
+    at = min(range * a_range, header.y);
+    end = min(at + a_range, header.y);
+    row = begin.x;
+    start = begin.y;
+    after = begin.z;
+    len = begin.w;
+    enter();
+    held_from = token / BLOCK_SIZE;
   }
   __device__ bool is_done() const { return at >= end; }
   // Whether the row has the step's token `n`, and all of them.
   __device__ bool has(int n) const { return token + n >= first && token + n < len; }
   __device__ bool is_whole() const { return token >= first && token + STEP <= len; }
   __device__ void enter() {
-    start = work.plan[STARTS + row];
-    after = work.plan[STARTS + row + 1];
-    len = work.lens[row];
     first = first_token(len, work.window);
     token = (first / STEP + at - start) * STEP;
     held_from = -32;
@@ -188,19 +225,26 @@ struct Cursor {
     token += STEP;
     if (at == after && at < end) {
       ++row;
+      start = after;
+      after = Plan(work.plan, work.num_ranges).starts[row + 1];
+      len = work.lens[row];
       enter();
     }
   }
-  // Bytes from the cache's beginning to the step's first token.
-  __device__ i64 place() {
-    const int index = token / BLOCK_SIZE;
+  // Bytes from the cache's beginning to a tile.
+  __device__ i64 place(int tile) {
+    const int at = token + tile * TILE, index = at / BLOCK_SIZE;
     if (index >= held_from + 32) {
       held_from = index;
       const int mine = index + threadIdx.x % 32;
       held = mine * BLOCK_SIZE < len ? work.tables[(i64)row * work.stride_table + mine] : 0;
     }
     const int block = __shfl_sync(~0u, held, index - held_from);
-    return ((i64)block * BLOCK_SIZE + token % BLOCK_SIZE) * ROW_BYTES;
+    return ((i64)block * BLOCK_SIZE + at % BLOCK_SIZE) * ROW_BYTES;
+  }
+  __device__ void find(i64 (&places)[PLACES]) {
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) places[i] = place(i);
   }
 };
 
@@ -208,41 +252,51 @@ struct Attention {
   const Work &work;
   const int head, lane, group, member;  // kv head; thread = 4 * group + member
   u32 queries[16];
-  uint4 keys[2][KEY_PIECES], values[4][VALUE_PIECES];
+  uint4 keys[TILES][2][KEY_PIECES], values[TILES][4][VALUE_PIECES];
   float sums[8][4], highest[2], total[2];
   float factor;
 
   __device__ Attention(const Work &work, int head)
       : work(work), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
 
-  // Tokens `group` and 8 behind it; 0 where the row has none.
-  template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, i64 place) {
-    const u8 *from = work.k_cache + place + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
-#pragma unroll
-    for (int t = 0; t < 2; ++t)
-#pragma unroll
-      for (int piece = 0; piece < KEY_PIECES; ++piece) {
-        const u8 *at = from + 8 * t * ROW_BYTES + 64 * piece;
-        keys[t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(group + 8 * t), at);
-      }
+  // Where tile `i` lies, of all rows and heads.
+  __device__ static i64 tile_at(const i64 (&places)[PLACES], int i) {
+    return PLACES == 1 ? places[0] + i * TILE * ROW_BYTES : places[i % PLACES];
   }
-  __device__ void read_keys(const Cursor &cursor, i64 place) {
-    if (cursor.is_whole()) read_keys_of<true>(cursor, place); else read_keys_of<false>(cursor, place);
-  }
-  // Tokens 2 * member, the next, and 8 behind them.
-  template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, i64 place) {
-    const u8 *from = work.v_cache + place + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
+  // Of a tile, tokens `group` and 8 behind it; 0 where the row has none.
+  template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
-    for (int t = 0; t < 4; ++t)
+    for (int i = 0; i < TILES; ++i) {
+      const u8 *from = work.k_cache + tile_at(places, i) + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
 #pragma unroll
-      for (int piece = 0; piece < VALUE_PIECES; ++piece) {
-        const int behind = t % 2 + t / 2 * 8;
-        const u8 *at = from + behind * ROW_BYTES + 128 * piece;
-        values[t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(2 * member + behind), at);
-      }
+      for (int t = 0; t < 2; ++t)
+#pragma unroll
+        for (int piece = 0; piece < KEY_PIECES; ++piece) {
+          const u8 *at = from + 8 * t * ROW_BYTES + 64 * piece;
+          keys[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + group + 8 * t), at);
+        }
+    }
   }
-  __device__ void read_values(const Cursor &cursor, i64 place) {
-    if (cursor.is_whole()) read_values_of<true>(cursor, place); else read_values_of<false>(cursor, place);
+  __device__ void read_keys(const Cursor &cursor, const i64 (&places)[PLACES]) {
+    if (cursor.is_whole()) read_keys_of<true>(cursor, places); else read_keys_of<false>(cursor, places);
+  }
+  // Of a tile, tokens 2 * member, the next, and 8 behind them.
+  template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const u8 *from = work.v_cache + tile_at(places, i) + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+#pragma unroll
+        for (int piece = 0; piece < VALUE_PIECES; ++piece) {
+          const int behind = t % 2 + t / 2 * 8;
+          const u8 *at = from + behind * ROW_BYTES + 128 * piece;
+          values[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + 2 * member + behind), at);
+        }
+    }
+  }
+  __device__ void read_values(const Cursor &cursor, const i64 (&places)[PLACES]) {
+    if (cursor.is_whole()) read_values_of<true>(cursor, places); else read_values_of<false>(cursor, places);
   }
   // Queries of head `group`: the dims that this thread has of keys. Over e4m3 they are divided by the power of 2 that
   // puts the largest at 1 to 2.
@@ -279,76 +333,91 @@ struct Attention {
     highest[0] = highest[1] = -INFINITE;
     total[0] = total[1] = 0;
   }
-  // Element 2 * t + i of `scores`: token group + 8 * t, head 2 * member + i.
-  __device__ void multiply_keys(float (&scores)[4]) {
-    float chains[2][4] = {};
+  // Element 2 * t + i of a tile's scores: token group + 8 * t, head 2 * member + i.
+  __device__ void multiply_keys(float (&scores)[TILES][4]) {
 #pragma unroll
-    for (int piece = 0; piece < KEY_PIECES; ++piece)
+    for (int i = 0; i < TILES; ++i) {
+      const auto &tile = keys[i];
+      float chains[2][4] = {};
 #pragma unroll
-      for (int w = 0; w < 4; w += IS_FP8 ? 1 : 2) {
-        u32 left[4];
-        const int first = IS_FP8 ? 8 * piece + 2 * w : 4 * piece + w;
-        if (IS_FP8) {
-          widen(word(keys[0][piece], w), left[0], left[2]);
-          widen(word(keys[1][piece], w), left[1], left[3]);
-        } else {
-          left[0] = word(keys[0][piece], w);
-          left[1] = word(keys[1][piece], w);
-          left[2] = word(keys[0][piece], w + 1);
-          left[3] = word(keys[1][piece], w + 1);
+      for (int piece = 0; piece < KEY_PIECES; ++piece)
+#pragma unroll
+        for (int w = 0; w < 4; w += IS_FP8 ? 1 : 2) {
+          u32 left[4];
+          const int first = IS_FP8 ? 8 * piece + 2 * w : 4 * piece + w;
+          if (IS_FP8) {
+            widen(word(tile[0][piece], w), left[0], left[2]);
+            widen(word(tile[1][piece], w), left[1], left[3]);
+          } else {
+            left[0] = word(tile[0][piece], w);
+            left[1] = word(tile[1][piece], w);
+            left[2] = word(tile[0][piece], w + 1);
+            left[3] = word(tile[1][piece], w + 1);
+          }
+          multiply(chains[first / 2 % 2], left, queries[first], queries[first + 1]);
         }
-        multiply(chains[first / 2 % 2], left, queries[first], queries[first + 1]);
-      }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[e] = chains[0][e] + chains[1][e];
+      for (int e = 0; e < 4; ++e) scores[i][e] = chains[0][e] + chains[1][e];
+    }
   }
   // Scores become weights.
-  __device__ void weigh(float (&scores)[4], const Cursor &cursor) {
+  __device__ void weigh(float (&scores)[TILES][4], const Cursor &cursor) {
     if (!cursor.is_whole()) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (!cursor.has(group + e / 2 * 8)) scores[e] = -INFINITE;
+      for (int e = 0; e < 4 * TILES; ++e)
+        if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
     }
     float fade[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float top = fmaxf(highest[i], highest_of_rows(fmaxf(scores[i], scores[2 + i])));
+      float top = scores[0][i];
+#pragma unroll
+      for (int e = 1; e < 2 * TILES; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
+      top = fmaxf(highest[i], highest_of_rows(top));
       const float base = top == -INFINITE ? 0 : top * factor;
       fade[i] = exp2_of(highest[i] * factor - base);
       highest[i] = top;
-      scores[i] = exp2_of(scores[i] * factor - base);
-      scores[2 + i] = exp2_of(scores[2 + i] * factor - base);
-      total[i] = total[i] * fade[i] + (scores[i] + scores[2 + i]);
+      float sum = 0;
+#pragma unroll
+      for (int e = 0; e < 2 * TILES; ++e) {
+        float &score = scores[e / 2][e % 2 * 2 + i];
+        score = exp2_of(score * factor - base);
+        sum += score;
+      }
+      total[i] = total[i] * fade[i] + sum;
     }
     if (__any_sync(~0u, fade[0] != 1 || fade[1] != 1)) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) sums[i / 4][i % 4] *= fade[i % 2];
     }
   }
-  // Dim of element 2 * r + i of sums[tile], head 2 * member + i: r + 2 * tile behind 16 * group over e4m3, else
-  // r + 2 * (tile % 4) behind 8 * group + 64 * (tile / 4).
-  __device__ void multiply_values(const float (&weights)[4]) {
-    const u32 right_0 = transposed(as_factor(weights[0], weights[1]));
-    const u32 right_1 = transposed(as_factor(weights[2], weights[3]));
+  __device__ void multiply_values(const float (&weights)[TILES][4]) {
 #pragma unroll
-    for (int tile = 0; tile < 8; ++tile) {
-      u32 left[4];
-      if (IS_FP8) {
-        const u32 order = tile % 2 ? 0x7362 : 0x5140;
-        widen(__byte_perm(word(values[0][0], tile / 2), word(values[1][0], tile / 2), order), left[0], left[1]);
-        widen(__byte_perm(word(values[2][0], tile / 2), word(values[3][0], tile / 2), order), left[2], left[3]);
-      } else {
-        const int piece = tile / 4 % VALUE_PIECES;
+    for (int i = 0; i < TILES; ++i) {
+      const auto &tile = values[i];
+      const u32 right_0 = transposed(as_factor(weights[i][0], weights[i][1]));
+      const u32 right_1 = transposed(as_factor(weights[i][2], weights[i][3]));
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const u32 first = word(values[2 * k][piece], tile % 4), second = word(values[2 * k + 1][piece], tile % 4);
-          left[2 * k] = __byte_perm(first, second, 0x5410);
-          left[2 * k + 1] = __byte_perm(first, second, 0x7632);
+      for (int d = 0; d < 8; ++d) {
+        u32 left[4];
+        if (IS_FP8) {
+          const u32 order = d % 2 ? 0x7362 : 0x5140;
+          widen(__byte_perm(word(tile[0][0], d / 2), word(tile[1][0], d / 2), order), left[0], left[1]);
+          widen(__byte_perm(word(tile[2][0], d / 2), word(tile[3][0], d / 2), order), left[2], left[3]);
+        } else {
+          const int piece = d / 4 % VALUE_PIECES;
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const u32 first = word(tile[2 * k][piece], d % 4), second = word(tile[2 * k + 1][piece], d % 4);
+            left[2 * k] = __byte_perm(first, second, 0x5410);
+            left[2 * k + 1] = __byte_perm(first, second, 0x7632);
+          }
         }
+        multiply(sums[d], left, right_0, right_1);
       }
-      multiply(sums[tile], left, right_0, right_1);
     }
   }
+  // The first of two dims: element 2 * r + i of sums[tile] is r behind it, of head 2 * member + i.
   __device__ int dim_of(int tile) const {
     return IS_FP8 ? 16 * group + 2 * tile : 8 * group + tile / 4 * 64 + tile % 4 * 2;
   }
@@ -393,7 +462,7 @@ struct Attention {
   __device__ void combine(int row, int start, int a_range, int from, int to) {
     for (int member_head = lane / 8; member_head < QUERY_HEADS; member_head += 4) {
       float top = -INFINITE, all = 0, sum[16] = {};
-#pragma unroll 2
+#pragma unroll 4
       for (int range = from; range <= to; ++range) {
         const float *part = part_of(range, range * a_range > start);
         const float2 weight = __ldcg(reinterpret_cast<const float2 *>(part + QUERY_HEADS * DIMS + 2 * member_head));
@@ -426,27 +495,23 @@ struct Attention {
   __device__ void end_row(const Cursor &cursor, int range) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) total[i] = sum_of_rows(total[i]);
-    const int a_range = work.plan[0], from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
+    const int a_range = cursor.a_range, from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
     if (from == to) {
       store(cursor.row);
       return;
     }
     store_part(part_of(range, range * a_range > cursor.start));
-    __threadfence();
     __syncwarp();
-    u32 count = 0;
     u32 *counter = work.counters + cursor.row * KV_HEADS + head;
-    if (lane == 0) count = atomicAdd(counter, 1);
-    if (__shfl_sync(~0u, count, 0) != to - from) return;
+    if (__shfl_sync(~0u, lane == 0 ? count_up(counter) : 0, 0) != to - from) return;
     if (lane == 0) *counter = 0;
-    __threadfence();
     combine(cursor.row, cursor.start, a_range, from, to);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
 attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *parts, const int *tables,
-              const int *lens, const int *plan, u32 *counters, const float *scales, float factor, int stride_q,
+              const int *lens, int *plan, u32 *counters, const float *scales, float factor, int stride_q,
               int stride_table, int num_rows, int num_ranges, int window) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -457,22 +522,23 @@ attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, floa
   Cursor next(work, range);
   if (next.is_done()) return;
   Attention attention(work, warp % KV_HEADS);
-  i64 place = next.place();
-  attention.read_keys(next, place);
-  attention.read_values(next, place);
+  i64 places[PLACES];
+  next.find(places);
+  attention.read_keys(next, places);
+  attention.read_values(next, places);
   attention.begin_row(next.row);
   // Keys and values of a step are asked for while the one before is computed.
   while (true) {
     const Cursor now = next;
     next.next();
     const bool has_more = !next.is_done();
-    if (has_more) place = next.place();
-    float scores[4];
+    if (has_more) next.find(places);
+    float scores[TILES][4];
     attention.multiply_keys(scores);
-    if (has_more) attention.read_keys(next, place);
+    if (has_more) attention.read_keys(next, places);
     attention.weigh(scores, now);
     attention.multiply_values(scores);
-    if (has_more) attention.read_values(next, place);
+    if (has_more) attention.read_values(next, places);
     if (!has_more || next.row != now.row) {
       attention.end_row(now, range);
       if (!has_more) break;

@@ -24,29 +24,31 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
-_DIMS, _MOST_QUERY_HEADS, _STEP = 128, 8, 16
+_DIMS, _MOST_QUERY_HEADS, _TILE = 128, 8, 16
 _FOLDER, _ARCHITECTURE = Path(__file__).parent, "sm_90a"
 FP8 = torch.float8_e4m3fn
 
 
 class Shape(NamedTuple):
-    """Warps of a program, programs on a multiprocessor, and 16 context tokens that a warp has at least."""
+    """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
+    and steps that a warp has at least."""
 
+    tiles: int
     warps: int
     programs: int
     least_steps: int
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes.
-SHAPES = {True: Shape(8, 2, 4), False: Shape(4, 3, 4)}
+SHAPES = {True: Shape(2, 8, 1, 2), False: Shape(1, 4, 3, 4)}
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
     """None where the kernel takes such heads on this GPU, else the reason. `group`: query heads of a kv head."""
     if head_dim != _DIMS or group > _MOST_QUERY_HEADS:
         return f"the kernel for Hopper has head dim {_DIMS} and up to {_MOST_QUERY_HEADS} query heads of a kv head"
-    if block_size % _STEP:
-        return f"the kernel for Hopper takes block sizes that are multiples of {_STEP}"
+    if block_size % _TILE:
+        return f"the kernel for Hopper takes block sizes that are multiples of {_TILE}"
     return why_not_hopper(dtype)
 
 
@@ -66,8 +68,8 @@ class DecodeAttention:
         """Waits until they are compiled; None where that is not possible."""
         shape = SHAPES[is_fp8]
         constants = {"QUERY_HEADS": self._group, "KV_HEADS": self._num_kv_heads, "BLOCK_SIZE": self._block_size,
-                     "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(self._dtype == torch.bfloat16), "WARPS": shape.warps,
-                     "PROGRAMS": shape.programs, "LEAST_STEPS": shape.least_steps}
+                     "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(self._dtype == torch.bfloat16), "TILES": shape.tiles,
+                     "WARPS": shape.warps, "PROGRAMS": shape.programs, "LEAST_STEPS": shape.least_steps}
         sources = [_FOLDER / name for name in ("hopper.cu", "decode_attention.cu")]
         try:
             cubin = CompiledSource(sources, constants, _ARCHITECTURE).cubin()
@@ -99,21 +101,22 @@ class DecodeAttention:
         num_ranges = max(1, num_sms * shape.programs * shape.warps // num_heads)
         counts = [ctypes.c_int(count) for count in (num_rows, num_ranges, window or 0)]
         lens_B, tables_BW = metadata.context_lens_B, metadata.block_tables_BW
+        stride_table = ctypes.c_int(tables_BW.stride(0))
         assert lens_B.dtype == tables_BW.dtype == torch.int32
         # The same for all layers of a step that see as much.
-        key = "decode_attention", window, num_ranges, shape.least_steps
+        key = "decode_attention", window, num_ranges, shape
         if key not in metadata.derived:
-            plan = torch.empty(3 + num_rows + num_ranges, dtype=torch.int32, device=q_BNH.device)
-            kernels.plan.launch(1, 1024, [lens_B, plan, *counts], is_dependent=_is_dependent())
+            plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
+            kernels.plan.launch(1, 1024, [lens_B, tables_BW, plan, stride_table, *counts], is_dependent=_is_dependent())
             metadata.derived[key] = plan
-        # A range may have sums of two rows that it shares with others.
-        parts = torch.empty((2 * num_ranges, num_heads, self._group, _DIMS + 2), dtype=torch.float32,
-                            device=q_BNH.device)
+        # A range may have sums of two rows that it shares with others; those of a kv head begin at 16 bytes.
+        part = -(-self._group * (_DIMS + 2) // 4) * 4
+        parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
         kernels.attend.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
             q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
             counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
-            ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)),
-            ctypes.c_int(tables_BW.stride(0)), *counts], is_dependent=_is_dependent())
+            ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table, *counts],
+            is_dependent=_is_dependent())
         return out_BNH
 
 
