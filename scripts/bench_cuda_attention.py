@@ -162,8 +162,8 @@ def _decode_sweep(heads: Heads, batch_size: int, ours: Any, call_of: Callable[..
         if math.prod(shape[:3]) > 32 or shape[1] * shape[2] > 16:  # too many registers
             continue
         with _changed(decode_attention, SHAPES={is_fp8: decode_attention.Shape(*shape)}):
-            yield Case(name=f"  tiles, warps, programs, least steps {shape}", call=call_of(TritonAttention(**heads.settings)),
-                       **work)
+            yield Case(name=f"  tiles, warps, programs, least steps {shape}",
+                       call=call_of(TritonAttention(**heads.settings)), **work)
     for tile, num_parts in _decode_choices(heads, batch_size):
         name = "decode_tile_of_fp8" if is_fp8 else "decode_tile"
         with _changed(ours, decodes=None, num_parts=lambda _, num_parts=num_parts: num_parts, **{name: tile}):

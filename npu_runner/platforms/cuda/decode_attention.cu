@@ -80,6 +80,7 @@ __device__ __forceinline__ int sum_up_to(int x, int high, int &all, int &highest
   return before + x;
 }
 
+// A program for 32 ranges; all of them count all rows, and write the same.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 plan_decode(const int *lens, const int *tables, int *memory, int stride_table, int num_rows, int num_ranges,
             int window) {
@@ -102,17 +103,20 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
     plan.header[1] = plan.starts[num_rows] = all;
   }
   __syncthreads();
+  const int first = 32 * blockIdx.x, last = min(first + 32, num_ranges) - 1;
   for (int row = threadIdx.x; row < num_rows; row += 1024) {
     const int start = plan.starts[row], after = plan.starts[row + 1];
-    for (int range = (start + a_range - 1) / a_range; range * a_range < after; ++range)
+    for (int range = max(first, (start + a_range - 1) / a_range); range <= last && range * a_range < after; ++range)
       plan.begins[range] = Begin{row, start, after, lens[row]};
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < num_ranges * 32 && i / 32 * a_range < all; i += 1024) {
-    const Begin begin = plan.begins[i / 32];
-    const int token = (first_token(begin.len, window) / STEP + i / 32 * a_range - begin.start) * STEP;
-    const int block = token / BLOCK_SIZE + i % 32;
-    plan.blocks[i] = block * BLOCK_SIZE < begin.len ? tables[(i64)begin.row * stride_table + block] : 0;
+  const int range = first + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (range <= last && range * a_range < all) {
+    const Begin begin = plan.begins[range];
+    const int token = (first_token(begin.len, window) / STEP + range * a_range - begin.start) * STEP;
+    const int block = token / BLOCK_SIZE + lane;
+    plan.blocks[range * 32 + lane] =
+        block * BLOCK_SIZE < begin.len ? tables[(i64)begin.row * stride_table + block] : 0;
   }
 }
 
@@ -188,6 +192,23 @@ __device__ __forceinline__ float sum_of_rows(float x) {
   return x;
 }
 
+// Asks for the first step of a range to come into the L2 cache, and waits for nothing. What an earlier kernel still
+// writes may be found as it was: numbers of blocks may be anything then, and keys and values are read once more.
+__device__ __forceinline__ void fetch(const Work &work, int range, int head, int num_blocks) {
+  constexpr int LINES = HEAD_BYTES / 128;
+  const Plan plan(work.plan, work.num_ranges);
+  const int2 header = __ldcg(reinterpret_cast<const int2 *>(plan.header));
+  const int4 begin = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
+  const u32 block = min((u32)__ldcg(plan.blocks + range * 32), (u32)num_blocks - 1);
+  const u32 first = (u32)(first_token(begin.w, work.window) / STEP + range * header.x - begin.y) * STEP % BLOCK_SIZE;
+  for (int i = threadIdx.x % 32; i < 2 * LINES * STEP; i += 32) {
+    const u8 *cache = i % 2 ? work.v_cache : work.k_cache;
+    const u32 token = min(first + i / (2 * LINES), (u32)BLOCK_SIZE - 1);
+    const u8 *at = cache + ((i64)block * BLOCK_SIZE + token) * ROW_BYTES + head * HEAD_BYTES + i / 2 % LINES * 128;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+  }
+}
+
 // Where a warp is in its range: a step of a row.
 struct Cursor {
   const Work &work;
@@ -198,9 +219,9 @@ struct Cursor {
 
   __device__ Cursor(const Work &work, int range) : work(work) {
     const Plan plan(work.plan, work.num_ranges);
-    const int2 header = *reinterpret_cast<const int2 *>(plan.header);
-    const int4 begin = *reinterpret_cast<const int4 *>(plan.begins + range);
-    held = plan.blocks[range * 32 + threadIdx.x % 32];
+    const int2 header = __ldcg(reinterpret_cast<const int2 *>(plan.header));
+    const int4 begin = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
+    held = __ldcg(plan.blocks + range * 32 + threadIdx.x % 32);
     a_range = header.x;
     at = min(range * a_range, header.y);
     end = min(at + a_range, header.y);
@@ -512,13 +533,14 @@ struct Attention {
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
 attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *parts, const int *tables,
               const int *lens, int *plan, u32 *counters, const float *scales, float factor, int stride_q,
-              int stride_table, int num_rows, int num_ranges, int window) {
+              int stride_table, int num_blocks, int num_rows, int num_ranges, int window) {
   asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   const Work work{q, k_cache, v_cache, out, parts, tables, lens, plan, counters, scales, factor, stride_q,
                   stride_table, num_rows, num_ranges, window};
   const int warp = blockIdx.x * WARPS + threadIdx.x / 32, range = warp / KV_HEADS;
   if (range >= num_ranges) return;
+  fetch(work, range, warp % KV_HEADS, num_blocks);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   Cursor next(work, range);
   if (next.is_done()) return;
   Attention attention(work, warp % KV_HEADS);

@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes.
-SHAPES = {True: Shape(2, 8, 1, 2), False: Shape(1, 4, 3, 4)}
+SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -107,7 +107,8 @@ class DecodeAttention:
         key = "decode_attention", window, num_ranges, shape
         if key not in metadata.derived:
             plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
-            kernels.plan.launch(1, 1024, [lens_B, tables_BW, plan, stride_table, *counts], is_dependent=_is_dependent())
+            kernels.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
+                                is_dependent=_is_dependent())
             metadata.derived[key] = plan
         # A range may have sums of two rows that it shares with others; those of a kv head begin at 16 bytes.
         part = -(-self._group * (_DIMS + 2) // 4) * 4
@@ -115,8 +116,8 @@ class DecodeAttention:
         kernels.attend.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
             q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
             counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
-            ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table, *counts],
-            is_dependent=_is_dependent())
+            ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table,
+            ctypes.c_int(len(k_cache)), *counts], is_dependent=_is_dependent())
         return out_BNH
 
 

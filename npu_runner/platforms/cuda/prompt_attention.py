@@ -23,7 +23,7 @@ _CHUNK = 64
 # New tokens of a step, and of a sequence on average, from which on it is faster than Triton's kernel (H100).
 _LEAST_TOKENS, _LEAST_A_SEQUENCE = 1024, 64
 # Programs that make 16 bits of one block in e4m3; room for such blocks: so many times the tokens of the largest step.
-_WIDENERS, _ROOM = 4, 2
+_WIDENERS, _ROOM = 16, 2
 
 
 def why_no_prompts(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
