@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ CACHES = pytest.mark.parametrize(("dtype", "cache_dtype"), [
 @pytest.fixture(autouse=True)
 def _hopper(device: torch.device) -> None:
     need_hopper(device)
+
+
+@pytest.fixture(autouse=True)
+def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_runner.platforms.cuda import decode_attention
+
+    monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 1, False: 1})
 
 
 def make_work(context_lens: list[int], **settings: Any) -> PagedWork:
@@ -143,6 +151,30 @@ def test_a_graph_follows_the_lengths_and_gives_the_same_bits(device: torch.devic
     for _ in range(20):
         graph.replay()
         assert torch.equal(out_BNH.cpu(), first)
+
+
+@pytest.mark.parametrize("cache_dtype", [FP8, None], ids=str)
+def test_few_rows_stay_in_triton(device: torch.device, cache_dtype: torch.dtype | None,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_runner.platforms.cuda import decode_attention
+
+    monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 4, False: 4})
+    monkeypatch.setattr(decode_attention.DecodeAttention, "attend", None)
+    make_work([100, 700, 3], cache_dtype=cache_dtype).assert_equals_definition(device, is_prefill=False)
+    with pytest.raises(TypeError):
+        make_work([100, 700, 3, 5], cache_dtype=cache_dtype).assert_equals_definition(device, is_prefill=False)
+
+
+def test_without_nvrtc_triton_takes_decode_steps(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    from npu_runner.platforms.cuda import compiled_source
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled_source._nvrtc.cache_clear()
+    monkeypatch.setattr(compiled_source, "_nvrtc_names", lambda: iter(()))
+    with caplog.at_level("INFO", logger="npu_runner"):
+        make_work([100, 700]).assert_equals_definition(device, is_prefill=False)
+    assert "attention of decode steps: triton (no NVRTC" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 64}, {"block_size": 24}, {"dtype": torch.float32},

@@ -6,9 +6,9 @@ B sequences, N query heads, K kv heads, G = N / K, H head dim, W blocks a sequen
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +39,10 @@ class Shape(NamedTuple):
     least_steps: int
 
 
-# By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes.
+# By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Taken on an H200, as the least rows from
+# which on the kernel is faster than Triton's, which has more programs for few rows.
 SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
+LEAST_ROWS = {True: 12, False: 32}
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -58,21 +60,30 @@ class _Kernels(NamedTuple):
 
 
 class DecodeAttention:
-    """The kernel for one shape of heads, compiled for a kind of cache when that is met first."""
+    """The kernel for one shape of heads; for both kinds of cache it is compiled in threads of its own from now on."""
 
     def __init__(self, *, num_kv_heads: int, group: int, block_size: int, dtype: torch.dtype):
-        self._num_kv_heads, self._group, self._block_size, self._dtype = num_kv_heads, group, block_size, dtype
+        self._num_kv_heads, self._group = num_kv_heads, group
+        threads = ThreadPoolExecutor(2, "compile-decode")
+        self._cubins = {}
+        self._loaded: dict[bool, _Kernels | None] = {}
+        for is_fp8, shape in SHAPES.items():
+            constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
+                         "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
+                         **{name.upper(): value for name, value in shape._asdict().items()}}
+            sources = [_FOLDER / name for name in ("hopper.cu", "decode_attention.cu")]
+            self._cubins[is_fp8] = threads.submit(CompiledSource(sources, constants, _ARCHITECTURE).cubin)
+        threads.shutdown(wait=False)
 
-    @functools.cache  # noqa: B019  (one for each backend of a process)
     def _kernels(self, is_fp8: bool) -> _Kernels | None:
-        """Waits until they are compiled; None where that is not possible."""
-        shape = SHAPES[is_fp8]
-        constants = {"QUERY_HEADS": self._group, "KV_HEADS": self._num_kv_heads, "BLOCK_SIZE": self._block_size,
-                     "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(self._dtype == torch.bfloat16), "TILES": shape.tiles,
-                     "WARPS": shape.warps, "PROGRAMS": shape.programs, "LEAST_STEPS": shape.least_steps}
-        sources = [_FOLDER / name for name in ("hopper.cu", "decode_attention.cu")]
+        """The first call waits until they are compiled; None where that is not possible."""
+        if is_fp8 not in self._loaded:
+            self._loaded[is_fp8] = self._load(is_fp8)
+        return self._loaded[is_fp8]
+
+    def _load(self, is_fp8: bool) -> _Kernels | None:
         try:
-            cubin = CompiledSource(sources, constants, _ARCHITECTURE).cubin()
+            cubin = self._cubins[is_fp8].result()
             kernels = _Kernels(LoadedKernel(cubin, "plan_decode", 0), LoadedKernel(cubin, "attend_decode", 0))
         except NoKernel as reason:
             logger.info("attention of decode steps: triton (%s)", reason)
@@ -81,9 +92,11 @@ class DecodeAttention:
         return kernels
 
     def takes(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
-        """Whether the kernel has such a step. The first call waits until it is compiled."""
-        return (len(q_BNH) * self._num_kv_heads <= MOST_TILES and k_cache.dtype in (FP8, q_BNH.dtype)
-                and not torch.compiler.is_compiling() and self._kernels(k_cache.dtype == FP8) is not None)
+        """Whether a step is faster by the kernel. The first such call waits until it is compiled."""
+        is_fp8 = k_cache.dtype == FP8
+        return (len(q_BNH) >= LEAST_ROWS[is_fp8] and len(q_BNH) * self._num_kv_heads <= MOST_TILES
+                and (is_fp8 or k_cache.dtype == q_BNH.dtype) and not torch.compiler.is_compiling()
+                and self._kernels(is_fp8) is not None)
 
     def attend(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:

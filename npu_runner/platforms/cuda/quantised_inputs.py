@@ -51,7 +51,7 @@ def silu_and_mul_quantised(gate_up_M2I: Tensor, dtype: torch.dtype, *,
         _silu_and_mul_quantised[(num_rows,)](
             gate_up_M2I, quantised_MI, scales_M, _stride(gate_up_M2I), scales_M.stride(-1), width,
             LARGEST=_LARGEST[dtype], IN_GROUPS=in_groups, IS_INT8=dtype == torch.int8, BLOCK=block,
-            num_warps=_warps(block), **launch_settings())
+            **_room(block), **launch_settings())
     return quantised_MI, scales_M
 
 
@@ -90,6 +90,11 @@ def _stride(rows: Tensor) -> int:
 
 def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
+
+
+def _room(block: int) -> dict[str, int]:
+    """Warps, and registers of a thread: a multiprocessor has room for two rows at once where they are not too long."""
+    return {"num_warps": 32} if block > 16_384 else {"num_warps": _warps(block), "maxnreg": 64}
 
 
 @triton.jit(do_not_specialize=["stride_s"])
