@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _DIMS, _MOST_QUERY_HEADS, _TILE = 128, 8, 16
 _FOLDER, _ARCHITECTURE = Path(__file__).parent, "sm_90a"
+_SOURCES = ("hopper.cu", "decode_plan.cu", "decode_attention.cu")
 FP8 = torch.float8_e4m3fn
 
 
@@ -71,7 +72,7 @@ class DecodeAttention:
             constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
                          "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
                          **{name.upper(): value for name, value in shape._asdict().items()}}
-            sources = [_FOLDER / name for name in ("hopper.cu", "decode_attention.cu")]
+            sources = [_FOLDER / name for name in _SOURCES]
             self._cubins[is_fp8] = threads.submit(CompiledSource(sources, constants, _ARCHITECTURE).cubin)
         threads.shutdown(wait=False)
 
@@ -117,7 +118,7 @@ class DecodeAttention:
         stride_table = ctypes.c_int(tables_BW.stride(0))
         assert lens_B.dtype == tables_BW.dtype == torch.int32
         # The same for all layers of a step that see as much.
-        key = "decode_attention", window, num_ranges, shape
+        key = "decode_attention", window, num_rows, num_ranges, shape
         if key not in metadata.derived:
             plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
             kernels.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
