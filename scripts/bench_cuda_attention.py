@@ -1,10 +1,11 @@
 """Our attention kernels on CUDA at the sizes of Qwen3-8B, Qwen3-0.6B and Qwen3-VL: microseconds, GB/s, TFLOP/s.
 
-    python scripts/bench_cuda_attention.py [--part decode prefill tower] [--sweep] [--against FOLDER]
+    python scripts/bench_cuda_attention.py [--part decode prefill tower] [--fp8] [--sweep] [--against FOLDER]
 
 `--against FOLDER`, platforms/cuda of another checkout: its attention runs beside ours, on the same tensors, and how far
-the two are apart is said. Prompts and towers run in Triton, too, and towers in torch's flash attention. `--sweep` tries
-other tiles and numbers of parts, from which platforms/cuda/attention_tiles.py is filled. Times of decode attention are
+the two are apart is said. All runs in Triton, too, and towers in torch's flash attention. `--fp8`: keys and values are
+in e4m3. `--sweep` tries other tiles and numbers of parts of Triton's kernels, from which
+platforms/cuda/attention_tiles.py is filled, and other shapes of the decode kernel. Times of decode attention are
 those in a graph, as a decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the
 share is that of the read bandwidth, measured in the same run. Prints a table, then one JSON line.
 """
@@ -15,6 +16,7 @@ import argparse
 import importlib
 import itertools
 import json
+import math
 import random
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from npu_runner.platforms import pick_platform
+from npu_runner.platforms.cuda import decode_attention
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.attention_tiles import Tile
 from npu_runner.platforms.step_inputs import AttentionMetadata
@@ -63,9 +66,11 @@ Other = Callable[..., Any] | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=tuple(PARTS), nargs="+", default=list(PARTS))
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--against", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
+    Contexts.dtype = torch.float8_e4m3fn if arguments.fp8 else _DTYPE
     pick_platform("cuda").devices.set_device(0)
     torch.manual_seed(0)
     other = load_attention(arguments.against) if arguments.against else None
@@ -93,7 +98,7 @@ def load_attention(folder: Path) -> Callable[..., Any]:
     """TritonAttention of the files in `folder`, as modules of another name beside ours."""
     package = Path(tempfile.mkdtemp()) / "other_attention"
     package.mkdir()
-    for path in folder.glob("*.py"):
+    for path in (*folder.glob("*.py"), *folder.glob("*.cu")):
         (package / path.name).write_text(path.read_text().replace(_PACKAGE, package.name))
     sys.path.insert(0, str(package.parent))
     attention: Callable[..., Any] = importlib.import_module("other_attention.attention").TritonAttention
@@ -103,13 +108,16 @@ def load_attention(folder: Path) -> Callable[..., Any]:
 class Contexts:
     """Contexts of several layers in blocks out of order; `layers` take turns, so that none is in the L2 cache."""
 
+    dtype = _DTYPE
+
     def __init__(self, heads: Heads, context_lens: list[int]):
         counts = [-(-length // _BLOCK_SIZE) for length in context_lens]
         shape = (1 + sum(counts), _BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
-        row_bytes = 2 * heads.num_kv_heads * heads.head_dim * _DTYPE.itemsize
+        row_bytes = 2 * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
         self.num_bytes = sum(context_lens) * row_bytes
         num_layers = max(2, min(12, _ROTATED_BYTES // (shape[0] * _BLOCK_SIZE * row_bytes)))
-        self.layers = [tuple(torch.randn(shape, device=DEVICE, dtype=_DTYPE) for _ in "kv") for _ in range(num_layers)]
+        self.layers = [tuple(torch.randn(shape, device=DEVICE, dtype=_DTYPE).to(self.dtype) for _ in "kv")
+                       for _ in range(num_layers)]
         self.tables_BW = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
         order = (1 + torch.randperm(sum(counts))).int().split(counts)
         for row, blocks in enumerate(order):
@@ -138,12 +146,28 @@ def decode(is_sweep: bool, other: Other) -> Iterator[Case]:
 
         ours = TritonAttention(**heads.settings)
         name = f"decode {model}, {kind}"
-        yield from _both(name, call_of, ours, other, heads, num_bytes=contexts.num_bytes, in_graph=True)
+        work = {"num_bytes": contexts.num_bytes, "in_graph": True}
+        yield from _both(name, call_of, ours, other, heads, **work)
+        if ours.decodes is not None:
+            with _changed(ours, decodes=None):
+                yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
         if is_sweep and ("mixed" in kind or kind in ("1 x 2048", "8 x 512")):
-            for tile, num_parts in _decode_choices(heads, len(context_lens)):
-                with _changed(ours, decode_tile=tile, num_parts=lambda _, num_parts=num_parts: num_parts):
-                    yield Case(name=f"  {tuple(tile)[1:]} parts {num_parts}", call=call_of(ours),
-                               num_bytes=contexts.num_bytes, in_graph=True)
+            yield from _decode_sweep(heads, len(context_lens), ours, call_of, work)
+
+
+def _decode_sweep(heads: Heads, batch_size: int, ours: Any, call_of: Callable[..., Any],
+                  work: dict[str, Any]) -> Iterator[Case]:
+    is_fp8 = Contexts.dtype != _DTYPE
+    for shape in itertools.product((1, 2, 4), (4, 8), (1, 2, 3), (2, 4)) if ours.decodes is not None else ():
+        if math.prod(shape[:3]) > 32 or shape[1] * shape[2] > 16:  # too many registers
+            continue
+        with _changed(decode_attention, SHAPES={is_fp8: decode_attention.Shape(*shape)}):
+            yield Case(name=f"  tiles, warps, programs, least steps {shape}",
+                       call=call_of(TritonAttention(**heads.settings)), **work)
+    for tile, num_parts in _decode_choices(heads, batch_size):
+        name = "decode_tile_of_fp8" if is_fp8 else "decode_tile"
+        with _changed(ours, decodes=None, num_parts=lambda _, num_parts=num_parts: num_parts, **{name: tile}):
+            yield Case(name=f"  {tuple(tile)[1:]} parts {num_parts}", call=call_of(ours), **work)
 
 
 def _mixed(count: int) -> list[int]:

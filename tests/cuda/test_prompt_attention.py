@@ -35,6 +35,8 @@ def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     """What the kernel makes of it; a step that it does not take fails."""
     from npu_runner.platforms.cuda.split_sums import counters
 
+    if work.kv_scales != (1.0, 1.0):
+        backend = backend.with_kv_scales(torch.tensor(work.kv_scales, device=device))
     taken, attend = [], backend.prompts.attend
     backend.prompts.attend = lambda *arguments: taken.append(1) or attend(*arguments)
     out_TNH = work.run(device, backend, is_prefill=True)
@@ -47,7 +49,8 @@ def plain_torch(work: PagedWork) -> Tensor:
     """The definition in the work's own dtype."""
     outs = []
     for q_TNH, k_CKH, v_CKH in zip(work.q_TNH.split(work.query_lens), work.keys, work.values, strict=True):
-        k_CNH, v_CNH = (x.repeat_interleave(work.num_heads // work.num_kv_heads, dim=1) for x in (k_CKH, v_CKH))
+        k_CNH, v_CNH = (x.repeat_interleave(work.num_heads // work.num_kv_heads, dim=1) * x_scale
+                        for x, x_scale in zip((k_CKH, v_CKH), work.kv_scales, strict=True))
         scores_NTC = torch.einsum("tnh,cnh->ntc", q_TNH, k_CNH) * work.head_dim**-0.5
         num, end = len(q_TNH), len(k_CKH)
         is_later_TC = torch.arange(end) > torch.arange(end - num, end)[:, None]
@@ -57,7 +60,11 @@ def plain_torch(work: PagedWork) -> Tensor:
 
 
 def check(work: PagedWork, device: torch.device) -> None:
-    found, expected = run(work, device, work.backend()), work.expected()
+    check_with(work.backend(), work, device)
+
+
+def check_with(backend: Any, work: PagedWork, device: torch.device) -> None:
+    found, expected = run(work, device, backend), work.expected()
     assert_close(found, expected, work.dtype)
     errors = [float((each.double() - expected).norm()) for each in (found, plain_torch(work))]
     assert errors[0] <= 2 * errors[1], f"plain torch is {errors[1]:.1e} from the definition, the kernel {errors[0]:.1e}"
@@ -72,6 +79,36 @@ def test_prompts_and_chunks_behind_a_cached_context(device: torch.device, num_he
     cached_lens, query_lens = STEPS[step]
     check(PagedWork(cached_lens, query_lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128,
                     dtype=dtype), device)
+
+
+@pytest.mark.usefixtures("takes_all")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_scales", [(1.0, 1.0), (0.37, 5.3)], ids=["no scales", "scales"])
+@pytest.mark.parametrize("step", ["prompts", "behind contexts", "many"])
+def test_caches_in_fp8(device: torch.device, step: str, kv_scales: tuple[float, float], dtype: torch.dtype,
+                       monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_runner.platforms.cuda import prompt_attention
+
+    monkeypatch.setattr(prompt_attention, "_ROOM", 5)
+    cached_lens, query_lens = STEPS[step]
+    check(PagedWork(cached_lens, query_lens, num_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype,
+                    cache_dtype=torch.float8_e4m3fn, kv_scales=kv_scales), device)
+
+
+def test_memory_of_fp8_contexts_has_the_size_of_the_largest_step(device: torch.device) -> None:
+    """Contexts that have no room there stay in Triton; a later step of fewer tokens does not change it."""
+    fp8 = {"head_dim": 128, "dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn}
+    backend = PagedWork([0], [1100], **fp8).backend()
+    check_with(backend, PagedWork([0], [1100], **fp8), device)
+    there = backend.prompts._wide
+    assert there.shape == (2, -(-2 * 1100 // 64), 64, 2, 128)
+    check_with(backend, PagedWork([900], [1024], **fp8), device)
+    attend, backend.prompts.attend = backend.prompts.attend, None
+    work = PagedWork([1300], [1024], **fp8)
+    assert_close(work.run(device, backend, is_prefill=True), work.expected(), work.dtype)
+    backend.prompts.attend = attend
+    assert backend.prompts._wide is there
+    check_with(backend, PagedWork([1200], [1200], **fp8), device)
 
 
 @pytest.mark.usefixtures("takes_all")
@@ -123,7 +160,7 @@ def test_the_same_step_again_gives_the_same_bits(device: torch.device) -> None:
 
 @pytest.mark.parametrize("change", [
     {"query_lens": [1000]}, {"query_lens": [60] * 20, "cached_lens": [40] * 20}, {"window": 200}, {"head_dim": 64},
-    {"block_size": 32}, {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}], ids=str)
+    {"block_size": 32}, {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn, "window": 200}], ids=str)
 def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     if "cache_dtype" in change:

@@ -200,6 +200,27 @@ def test_rounded_inputs_are_the_definitions(form: str, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_values_are_divided_to_the_nearest(form: str) -> None:
+    """As IEEE divides, for rows of all sizes: scales that float32 holds with all digits, with few of them, and not."""
+    generator = torch.Generator("cuda").manual_seed(6)
+    x_MI = torch.randn(80, 4096, generator=generator, device="cuda")
+    x_MI = (x_MI * torch.logspace(-40, 35, 80, dtype=torch.float64, device="cuda")[:, None]).bfloat16()
+    values, scales = (each.cpu() for each in rounded(form, x_MI)[:2])
+    divisors = scales[:, None] if scales.dim() == 1 else scales.repeat_interleave(128, 1)
+    quotients = x_MI.float().cpu() / divisors.where(divisors > 0, 1)
+    assert torch.equal(values, quotients.round().to(torch.int8) if form == INT8
+                       else quotients.clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+def test_nan_stays() -> None:
+    x_MI = torch.ones(2, 512, dtype=torch.bfloat16, device="cuda")
+    x_MI[1, 7] = torch.nan
+    is_nan = rounded(FP8, x_MI)[0].float().isnan()
+    assert is_nan[1, 7]
+    assert int(is_nan.sum()) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_captured_product_gives_what_it_gave(form: str) -> None:
     from npu_runner.platforms.cuda.ops import TritonOps
 

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA through our own kernels: Triton's, and one in CUDA C++ for long prompts and images on Hopper.
+"""Paged attention on CUDA through our own kernels: Triton's, and in CUDA C++ for Hopper.
 
 Knows nothing of models or requests.
 
@@ -32,10 +32,11 @@ from npu_runner.platforms.cuda.attention_tiles import (
     tower_tile,
 )
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
+from npu_runner.platforms.cuda.decode_attention import DecodeAttention, why_no_decode
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.heads import norm_rotary_store
 from npu_runner.platforms.cuda.image_attention import ImageAttention
-from npu_runner.platforms.cuda.prompt_attention import PromptAttention, why_no_prompts
+from npu_runner.platforms.cuda.prompt_attention import PromptAttention, StepBlocks, why_no_prompts
 from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
@@ -55,6 +56,8 @@ class PrefillPlan:
     """Those of PromptAttention, where it takes the step."""
     is_padded: bool = False
     """Tokens may be in no tile."""
+    blocks: StepBlocks | None = None
+    """With `prompt_tiles`."""
 
 
 class TritonAttention(AttentionBackend):
@@ -75,7 +78,7 @@ class TritonAttention(AttentionBackend):
         self._tokens_a_tile = self.prefill_tile.rows // self.group
         self.kv_scales: Tensor | None = None
         self._has_combined = False
-        self.prompts = self._make_prompts()
+        self.prompts, self.decodes = self._make_prompts(), self._make_decodes()
         self.images = ImageAttention()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
 
@@ -86,6 +89,15 @@ class TritonAttention(AttentionBackend):
             logger.debug("attention of prompts: triton (%s)", reason)
             return None
         return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
+                               dtype=self.dtype)
+
+    def _make_decodes(self) -> DecodeAttention | None:
+        """The kernel for decode steps, where there is one."""
+        reason = why_no_decode(self.head_dim, self.group, self.block_size, self.dtype)
+        if reason is not None:
+            logger.debug("attention of decode steps: triton (%s)", reason)
+            return None
+        return DecodeAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
                                dtype=self.dtype)
 
     def with_kv_scales(self, scales_2: Tensor) -> TritonAttention:
@@ -100,7 +112,8 @@ class TritonAttention(AttentionBackend):
         prompts = self.prompts
         if prompts is None or not prompts.takes(query_lens_B):
             return PrefillPlan(tiles)
-        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device))
+        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
+                           StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
 
     def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
         return num_tokens // self._tokens_a_tile + num_sequences
@@ -148,9 +161,17 @@ class TritonAttention(AttentionBackend):
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
         # While kernels are met ahead, Triton's has to be: short steps take it.
-        if (self.prompts is not None and plan.prompt_tiles is not None and window is None
-                and k_cache.dtype == q_TNH.dtype and not is_ahead()):
-            return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW, scale)
+        if self.prompts is not None and window is None and not is_ahead():
+            is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+            if is_fp8:
+                self.prompts.make_room(len(q_TNH), q_TNH.device)
+            if plan.prompt_tiles is not None and plan.blocks is not None:
+                if k_cache.dtype == q_TNH.dtype:
+                    return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW,
+                                               scale)
+                if is_fp8 and self.prompts.has_room(plan.blocks):
+                    return self.prompts.attend_fp8(q_TNH, k_cache, v_cache, plan.prompt_tiles, plan.blocks, scale,
+                                                   self.kv_scales)
         tile = self.prefill_tile
         out_TNH = self._output_of(q_TNH, metadata)
         kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
@@ -175,6 +196,9 @@ class TritonAttention(AttentionBackend):
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
+        if self.decodes is not None and self.decodes.takes(q_BNH, k_cache):
+            return self.decodes.attend(q_BNH, k_cache, v_cache, metadata, scale, scales_2=self.kv_scales, window=window,
+                                       num_sms=self.gpu.num_sms)
         batch_size = q_BNH.shape[0]
         tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
         num_parts = self.num_parts(batch_size)

@@ -21,6 +21,7 @@ from triton.runtime.cache import get_cache_manager
 
 logger = logging.getLogger(__name__)
 
+_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
@@ -57,6 +58,19 @@ class CompiledSource:
         return cubin
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of a number."""
+
+    _fields_ = (("kind", ctypes.c_int), ("gap", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint))
+
+
 class LoadedKernel:
     """A kernel in the current context. Raises NoKernel where the driver does not take it."""
 
@@ -70,13 +84,17 @@ class LoadedKernel:
         except RuntimeError as error:
             raise NoKernel(str(error)) from error
 
-    def launch(self, programs: int, threads: int, arguments: Sequence[Any]) -> None:
-        """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`."""
+    def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, is_dependent: bool = False) -> None:
+        """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`.
+
+        `is_dependent`: it may start while the kernel before still runs, and waits by itself (dependent_launch).
+        """
         values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(_driver().cuLaunchKernel(self._function, programs, 1, 1, threads, 1, 1, self._shared_bytes, stream,
-                                        places, None))
+        launch = _Launch((programs, 1, 1), (threads, 1, 1), self._shared_bytes,
+                         torch.cuda.current_stream().cuda_stream, ctypes.pointer(_Attribute(_DEPENDENT, 0, 1)),
+                         int(is_dependent))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, places, None))
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:

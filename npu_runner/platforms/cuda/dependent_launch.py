@@ -8,7 +8,8 @@ Why it is correct: each program of such a kernel calls one of the two before it 
 The wait ends when the kernel before is complete and its writes are visible. That kernel had waited for its own
 predecessor. So all earlier kernels of the stream are complete, and memory that they read may be written again. A kernel
 launched as usual (cuBLAS, torch, a copy) waits for all before it, and a dependent kernel behind it waits for its end.
-Weights are written by copies long before, never by a kernel of a step. A graph that is captured keeps these edges.
+Weights are written by copies long before, never by a kernel of a step. A graph that is captured keeps these edges. What
+only asks for lines to come into the L2 cache may come before the wait: whatever is written later is seen there.
 """
 # mypy: disable-error-code="no-untyped-def"
 

@@ -2,8 +2,9 @@
 //
 // Online softmax (arXiv 2205.14135) in warpgroups with roles of their own, products behind the softmax of the tile
 // before (arXiv 2407.08608). A warp brings queries, keys and values by tensor maps, from a context's last tile to its
-// first. Each consumer has 64 rows. What is read, the file behind this one says in a Work: its tiles, num_tiles and
-// num_heads; an Item is one tile of one head, and its Source brings keys and values.
+// first. Each consumer has 64 rows. What is read, the file behind this one says in a Work: its tiles, num_tiles,
+// num_heads, and value_scale, by which results are multiplied. An Item is one tile of one head, and its Source brings
+// keys and values.
 //
 // Constants of the host: DIMS (64, 80, 128) that products take of a head, SPAN (128, 64) bytes of a row in shared
 // memory, CONSUMERS (2, 3), COLUMNS (128, 112, 96), STAGES.
@@ -246,7 +247,7 @@ template <class Work> struct Consumer {
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float share = 1 / sum_of_four_lanes(softmax.total[r]);
+      const float share = work.value_scale / sum_of_four_lanes(softmax.total[r]);
       const int token = (row + 8 * r) / GROUP, head = item.head * GROUP + (row + 8 * r) % GROUP;
       const long long place = (long long)(item.first_row + token) * (work.num_heads * GROUP) + head;
       uint4 *to = reinterpret_cast<uint4 *>(out + place * HEAD_DIM) + lane;

@@ -82,6 +82,11 @@ class HopperAttention:
         logger.info("attention of %ss: hopper_attention.cu", self.what)
         return True
 
+    def other(self, name: str) -> LoadedKernel:
+        """Another kernel of the same files, without shared memory."""
+        assert self.is_there, "callers look first"
+        return LoadedKernel(self._cubin.result(), name, 0)
+
     def launch(self, maps: Sequence[Any], tiles: Tensor, num_heads: int, out_TNH: Tensor, scale: float,
                *more: Any) -> None:
         """`maps` of queries, keys and values; `tiles` (tiles, 4) int32, each for `num_heads`; `scale` above 0."""

@@ -5,6 +5,7 @@
 
 struct Images {
   static constexpr int GROUP = 1, HEAD_DIM = WIDTH, TOKENS = ROWS;
+  static constexpr float value_scale = 1;
 
   const int4 *tiles;  // first row of the image, first row of the tile, rows left from there, rows of the image
   int num_tiles, num_heads;

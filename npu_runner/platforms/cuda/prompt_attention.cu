@@ -1,7 +1,7 @@
 // Attention of prompts: causal, over a paged cache, all dims of a head in products.
 //
-// Constants of the host, beside those of hopper_attention.cu: QUERY_HEADS of a kv head, BLOCK_SIZE. A tile is TOKENS
-// tokens with all query heads of one kv head: row = token * QUERY_HEADS + head, up to ROWS.
+// Constants of the host, beside those of hopper_attention.cu: QUERY_HEADS of a kv head, BLOCK_SIZE, WIDENERS. A tile is
+// TOKENS tokens with all query heads of one kv head: row = token * QUERY_HEADS + head, up to ROWS.
 
 struct Prompts {
   static constexpr int GROUP = QUERY_HEADS, HEAD_DIM = DIMS, TOKENS = ROWS / GROUP, CHUNK = 64;
@@ -10,6 +10,7 @@ struct Prompts {
   int num_tiles, num_heads;  // kv heads
   const int *tables;
   int stride_table;
+  float value_scale;
 
   struct Item {
     int head, sequence, first_row, num_tokens, first_place, end;
@@ -56,9 +57,40 @@ struct Prompts {
   };
 };
 
+// `scales`: what keys and values were divided by, or none.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend_prompts(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, const __grid_constant__ Map v_map,
                const int4 *tiles, int num_tiles, int num_heads, unsigned short *out, u32 *counters, float factor,
-               const int *tables, int stride_table) {
-  attend(q_map, k_map, v_map, Prompts{tiles, num_tiles, num_heads, tables, stride_table}, out, counters, factor);
+               const int *tables, int stride_table, const float *scales) {
+  attend(q_map, k_map, v_map, Prompts{tiles, num_tiles, num_heads, tables, stride_table, scales ? scales[1] : 1}, out,
+         counters, scales ? factor * scales[0] : factor);
+}
+
+__device__ __forceinline__ float low_half(u32 pair) {
+  float x;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(pair));
+  return x;
+}
+// Two numbers in e4m3, the low bits of `bytes`, in 16 bits; both kinds hold them exactly.
+__device__ __forceinline__ u32 widened(u32 bytes) {
+  u32 pair;
+  asm("{\n.reg .b16 two, rest;\nmov.b32 {two, rest}, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(pair) : "r"(bytes));
+  return IS_BFLOAT16 ? packed(low_half(pair), low_half(pair >> 16)) : pair;
+}
+
+// Blocks of caches in e4m3 as products take them: block `numbers[i]` becomes block i. WIDENERS programs have one block.
+extern "C" __global__ void __launch_bounds__(256)
+widen_blocks(const uint4 *k_cache, const uint4 *v_cache, uint4 *keys, uint4 *values, const int *numbers,
+             int pieces_a_block) {
+  const long long from = (long long)numbers[blockIdx.x / WIDENERS] * pieces_a_block;
+  const long long to = (long long)(blockIdx.x / WIDENERS) * pieces_a_block;
+#pragma unroll 2
+  for (int i = blockIdx.x % WIDENERS * 256 + threadIdx.x; i < pieces_a_block; i += WIDENERS * 256)
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      const uint4 piece = (which ? v_cache : k_cache)[from + i];
+      uint4 *wide = (which ? values : keys) + 2 * (to + i);
+      wide[0] = make_uint4(widened(piece.x), widened(piece.x >> 16), widened(piece.y), widened(piece.y >> 16));
+      wide[1] = make_uint4(widened(piece.z), widened(piece.z >> 16), widened(piece.w), widened(piece.w >> 16));
+    }
 }

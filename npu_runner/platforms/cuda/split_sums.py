@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-_MOST_TILES = 16_384
+MOST_TILES = 16_384
 
 
 def counters(device: torch.device, num_tiles: int) -> Tensor:
     """A counter for each tile, 0 before and after each product. Each stream has its own: streams run at once."""
-    assert num_tiles <= _MOST_TILES, f"{num_tiles} tiles are more than {_MOST_TILES}"
+    assert num_tiles <= MOST_TILES, f"{num_tiles} tiles are more than {MOST_TILES}"
     key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+        _COUNTERS[key] = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
     return _COUNTERS[key]
 
 

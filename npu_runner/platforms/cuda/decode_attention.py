@@ -1,0 +1,139 @@
+"""Attention of decode steps on Hopper through the kernel in CUDA C++ (decode_attention.cu). Knows nothing of models.
+
+B sequences, N query heads, K kv heads, G = N / K, H head dim, W blocks a sequence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
+from npu_runner.platforms.cuda.hopper_attention import why_not_hopper
+from npu_runner.platforms.cuda.split_sums import MOST_TILES, counters
+from npu_runner.platforms.step_inputs import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+_DIMS, _MOST_QUERY_HEADS, _TILE = 128, 8, 16
+_FOLDER, _ARCHITECTURE = Path(__file__).parent, "sm_90a"
+_SOURCES = ("hopper.cu", "decode_plan.cu", "decode_attention.cu")
+FP8 = torch.float8_e4m3fn
+
+
+class Shape(NamedTuple):
+    """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
+    and steps that a warp has at least."""
+
+    tiles: int
+    warps: int
+    programs: int
+    least_steps: int
+
+
+# By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Taken on an H200, as the least rows from
+# which on the kernel is faster than Triton's, which has more programs for few rows.
+SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
+LEAST_ROWS = {True: 12, False: 32}
+
+
+def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
+    """None where the kernel takes such heads on this GPU, else the reason. `group`: query heads of a kv head."""
+    if head_dim != _DIMS or group > _MOST_QUERY_HEADS:
+        return f"the kernel for Hopper has head dim {_DIMS} and up to {_MOST_QUERY_HEADS} query heads of a kv head"
+    if block_size % _TILE:
+        return f"the kernel for Hopper takes block sizes that are multiples of {_TILE}"
+    return why_not_hopper(dtype)
+
+
+class _Kernels(NamedTuple):
+    plan: LoadedKernel
+    attend: LoadedKernel
+
+
+class DecodeAttention:
+    """The kernel for one shape of heads; for both kinds of cache it is compiled in threads of its own from now on."""
+
+    def __init__(self, *, num_kv_heads: int, group: int, block_size: int, dtype: torch.dtype):
+        self._num_kv_heads, self._group = num_kv_heads, group
+        threads = ThreadPoolExecutor(2, "compile-decode")
+        self._cubins = {}
+        self._loaded: dict[bool, _Kernels | None] = {}
+        for is_fp8, shape in SHAPES.items():
+            constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
+                         "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
+                         **{name.upper(): value for name, value in shape._asdict().items()}}
+            sources = [_FOLDER / name for name in _SOURCES]
+            self._cubins[is_fp8] = threads.submit(CompiledSource(sources, constants, _ARCHITECTURE).cubin)
+        threads.shutdown(wait=False)
+
+    def _kernels(self, is_fp8: bool) -> _Kernels | None:
+        """The first call waits until they are compiled; None where that is not possible."""
+        if is_fp8 not in self._loaded:
+            self._loaded[is_fp8] = self._load(is_fp8)
+        return self._loaded[is_fp8]
+
+    def _load(self, is_fp8: bool) -> _Kernels | None:
+        try:
+            cubin = self._cubins[is_fp8].result()
+            kernels = _Kernels(LoadedKernel(cubin, "plan_decode", 0), LoadedKernel(cubin, "attend_decode", 0))
+        except NoKernel as reason:
+            logger.info("attention of decode steps: triton (%s)", reason)
+            return None
+        logger.info("attention of decode steps: decode_attention.cu")
+        return kernels
+
+    def takes(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
+        """Whether a step is faster by the kernel. The first such call waits until it is compiled."""
+        is_fp8 = k_cache.dtype == FP8
+        return (len(q_BNH) >= LEAST_ROWS[is_fp8] and len(q_BNH) * self._num_kv_heads <= MOST_TILES
+                and (is_fp8 or k_cache.dtype == q_BNH.dtype) and not torch.compiler.is_compiling()
+                and self._kernels(is_fp8) is not None)
+
+    def attend(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:
+        """(B, N, H). Queries: 16-byte addresses and strides, heads one behind the other. `scale` above 0.
+
+        `scales_2` as in `AttentionBackend.with_kv_scales`. Of a context of no token comes 0.
+        """
+        out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
+        if is_ahead():
+            return out_BNH
+        is_fp8 = k_cache.dtype == FP8
+        kernels, shape = self._kernels(is_fp8), SHAPES[is_fp8]
+        assert kernels is not None, "callers look first"
+        num_rows, num_heads = len(q_BNH), self._num_kv_heads
+        num_ranges = max(1, num_sms * shape.programs * shape.warps // num_heads)
+        counts = [ctypes.c_int(count) for count in (num_rows, num_ranges, window or 0)]
+        lens_B, tables_BW = metadata.context_lens_B, metadata.block_tables_BW
+        stride_table = ctypes.c_int(tables_BW.stride(0))
+        assert lens_B.dtype == tables_BW.dtype == torch.int32
+        # The same for all layers of a step that see as much.
+        key = "decode_attention", window, num_rows, num_ranges, shape
+        if key not in metadata.derived:
+            plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
+            kernels.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
+                                is_dependent=_is_dependent())
+            metadata.derived[key] = plan
+        # A range may have sums of two rows that it shares with others; those of a kv head begin at 16 bytes.
+        part = -(-self._group * (_DIMS + 2) // 4) * 4
+        parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
+        kernels.attend.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
+            q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
+            counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
+            ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table,
+            ctypes.c_int(len(k_cache)), *counts], is_dependent=_is_dependent())
+        return out_BNH
+
+
+def _is_dependent() -> bool:
+    return bool(launch_settings()["IS_DEPENDENT"])
