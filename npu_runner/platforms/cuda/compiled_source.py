@@ -22,7 +22,8 @@ from triton.runtime.cache import get_cache_manager
 logger = logging.getLogger(__name__)
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAP_KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_CLUSTER, _STARTS_EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
+_MAP_KINDS = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; e4m3: bytes
 _SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -57,6 +58,18 @@ class CompiledSource:
         return cubin
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared_bytes", ctypes.c_uint32),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+                ("num_attributes", ctypes.c_uint32))
+
+
 class LoadedKernel:
     """A kernel in the current context. Raises NoKernel where the driver does not take it."""
 
@@ -70,20 +83,37 @@ class LoadedKernel:
         except RuntimeError as error:
             raise NoKernel(str(error)) from error
 
-    def launch(self, programs: int, threads: int, arguments: Sequence[Any]) -> None:
-        """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`."""
+    def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
+               starts_early: bool = False) -> None:
+        """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`.
+
+        `cluster`: programs that read each other's shared memory. `starts_early`: see dependent_launch.py.
+        """
         values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(_driver().cuLaunchKernel(self._function, programs, 1, 1, threads, 1, 1, self._shared_bytes, stream,
-                                        places, None))
+        how = self._how(programs, threads, cluster, starts_early)
+        how.stream = torch.cuda.current_stream().cuda_stream
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
+
+    def most_clusters(self, threads: int, cluster: int) -> int:
+        """How many clusters of so many programs run at once."""
+        found, how = ctypes.c_int(), self._how(cluster, threads, cluster, False)
+        _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(how)))
+        return found.value
+
+    def _how(self, programs: int, threads: int, cluster: int, starts_early: bool) -> _Launch:
+        wanted = [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1) + [(_STARTS_EARLY, (1,))] * starts_early
+        attributes = (_Attribute * len(wanted))()
+        for attribute, (name, values) in zip(attributes, wanted, strict=True):
+            attribute.id, attribute.value[:len(values)] = name, values
+        return _Launch((programs, 1, 1), (threads, 1, 1), self._shared_bytes, None, attributes, len(attributes))
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
-    The tensor has 16 bits and consecutive elements in its last dimension; its address and its strides are multiples of
-    16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the ends is 0.
+    The tensor has 8 or 16 bits and consecutive elements in its last dimension; its address and its strides are multiples
+    of 16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the ends is 0.
     """
     return _map_of(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
 
