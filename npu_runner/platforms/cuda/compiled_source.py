@@ -112,8 +112,9 @@ class LoadedKernel:
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
-    The tensor has 8 or 16 bits and consecutive elements in its last dimension; its address and its strides are multiples
-    of 16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the ends is 0.
+    The tensor is e4m3 or has 16 bits, with consecutive elements in its last dimension; its address and its strides are
+    multiples of 16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the
+    ends is 0.
     """
     return _map_of(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
 
