@@ -5,9 +5,8 @@
 // leaves its sums in shared memory, and each adds a part of the tile, in the order of the programs. So a result does
 // not depend on which was first.
 //
-// Constants of the host: IS_FP8 (else 16 bits), IN_BLOCKS (scales of 128 x 128 and of rows of 128 terms), PROMOTES (sums
-// of a slice are added in float32: products of 8 bits keep fewer bits), BLOCKS of 64 outputs that a warpgroup has,
-// PARTS of PART columns, STAGES.
+// Constants of the host: IS_FP8 (else 16 bits), IN_BLOCKS (scales of 128 x 128 and of rows of 128 terms), BLOCKS of 64
+// outputs that a warpgroup has, PARTS of PART columns, STAGES.
 
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 32 * WARPS, HEIGHT = 64 * BLOCKS;
 constexpr int OUTPUTS = CONSUMERS * HEIGHT, ROWS = PARTS * PART, TERMS = IS_FP8 ? 128 : 64;
@@ -19,7 +18,7 @@ constexpr u32 SCALES = STAGES * STAGE_BYTES, EXCHANGE = SCALES + (IN_BLOCKS ? ST
 constexpr u32 FULL = EXCHANGE + CHUNK * PITCH * 4, EMPTY = FULL + 8 * STAGES;
 constexpr u32 GIVEN = EMPTY + 8 * STAGES, TAKEN = GIVEN + 8;
 // Where a thread has more sums than a third of a partition's registers hold, a whole warpgroup brings, and leaves its own.
-constexpr bool MOVES_REGISTERS = BLOCKS * PARTS * PART / 2 + (PROMOTES ? PART / 2 : 0) > 120;
+constexpr bool MOVES_REGISTERS = BLOCKS * PARTS * PART / 2 + (IS_FP8 ? PART / 2 : 0) > 120;
 constexpr int ALL_THREADS = THREADS + (MOVES_REGISTERS ? 128 : 32);
 // A thread adds 4 outputs of each of its rows.
 constexpr int QUADS = OUTPUTS / 4, ROWS_AT_ONCE = THREADS / QUADS;
@@ -229,7 +228,7 @@ struct Consumer {
       }
     }
   }
-  // Products of a slice are added in float32.
+  // Products of a slice are added in float32: tensor cores keep fewer bits of sums of e4m3.
   __device__ void sum_in_float32(int output) {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -328,7 +327,7 @@ struct Consumer {
       const int first_output = tile / share.row_tiles * OUTPUTS, first_row = tile % share.row_tiles * ROWS;
       const int output = first_output + threadIdx.x % QUADS * 4;
       const float4 scale = scale_of(output), bias = bias_of(output);
-      if (PROMOTES) sum_in_float32(first_output); else sum();
+      if (IS_FP8) sum_in_float32(first_output); else sum();
       if (tile == share.cluster) {
         wait_cluster();
         await_earlier_kernels();
