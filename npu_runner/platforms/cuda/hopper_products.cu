@@ -6,7 +6,7 @@
 // not depend on which was first.
 //
 // Constants of the host: IS_FP8 (else 16 bits), IN_BLOCKS (scales of 128 x 128 and of rows of 128 terms), BLOCKS of 64
-// outputs that a warpgroup has, PARTS of PART columns, STAGES.
+// outputs that a warpgroup has, PARTS of PART columns, STAGES, PROGRAMS of a cluster.
 
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 32 * WARPS, HEIGHT = 64 * BLOCKS;
 constexpr int OUTPUTS = CONSUMERS * HEIGHT, ROWS = PARTS * PART, TERMS = IS_FP8 ? 128 : 64;
@@ -21,7 +21,8 @@ constexpr u32 GIVEN = EMPTY + 8 * STAGES, TAKEN = GIVEN + 8;
 constexpr bool MOVES_REGISTERS = BLOCKS * PARTS * PART / 2 + (IS_FP8 ? PART / 2 : 0) > 120;
 constexpr int ALL_THREADS = THREADS + (MOVES_REGISTERS ? 128 : 32);
 // A thread adds 4 outputs of each of its rows.
-constexpr int QUADS = OUTPUTS / 4, ROWS_AT_ONCE = THREADS / QUADS;
+constexpr int QUADS = OUTPUTS / 4, ROWS_AT_ONCE = THREADS / QUADS, ROWS_APART = PROGRAMS * ROWS_AT_ONCE;
+constexpr int ROWS_A_THREAD = (CHUNK + ROWS_APART - 1) / ROWS_APART;
 
 #if IS_FP8
 #define PRODUCT "k32.f32.e4m3.e4m3"
@@ -100,17 +101,16 @@ struct Work {
 
 // What the programs of a cluster do: tiles `cluster`, `cluster` + clusters, ...; each the slices from `begin` to `end`.
 struct Share {
-  int rank, programs, cluster, clusters, row_tiles, num_tiles, begin, end;
+  int rank, cluster, clusters, row_tiles, num_tiles, begin, end;
 
   __device__ Share(const Work &work) {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(programs));
-    cluster = blockIdx.x / programs;
-    clusters = gridDim.x / programs;
+    cluster = blockIdx.x / PROGRAMS;
+    clusters = gridDim.x / PROGRAMS;
     row_tiles = (work.num_rows + ROWS - 1) / ROWS;
     num_tiles = (work.num_outputs + OUTPUTS - 1) / OUTPUTS * row_tiles;
-    begin = work.num_slices * rank / programs;
-    end = work.num_slices * (rank + 1) / programs;
+    begin = work.num_slices * rank / PROGRAMS;
+    end = work.num_slices * (rank + 1) / PROGRAMS;
   }
 };
 
@@ -278,30 +278,51 @@ struct Consumer {
   }
   __device__ void signal(u32 barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 < share.programs) arrive_in_cluster(in_program(shared + barrier, threadIdx.x % 32));
+    if (threadIdx.x % 32 < PROGRAMS) arrive_in_cluster(in_program(shared + barrier, threadIdx.x % 32));
   }
-  __device__ float4 total(u32 at) {
-    float4 total = make_float4(0, 0, 0, 0);
-    for (int rank = 0; rank < share.programs; ++rank) {
-      float4 x;
+  // The row of a chunk that is this thread's `i`-th.
+  __device__ int row(int i) const { return i * ROWS_APART + share.rank * ROWS_AT_ONCE + threadIdx.x / QUADS; }
+  __device__ void ask_for_scales(float (&of_rows)[ROWS_A_THREAD], int num_rows, int first) {
+#pragma unroll
+    for (int i = 0; i < ROWS_A_THREAD; ++i)
+      of_rows[i] = IS_FP8 && !IN_BLOCKS && row(i) < num_rows ? work.x_scales[first + row(i)] : 1;
+  }
+  // A row's sums of all programs.
+  __device__ void read(float4 (&parts)[PROGRAMS], int row) {
+    const u32 at = shared + EXCHANGE + (row * PITCH + threadIdx.x % QUADS * 4) * 4;
+#pragma unroll
+    for (int rank = 0; rank < PROGRAMS; ++rank) {
+      float4 &x = parts[rank];
       asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(in_program(at, rank)) : "memory");
-      total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(in_program(at, rank)));
     }
-    return total;
   }
-  // This program's rows of a chunk that begins with `first`, of the whole cluster.
-  __device__ void take(int first, int output, float4 scale, float4 bias) {
-    const int quad = threadIdx.x % QUADS, num = min(CHUNK, work.num_rows - first);
-    for (int row = share.rank * ROWS_AT_ONCE + threadIdx.x / QUADS; row < num; row += share.programs * ROWS_AT_ONCE) {
-      const float of_row = IS_FP8 && !IN_BLOCKS ? work.x_scales[first + row] : 1;
-      const float4 sum = total(shared + EXCHANGE + (row * PITCH + 4 * quad) * 4);
-      const u32 low = packed(fmaf(sum.x, scale.x * of_row, bias.x), fmaf(sum.y, scale.y * of_row, bias.y));
-      const u32 high = packed(fmaf(sum.z, scale.z * of_row, bias.z), fmaf(sum.w, scale.w * of_row, bias.w));
-      if (output < work.num_outputs)
-        *reinterpret_cast<uint2 *>(work.out + (long long)(first + row) * work.num_outputs + output) =
-            make_uint2(low, high);
+  // This program's rows of a chunk that begins with `first`, of the whole cluster. Two rows are read at once.
+  __device__ void take(const float (&of_rows)[ROWS_A_THREAD], int num_rows, int first, int output, float4 scale,
+                       float4 bias) {
+#pragma unroll
+    for (int i = 0; i < ROWS_A_THREAD; i += 2) {
+      float4 parts[2][PROGRAMS];
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (i + k < ROWS_A_THREAD && row(i + k) < num_rows) read(parts[k], row(i + k));
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (i + k < ROWS_A_THREAD && row(i + k) < num_rows && output < work.num_outputs) {
+          float4 sum = parts[k][0];
+#pragma unroll
+          for (int rank = 1; rank < PROGRAMS; ++rank) {
+            const float4 x = parts[k][rank];
+            sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+          }
+          store(sum, scale, of_rows[i + k], bias, first + row(i + k), output);
+        }
     }
+  }
+  __device__ void store(float4 sum, float4 scale, float of_row, float4 bias, int row, int output) {
+    const u32 low = packed(fmaf(sum.x, scale.x * of_row, bias.x), fmaf(sum.y, scale.y * of_row, bias.y));
+    const u32 high = packed(fmaf(sum.z, scale.z * of_row, bias.z), fmaf(sum.w, scale.w * of_row, bias.w));
+    *reinterpret_cast<uint2 *>(work.out + (long long)row * work.num_outputs + output) = make_uint2(low, high);
   }
   __device__ float4 scale_of(int output) {
     if (!IS_FP8 || IN_BLOCKS || output >= work.num_outputs) return make_float4(1, 1, 1, 1);
@@ -336,11 +357,14 @@ struct Consumer {
       for (int chunk = 0; chunk < ROWS / CHUNK; ++chunk) {
         const int first = first_row + chunk * CHUNK;
         if (first >= work.num_rows) break;
+        const int num_rows = min(CHUNK, work.num_rows - first);
+        float of_rows[ROWS_A_THREAD];
+        ask_for_scales(of_rows, num_rows, first);
         wait_in_cluster(shared + TAKEN, parity ^ 1);
         give(chunk / (PART / CHUNK), chunk % (PART / CHUNK));
         signal(GIVEN);
         wait_in_cluster(shared + GIVEN, parity);
-        take(first, output, scale, bias);
+        take(of_rows, num_rows, first, output, scale, bias);
         signal(TAKEN);
         parity ^= 1;
       }
@@ -360,8 +384,8 @@ multiply_rows(const __grid_constant__ Map x_map, const __grid_constant__ Map wei
       make_barrier(shared + FULL + 8 * stage, 1);
       make_barrier(shared + EMPTY + 8 * stage, WARPS);
     }
-    make_barrier(shared + GIVEN, WARPS * share.programs);
-    make_barrier(shared + TAKEN, WARPS * share.programs);
+    make_barrier(shared + GIVEN, WARPS * PROGRAMS);
+    make_barrier(shared + TAKEN, WARPS * PROGRAMS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     proxy_fence();
   }

@@ -31,7 +31,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LINE = 128  # bytes of a row in a slice
 _ALIGNMENT = 16
 _THREADS, _WARP, _WARPGROUP = 256, 32, 128
-MOST_ROWS = 512
+MOST_ROWS = 128
 _LEAST_ROWS = 2
 _SHARED_BYTES = 227 * 1024
 _FEW_SUMS = 120  # of a thread; as in the source
@@ -64,9 +64,9 @@ class Kind(NamedTuple):
 
 # Rows of x that a tile has room for, as (part, parts).
 _PARTS = ((16, 1), (32, 1), (64, 1), (96, 1), (128, 1), (96, 2), (128, 2))
-TILES = tuple(Tile(*parts) for parts in _PARTS)
-"""All that are compiled, for any number of programs."""
-_PROGRAMS = (1, 2, 4, 8)
+_PROGRAMS = (1, 2, 3, 4)
+TILES = tuple(Tile(*parts, 1, programs) for parts in _PARTS for programs in _PROGRAMS)
+"""All that are compiled."""
 # What a tile costs beside its slices, in slices: sums are exchanged.
 _EXCHANGE = 2.0
 
@@ -75,7 +75,7 @@ def prepare(weight_OI: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None
     """Begins to compile what products with this weight may take."""
     if _why_not(weight_OI, dtype) is None:
         for tile in TILES:
-            _kernel(tile._replace(programs=0), _kind_of(weight_OI, scale, dtype))
+            _kernel(tile, _kind_of(weight_OI, scale, dtype))
 
 
 def taken(x_MI: Tensor, weight_OI: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tile | None:
@@ -102,7 +102,7 @@ def multiply(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torc
     kind = _kind_of(weight_OI, scales and scales[1], dtype)
     num_slices = -(-num_inputs * x_MI.itemsize // _LINE)
     assert tile.programs <= num_slices, f"{tile.programs} programs for {num_slices} slices"
-    kernel = _kernel(tile._replace(programs=0), kind)
+    kernel = _kernel(tile, kind)
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
     room = scales[0].stride(1) if scales and kind.in_blocks else num_rows
@@ -110,29 +110,28 @@ def multiply(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torc
     work = _Work(num_rows, num_outputs, num_slices, room, room, scale_stride,
                  *(None if x is None else x.data_ptr() for x in (*(scales or (None, None)), bias_O)), out_MO.data_ptr())
     num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
-    kernel.launch(min(num_tiles, kernel.most_clusters(tile.programs)), x_MI, weight_OI, tile, work)
+    kernel.launch(min(num_tiles, kernel.most_clusters), x_MI, weight_OI, tile, work)
     return out_MO
 
 
 @functools.cache
 def _tile_of(num_rows: int, num_outputs: int, num_slices: int, kind: Kind) -> Tile | None:
-    """Of the tile with room for these rows: as many programs a cluster as make the longest one's work short."""
+    """With room for these rows; as many programs a cluster as make the longest one's work short."""
     if not _are_there(kind):
         return None
-    tile = next((tile for tile in TILES if tile.rows >= num_rows), TILES[-1])
-    kernel = _kernel(tile._replace(programs=0), kind)
-    num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
+    rows = next((tile.rows for tile in TILES if tile.rows >= num_rows), TILES[-1].rows)
 
-    def slices(programs: int) -> float:
-        return -(-num_tiles // kernel.most_clusters(programs)) * (-(-num_slices // programs) + _EXCHANGE)
+    def slices(tile: Tile) -> float:
+        num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
+        return -(-num_tiles // _kernel(tile, kind).most_clusters) * (-(-num_slices // tile.programs) + _EXCHANGE)
 
-    return tile._replace(programs=min((p for p in _PROGRAMS if p <= num_slices), key=slices))
+    return min((tile for tile in TILES if tile.rows == rows and 1 < tile.programs <= num_slices), key=slices)
 
 
 @functools.cache
 def _are_there(kind: Kind) -> bool:
     """All are loaded at once, in a start's made-up steps: none while a graph is captured."""
-    return all([_kernel(tile._replace(programs=0), kind).is_there for tile in TILES])
+    return all([_kernel(tile, kind).is_there for tile in TILES])
 
 
 def _kind_of(weight_OI: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Kind:
@@ -168,9 +167,10 @@ class _Work(ctypes.Structure):
 
 
 class _Kernel:
-    """For one tile and kind, whatever `programs`; compiled in a thread of `_threads` from now on."""
+    """For one tile and kind; compiled in a thread of `_threads` from now on."""
 
     def __init__(self, tile: Tile, kind: Kind):
+        self._programs = tile.programs
         chunk = tile.part // 2 if tile.part > 64 else tile.part
         exchange = chunk * (tile.outputs + 4) * 4
         stage = _LINE * (tile.outputs + tile.rows) + (4 * tile.rows if kind.in_blocks else 0) + 2 * 8
@@ -180,7 +180,7 @@ class _Kernel:
         self._threads = _THREADS + (_WARPGROUP if sums > _FEW_SUMS else _WARP)
         constants = {"IS_BFLOAT16": int(kind.dtype == torch.bfloat16), "IS_FP8": int(kind.is_fp8),
                      "IN_BLOCKS": int(kind.in_blocks), "BLOCKS": tile.blocks, "PARTS": tile.parts, "PART": tile.part,
-                     "STAGES": stages}
+                     "STAGES": stages, "PROGRAMS": tile.programs}
         source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_products.cu"], constants, _ARCHITECTURE)
         self._cubin: Future[bytes] = _compilers().submit(source.cubin)
 
@@ -194,12 +194,12 @@ class _Kernel:
             return False
         return True
 
-    @functools.cache  # noqa: B019  one of a few kernels, which stay
-    def most_clusters(self, programs: int) -> int:
+    @functools.cached_property
+    def most_clusters(self) -> int:
         """How many run at once; a multiprocessor has room for one program."""
-        if programs == 1:
+        if self._programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self.loaded.most_clusters(self._threads, programs)
+        return self.loaded.most_clusters(self._threads, self._programs)
 
     def launch(self, clusters: int, x_MI: Tensor, weight_OI: Tensor, tile: Tile, work: _Work) -> None:
         columns = _LINE // x_MI.element_size()
@@ -216,6 +216,5 @@ def _compilers() -> ThreadPoolExecutor:
 
 @functools.cache
 def _kernel(tile: Tile, kind: Kind) -> _Kernel:
-    """`tile` has no programs."""
     return _Kernel(tile, kind)
 
