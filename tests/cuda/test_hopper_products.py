@@ -5,19 +5,15 @@ M rows, I input features, O output features.
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS
+from npu_runner.platforms.ops import FP8, FP8_BLOCKS, TorchOps
 from tests.cuda.paged_work import need_hopper
-from tests.cuda.test_quantised_products import assert_near, exact, plain_product, rounded, rows_of, weight_of
+from tests.cuda.test_quantised_products import assert_near, exact, rounded, rows_of, weight_of
 
-FORMS = (FP8, FP8_BLOCKS, torch.bfloat16, torch.float16)
-PROGRAMS = (1, 2, 4, 8)
+FORMS = (FP8, FP8_BLOCKS)
 
 
 @pytest.fixture(autouse=True)
@@ -25,68 +21,65 @@ def _hopper(device: torch.device) -> None:
     need_hopper(device)
 
 
-class Work:
-    """One product, its definition in float64, and the same in plain torch."""
+def check(form: str, num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, tile: object) -> None:
+    """Twice: what a product leaves behind serves the next, and sums are added in one order."""
+    from npu_runner.platforms.cuda.hopper_products import multiply
 
-    def __init__(self, form: Any, num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, seed: int = 0):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        self.dtype = torch.bfloat16 if isinstance(form, str) else form
-        x_MI = rows_of(num_rows, num_inputs, generator, self.dtype)
-        self.bias = torch.randn(num_outputs, generator=generator, device="cuda").to(self.dtype) if has_bias else None
-        if isinstance(form, str):
-            blocks = (-(-num_outputs // 128) * 128, num_inputs)  # those of an edge are cut short
-            weight = weight_of(form, *(blocks if form == FP8_BLOCKS else (num_outputs, num_inputs)), generator)
-            rows = rounded(form, x_MI)
-            self.x, self.weight, self.scales = rows[0], weight[0][:num_outputs], (rows[1], weight[1])
-            self.expected = exact(rows, weight, None)[:, :num_outputs]
-            self.plain = plain_product(form, rows, weight, None)[:, :num_outputs]
-        else:
-            weight = torch.randn(num_outputs, num_inputs, generator=generator, device="cuda").mul(num_inputs**-0.5)
-            weight = weight.to(form)
-            self.x, self.weight, self.scales = x_MI, weight, None
-            self.expected, self.plain = x_MI.double() @ weight.double().T, x_MI @ weight.T
-        if self.bias is not None:
-            self.expected = self.expected + self.bias.double()
-            self.plain = self.expected.to(self.dtype)
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+    whole = -(-num_outputs // 128) * 128 if form == FP8_BLOCKS else num_outputs  # a block of an edge is cut short
+    weight = weight_of(form, whole, num_inputs, generator)
+    rows = rounded(form, rows_of(num_rows, num_inputs, generator, torch.bfloat16))
+    bias = torch.randn(whole, generator=generator, device="cuda").bfloat16() if has_bias else None
+    plain = TorchOps().fp8_linear(rows, weight, bias)[:, :num_outputs]
+    expected = exact(rows, weight, bias)[:, :num_outputs]
 
-    def run(self, tile: Any) -> Tensor:
-        from npu_runner.platforms.cuda.hopper_products import multiply
+    def run() -> Tensor:
+        given = None if bias is None else bias[:num_outputs]
+        return multiply(rows[0], rows[1], weight[0][:num_outputs], weight[1], given, tile)
 
-        return multiply(self.x, self.weight, self.bias, self.dtype, tile, self.scales)
-
-    def check(self, tile: Any) -> None:
-        found = self.run(tile)
-        assert_near(found, self.plain, self.expected)
-        assert torch.equal(self.run(tile), found), "sums are added in one order"
-
-
-def tiles() -> list[Any]:
-    from npu_runner.platforms.cuda.hopper_products import TILES
-
-    return list(TILES)
+    found = run()
+    assert_near(found, plain, expected)
+    assert torch.equal(run(), found)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_each_tile(form: Any, has_bias: bool) -> None:
-    """One row, tiles that are filled, and what is left over of rows, outputs and slices."""
-    for tile, programs in itertools.product(tiles(), PROGRAMS):
-        inputs = 1536 if form == FP8_BLOCKS else 1552
+@pytest.mark.parametrize("form", FORMS)
+def test_each_tile(form: str, has_bias: bool) -> None:
+    """One row, tiles that are filled, what is left over of rows, outputs and slices, several tiles a cluster."""
+    from npu_runner.platforms.cuda.hopper_products import TILES
+
+    inputs = 1536 if form == FP8_BLOCKS else 1552
+    for tile in TILES:
         for num_rows, shape in ((1, (1024, 1024)), (tile.rows - 3, (1352, inputs)), (2 * tile.rows + 5, (392, 2048)),
-                                (tile.rows, (4096, 4096))):
-            Work(form, num_rows, *shape, has_bias).check(tile._replace(programs=programs))
+                                (tile.rows, (16_384, 512))):
+            if tile.programs > 1 or shape[0] < 16_384:
+                check(form, num_rows, *shape, has_bias, tile)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_product_that_is_taken(form: Any) -> None:
-    """What each size of step gets, kernels of several tiles one behind the other."""
+@pytest.mark.parametrize("form", FORMS)
+def test_every_number_of_rows_gets_a_tile_that_fits(form: str) -> None:
     from npu_runner.platforms.cuda import hopper_products
 
-    for shape in ((1280, 1024), (4096, 1536), (12_288, 1024), (1024, 12_288)):
-        for num_rows in (2, 16, 17, 33, 64, 65, 128, 200, 256, 512):
-            work = Work(form, num_rows, *shape, False, seed=num_rows)
-            scale = work.scales and work.scales[1]
-            hopper_products.prepare(work.weight, scale, work.dtype)
-            tile = hopper_products.taken(work.x, work.weight, scale, work.dtype)
+    in_blocks = form == FP8_BLOCKS
+    for shape in ((1280, 512), (4096, 1536), (12_288, 1024), (1024, 12_288), (24_576, 4096)):
+        weight_OI = torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn)
+        for num_rows in (1, 2, 16, 17, 65, 128, 129, 192, 193):
+            x_MI = weight_OI[:1].expand(num_rows, -1).contiguous()
+            tile = hopper_products.taken(x_MI, weight_OI, torch.bfloat16, in_blocks=in_blocks)
+            assert (tile is not None) == (2 <= num_rows <= hopper_products.MOST_ROWS)
             if tile is not None:
-                work.check(tile)
+                assert tile.rows >= min(num_rows, -(-num_rows // 2) if num_rows > 128 else num_rows)
+                assert tile.programs <= shape[1] // 128
+
+
+def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
+    from npu_runner.platforms.cuda.hopper_products import taken
+
+    weight_OI = torch.zeros(1024, 1032, device="cuda").to(torch.float8_e4m3fn)
+    x_MI = torch.zeros(8, 1032, device="cuda").to(torch.float8_e4m3fn)
+    assert taken(x_MI, weight_OI, torch.bfloat16, in_blocks=False) is None
+    assert taken(x_MI[:, :1024], weight_OI[:, :1024].contiguous(), torch.bfloat16, in_blocks=False) is None
+    whole = [x[:, :1024].contiguous() for x in (x_MI, weight_OI)]
+    assert taken(*whole, torch.bfloat16, in_blocks=False) is not None
+    assert taken(whole[0], whole[1][:1022], torch.bfloat16, in_blocks=False) is None
+    assert taken(*whole, torch.float16, in_blocks=False) is None

@@ -1,36 +1,29 @@
-// Products y = x W^T of some rows on Hopper, in 8 or 16 bits: what bounds them is reading the weight.
+// Products y = x W^T of some rows in FP8 (e4m3) on Hopper: what bounds them is reading the weight.
 //
 // The weight's rows are the left factor of a warpgroup's products, the rows of x their columns. A warp brings tiles of
 // both by tensor maps: 128 bytes of each row are a slice. The programs of a cluster share the slices of one tile; each
 // leaves its sums in shared memory, and each adds a part of the tile, in the order of the programs. So a result does
 // not depend on which was first.
 //
-// Constants of the host: IS_FP8 (else 16 bits), IN_BLOCKS (scales of 128 x 128 and of rows of 128 terms), BLOCKS of 64
-// outputs that a warpgroup has, PARTS of PART columns, STAGES, PROGRAMS of a cluster.
+// Constants of the host: IN_BLOCKS (scales of 128 x 128 and of rows of 128 terms), BLOCKS of 64 outputs that a warpgroup
+// has, ROWS of x, STAGES, PROGRAMS of a cluster.
 
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 32 * WARPS, HEIGHT = 64 * BLOCKS;
-constexpr int OUTPUTS = CONSUMERS * HEIGHT, ROWS = PARTS * PART, TERMS = IS_FP8 ? 128 : 64;
+constexpr int OUTPUTS = CONSUMERS * HEIGHT, TERMS = 128;
 constexpr u32 WEIGHT_BYTES = 128 * OUTPUTS, STAGE_BYTES = WEIGHT_BYTES + 128 * ROWS;
 // Sums of so many columns are exchanged at once, as rows of outputs. Rows begin 4 banks apart.
-constexpr int CHUNK = PART > 64 ? PART / 2 : PART, PITCH = OUTPUTS + 4;
+constexpr int CHUNK = ROWS > 64 ? ROWS / 2 : ROWS, PITCH = OUTPUTS + 4;
 constexpr u32 SCALES = STAGES * STAGE_BYTES, EXCHANGE = SCALES + (IN_BLOCKS ? STAGES * ROWS * 4 : 0);
 // Barriers, 8 bytes each.
 constexpr u32 FULL = EXCHANGE + CHUNK * PITCH * 4, EMPTY = FULL + 8 * STAGES;
 constexpr u32 GIVEN = EMPTY + 8 * STAGES, TAKEN = GIVEN + 8;
 // Where a thread has more sums than a third of a partition's registers hold, a whole warpgroup brings, and leaves its own.
-constexpr bool MOVES_REGISTERS = BLOCKS * PARTS * PART / 2 + (IS_FP8 ? PART / 2 : 0) > 120;
+constexpr bool MOVES_REGISTERS = (BLOCKS + 1) * ROWS / 2 > 120;
 constexpr int ALL_THREADS = THREADS + (MOVES_REGISTERS ? 128 : 32);
 // A thread adds 4 outputs of each of its rows.
 constexpr int QUADS = OUTPUTS / 4, ROWS_AT_ONCE = THREADS / QUADS, ROWS_APART = PROGRAMS * ROWS_AT_ONCE;
 constexpr int ROWS_A_THREAD = (CHUNK + ROWS_APART - 1) / ROWS_APART;
 
-#if IS_FP8
-#define PRODUCT "k32.f32.e4m3.e4m3"
-#define LAYOUTS ", adds, 1, 1;\n}"
-#else
-#define PRODUCT "k16.f32." KIND "." KIND
-#define LAYOUTS ", adds, 1, 1, 0, 0;\n}"
-#endif
 #define LIST_8 SUMS_0
 #define LIST_16 SUMS_0 ", " SUMS_8
 #define ALL_8(d) EIGHT(d, 0)
@@ -39,8 +32,8 @@ constexpr int ROWS_A_THREAD = (CHUNK + ROWS_APART - 1) / ROWS_APART;
 #define ADD_PRODUCT(columns, count, left_name, right_name, adds_name)                                                  \
   __device__ __forceinline__ void add_product(float (&sums)[count], u64 left, u64 right, int adds) {                   \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n" columns PRODUCT " {" LIST_##count "}, " left_name ", " right_name   \
-                 LAYOUTS : ALL_##count(sums) : "l"(left), "l"(right), "r"(adds));                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k32.f32.e4m3.e4m3 {" LIST_##count "}, " left_name ", "     \
+                 right_name ", adds, 1, 1;\n}" : ALL_##count(sums) : "l"(left), "l"(right), "r"(adds));                                      \
   }                                                                                                                    \
   __device__ __forceinline__ void hold(float (&sums)[count]) { asm volatile("" : ALL_##count(sums)::"memory"); }
 ADD_PRODUCT("16", 8, "%8", "%9", "%10")
@@ -171,50 +164,22 @@ struct Consumer {
   int group;
   Ring ring;
   u32 parity = 0;
-  float sums[BLOCKS][PARTS][PART / 2];
+  float sums[BLOCKS][ROWS / 2];
 
   __device__ void release(u32 stage) {
     if (threadIdx.x % 32 == 0) arrive(shared + EMPTY + 8 * stage);
   }
-  __device__ void multiply_slice(float (&sums)[PART / 2], int block, int part, bool adds) {
+  __device__ void multiply_slice(float (&products)[ROWS / 2], int block) {
     const u32 stage = shared + ring.stage * STAGE_BYTES;
-    const u32 left = stage + (group * HEIGHT + block * 64) * 128, right = stage + WEIGHT_BYTES + part * PART * 128;
+    const u32 left = stage + (group * HEIGHT + block * 64) * 128, right = stage + WEIGHT_BYTES;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      add_product(sums, matrix<128>(left + 32 * k, 16), matrix<128>(right + 32 * k, 16), adds || k > 0);
+      add_product(products, matrix<128>(left + 32 * k, 16), matrix<128>(right + 32 * k, 16), k > 0);
   }
-  __device__ void hold_sums() {
+  __device__ void add(float (&sums)[ROWS / 2], const float (&products)[ROWS / 2], float scale) {
+    const u32 scales = shared + SCALES + (ring.stage * ROWS + threadIdx.x % 4 * 2) * 4;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-      for (int p = 0; p < PARTS; ++p) hold(sums[b][p]);
-  }
-  // Products of a slice are added to sums that the tensor cores keep.
-  __device__ void sum() {
-    u32 last = 0;
-    for (int slice = share.begin; slice < share.end; ++slice) {
-      wait(shared + FULL + 8 * ring.stage, ring.parity);
-      begin_products();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) multiply_slice(sums[b][p], b, p, slice > share.begin);
-      end_products();
-      if (slice > share.begin) {
-        await_products<1>();
-        release(last);
-      }
-      last = ring.stage;
-      ring.next();
-    }
-    await_products<0>();
-    hold_sums();
-    release(last);
-  }
-  __device__ void add(float (&sums)[PART / 2], const float (&products)[PART / 2], int part, float scale) {
-    const u32 scales = shared + SCALES + (ring.stage * ROWS + part * PART + threadIdx.x % 4 * 2) * 4;
-#pragma unroll
-    for (int j = 0; j < PART / 8; ++j) {
+    for (int j = 0; j < ROWS / 8; ++j) {
       float of_rows[2] = {1, 1};
       if (IN_BLOCKS) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(of_rows[0]), "=f"(of_rows[1]) : "r"(scales + 32 * j));
@@ -229,13 +194,11 @@ struct Consumer {
     }
   }
   // Products of a slice are added in float32: tensor cores keep fewer bits of sums of e4m3.
-  __device__ void sum_in_float32(int output) {
+  __device__ void sum(int output) {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-      for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-        for (int e = 0; e < PART / 2; ++e) sums[b][p][e] = 0;
+      for (int e = 0; e < ROWS / 2; ++e) sums[b][e] = 0;
     // A scale of the next slice is asked for while this one's is used. Outputs beyond the end are not stored.
     const int last = (work.num_outputs - 1) / 128;
     const float *scales = work.scales + min((output + group * HEIGHT) / 128, last) * work.scale_stride;
@@ -245,25 +208,23 @@ struct Consumer {
       if (IN_BLOCKS && slice + 1 < share.end) next = scales[slice + 1];
       wait(shared + FULL + 8 * ring.stage, ring.parity);
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          float products[PART / 2];
-          hold(products);
-          begin_products();
-          multiply_slice(products, b, p, false);
-          end_products();
-          await_products<0>();
-          hold(products);
-          if (!IN_BLOCKS && b == BLOCKS - 1 && p == PARTS - 1) release(ring.stage);
-          add(sums[b][p], products, p, scale);
-        }
+      for (int b = 0; b < BLOCKS; ++b) {
+        float products[ROWS / 2];
+        hold(products);
+        begin_products();
+        multiply_slice(products, b);
+        end_products();
+        await_products<0>();
+        hold(products);
+        if (!IN_BLOCKS && b == BLOCKS - 1) release(ring.stage);
+        add(sums[b], products, scale);
+      }
       if (IN_BLOCKS) release(ring.stage);
       ring.next();
     }
   }
   // Sums of CHUNK columns from `column` on are laid into shared memory for the cluster.
-  __device__ void give(int part, int half) {
+  __device__ void give(int chunk) {
     const int output = group * HEIGHT + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const u32 to = shared + EXCHANGE + (threadIdx.x % 4 * 2 * PITCH + output) * 4;
 #pragma unroll
@@ -274,7 +235,7 @@ struct Consumer {
         for (int e = 0; e < 4; ++e)
           asm volatile("st.shared.f32 [%0], %1;"
                        ::"r"(to + ((8 * j + e % 2) * PITCH + 64 * b + e / 2 * 8) * 4),
-                       "f"(sums[b][part][4 * (half * CHUNK / 8 + j) + e]) : "memory");
+                       "f"(sums[b][4 * (chunk * CHUNK / 8 + j) + e]) : "memory");
   }
   __device__ void signal(u32 barrier) {
     __syncwarp();
@@ -285,7 +246,7 @@ struct Consumer {
   __device__ void ask_for_scales(float (&of_rows)[ROWS_A_THREAD], int num_rows, int first) {
 #pragma unroll
     for (int i = 0; i < ROWS_A_THREAD; ++i)
-      of_rows[i] = IS_FP8 && !IN_BLOCKS && row(i) < num_rows ? work.x_scales[first + row(i)] : 1;
+      of_rows[i] = !IN_BLOCKS && row(i) < num_rows ? work.x_scales[first + row(i)] : 1;
   }
   // A row's sums of all programs.
   __device__ void read(float4 (&parts)[PROGRAMS], int row) {
@@ -325,7 +286,7 @@ struct Consumer {
     *reinterpret_cast<uint2 *>(work.out + (long long)row * work.num_outputs + output) = make_uint2(low, high);
   }
   __device__ float4 scale_of(int output) {
-    if (!IS_FP8 || IN_BLOCKS || output >= work.num_outputs) return make_float4(1, 1, 1, 1);
+    if (IN_BLOCKS || output >= work.num_outputs) return make_float4(1, 1, 1, 1);
     const float *from = work.scales + output * work.scale_stride;
     return make_float4(from[0], from[work.scale_stride], from[2 * work.scale_stride], from[3 * work.scale_stride]);
   }
@@ -334,21 +295,13 @@ struct Consumer {
     const unsigned short *from = work.bias + output;
     return make_float4(wide(from[0]), wide(from[1]), wide(from[2]), wide(from[3]));
   }
-  static __device__ float wide(unsigned short x) {
-#if IS_BFLOAT16
-    return __uint_as_float((u32)x << 16);
-#else
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-#endif
-  }
+  static __device__ float wide(unsigned short x) { return __uint_as_float((u32)x << 16); }
   __device__ void run() {
     for (int tile = share.cluster; tile < share.num_tiles; tile += share.clusters) {
       const int first_output = tile / share.row_tiles * OUTPUTS, first_row = tile % share.row_tiles * ROWS;
       const int output = first_output + threadIdx.x % QUADS * 4;
       const float4 scale = scale_of(output), bias = bias_of(output);
-      if (IS_FP8) sum_in_float32(first_output); else sum();
+      sum(first_output);
       if (tile == share.cluster) {
         wait_cluster();
         await_earlier_kernels();
@@ -361,7 +314,7 @@ struct Consumer {
         float of_rows[ROWS_A_THREAD];
         ask_for_scales(of_rows, num_rows, first);
         wait_in_cluster(shared + TAKEN, parity ^ 1);
-        give(chunk / (PART / CHUNK), chunk % (PART / CHUNK));
+        give(chunk);
         signal(GIVEN);
         wait_in_cluster(shared + GIVEN, parity);
         take(of_rows, num_rows, first, output, scale, bias);

@@ -1,6 +1,6 @@
-"""Products of some rows in CUDA C++ for Hopper (hopper_products.cu), compiled by NVRTC. Knows nothing of models.
+"""Products of some rows in FP8, in CUDA C++ for Hopper (hopper_products.cu), by NVRTC. Knows nothing of models.
 
-y = x W^T + b in 16 bits, or (q_x W^T) s_x s_w + b of FP8 with the scales of `quantised_products`. Sums are float32.
+y = (q_x W^T) s_x s_w + b in bfloat16, with the scales of `quantised_products`. Sums are float32.
 
 M rows, I input features, O output features, G groups of 128 columns.
 """
@@ -27,126 +27,100 @@ logger = logging.getLogger(__name__)
 _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
 _FP8 = torch.float8_e4m3fn
-_DTYPES = (torch.bfloat16, torch.float16)
+# Two rows or more; with 256 the library is faster (H200).
+_LEAST_ROWS, MOST_ROWS = 2, 192
 _LINE = 128  # bytes of a row in a slice
 _ALIGNMENT = 16
 _THREADS, _WARP, _WARPGROUP = 256, 32, 128
-MOST_ROWS = 128
-_LEAST_ROWS = 2
 _SHARED_BYTES = 227 * 1024
 _FEW_SUMS = 120  # of a thread; as in the source
 
 
 class Tile(NamedTuple):
-    """As in the source: `parts` times `part` rows of x, `blocks` times 128 outputs. `programs`: of a cluster."""
+    """As in the source: `rows` of x, `blocks` times 128 outputs, `programs` of a cluster."""
 
-    part: int
-    parts: int = 1
-    blocks: int = 1
-    programs: int = 4
-
-    @property
-    def rows(self) -> int:
-        return self.part * self.parts
+    rows: int
+    blocks: int
+    programs: int
 
     @property
     def outputs(self) -> int:
         return 128 * self.blocks
 
-
-class Kind(NamedTuple):
-    """What a kernel is compiled for, beside its tile. `dtype`: of the result."""
-
-    dtype: torch.dtype
-    is_fp8: bool
-    in_blocks: bool
+    def cost(self, num_slices: int) -> float:
+        """Of one tile: slices of 128 outputs for each program, and what exchanging sums takes; fitted on an H200."""
+        width = (self.outputs + self.rows) / (128 + self.rows)
+        return -(-num_slices // self.programs) * width + _EXCHANGE[self.programs]
 
 
-# Rows of x that a tile has room for, as (part, parts).
-_PARTS = ((16, 1), (32, 1), (64, 1), (96, 1), (128, 1), (96, 2), (128, 2))
-_PROGRAMS = (1, 2, 3, 4)
-TILES = tuple(Tile(*parts, 1, programs) for parts in _PARTS for programs in _PROGRAMS)
+_ROWS = (16, 32, 64, 96, 128)
+_EXCHANGE = {1: 2.0, 2: 2.0, 3: 8.0}
+TILES = tuple(Tile(rows, *more) for rows in _ROWS for more in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2)))
 """All that are compiled."""
-# What a tile costs beside its slices, in slices: sums are exchanged.
-_EXCHANGE = 2.0
 
 
-def prepare(weight_OI: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
+def prepare(weight_OI: Tensor, *, in_blocks: bool) -> None:
     """Begins to compile what products with this weight may take."""
-    if _why_not(weight_OI, dtype) is None:
+    if _takes_weight(weight_OI):
         for tile in TILES:
-            _kernel(tile, _kind_of(weight_OI, scale, dtype))
+            _kernel(tile, in_blocks)
 
 
-def taken(x_MI: Tensor, weight_OI: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tile | None:
-    """The tile by which this product is faster than otherwise; None where it is not. The first call for a kind waits
-    until its kernels are compiled. While Triton's kernels are met ahead, they have to be: None."""
+def taken(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> Tile | None:
+    """The tile by which this product is faster than otherwise; None where it is not. The first call waits until the
+    kernels are compiled. While Triton's kernels are met ahead, they have to be: None."""
     num_rows, num_inputs = x_MI.shape
-    if not _LEAST_ROWS <= num_rows <= MOST_ROWS or is_ahead() or _why_not(weight_OI, dtype) is not None:
+    if not _LEAST_ROWS <= num_rows <= MOST_ROWS or is_ahead() or dtype != torch.bfloat16:
         return None
-    if not _can_be_brought(x_MI) or (scale is not None and scale.dim() == 2 and num_inputs % 128):
+    if not _takes_weight(weight_OI) or not _can_be_brought(x_MI):
         return None
-    return _tile_of(num_rows, len(weight_OI), num_inputs * x_MI.itemsize // _LINE,
-                    _kind_of(weight_OI, scale, dtype))
+    return _tile_of(num_rows, len(weight_OI), -(-num_inputs // _LINE), in_blocks)
 
 
-def multiply(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, tile: Tile,
-             scales: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """(M, O) of `dtype`, which a bias has, too. `scales` of x and of the weight as of `quantised_products.few_rows`.
+def multiply(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bias_O: Tensor | None,
+             tile: Tile) -> Tensor:
+    """(M, O) bfloat16, which a bias is, too. Scales as of `quantised_products.few_rows`.
 
-    `tile.programs` are no more than slices of 128 bytes. O is a multiple of 4; rows and addresses of x and of the
+    `tile.programs` are no more than slices of 128 inputs. O is a multiple of 4; rows and addresses of x and of the
     weight are multiples of 16 bytes.
     """
-    (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight_OI)
-    assert bias_O is None or bias_O.dtype == dtype, f"a bias of {bias_O.dtype} beside {dtype}"
-    kind = _kind_of(weight_OI, scales and scales[1], dtype)
-    num_slices = -(-num_inputs * x_MI.itemsize // _LINE)
+    (num_rows, num_inputs), num_outputs, in_blocks = x_MI.shape, len(weight_OI), scale.dim() == 2
+    assert bias_O is None or bias_O.dtype == torch.bfloat16, f"a bias of {bias_O.dtype}"
+    num_slices = -(-num_inputs // _LINE)
     assert tile.programs <= num_slices, f"{tile.programs} programs for {num_slices} slices"
-    kernel = _kernel(tile, kind)
+    kernel = _kernel(tile, in_blocks)
     assert kernel.is_there, "callers look first"
-    out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
-    room = scales[0].stride(1) if scales and kind.in_blocks else num_rows
-    scale_stride = scales[1].stride(0) if scales and scales[1].numel() > 1 else 0
-    work = _Work(num_rows, num_outputs, num_slices, room, room, scale_stride,
-                 *(None if x is None else x.data_ptr() for x in (*(scales or (None, None)), bias_O)), out_MO.data_ptr())
-    num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
-    kernel.launch(min(num_tiles, kernel.most_clusters), x_MI, weight_OI, tile, work)
+    out_MO = torch.empty((num_rows, num_outputs), dtype=torch.bfloat16, device=x_MI.device)
+    room = x_scale.stride(1) if in_blocks else num_rows
+    work = _Work(num_rows, num_outputs, num_slices, room, room, scale.stride(0) if scale.numel() > 1 else 0,
+                 x_scale.data_ptr(), scale.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
+                 out_MO.data_ptr())
+    kernel.launch(min(_num_tiles(tile, num_rows, num_outputs), kernel.most_clusters), x_MI, weight_OI, work)
     return out_MO
 
 
 @functools.cache
-def _tile_of(num_rows: int, num_outputs: int, num_slices: int, kind: Kind) -> Tile | None:
-    """With room for these rows; as many programs a cluster as make the longest one's work short."""
-    if not _are_there(kind):
+def _tile_of(num_rows: int, num_outputs: int, num_slices: int, in_blocks: bool) -> Tile | None:
+    """The fewest rows that hold these, or half of them; of these tiles the one whose longest cluster is done first."""
+    if not all([_kernel(tile, in_blocks).is_there for tile in TILES]):  # none is loaded while a graph is captured
         return None
-    rows = next((tile.rows for tile in TILES if tile.rows >= num_rows), TILES[-1].rows)
-
-    def slices(tile: Tile) -> float:
-        num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
-        return -(-num_tiles // _kernel(tile, kind).most_clusters) * (-(-num_slices // tile.programs) + _EXCHANGE)
-
-    return min((tile for tile in TILES if tile.rows == rows and 1 < tile.programs <= num_slices), key=slices)
-
-
-@functools.cache
-def _are_there(kind: Kind) -> bool:
-    """All are loaded at once, in a start's made-up steps: none while a graph is captured."""
-    return all([_kernel(tile, kind).is_there for tile in TILES])
+    wanted = num_rows if num_rows <= _ROWS[-1] else -(-num_rows // 2)
+    rows = next(rows for rows in _ROWS if rows >= wanted)
+    fitting = []
+    for tile in TILES:
+        rounds = -(-_num_tiles(tile, num_rows, num_outputs) // _kernel(tile, in_blocks).most_clusters)
+        # A program alone has one tile: with several it was not tried enough.
+        if tile.rows == rows and tile.programs <= num_slices and (tile.programs > 1 or rounds == 1):
+            fitting.append((rounds * tile.cost(num_slices), tile))
+    return min(fitting)[1] if fitting else None
 
 
-def _kind_of(weight_OI: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Kind:
-    return Kind(dtype, weight_OI.dtype == _FP8, scale is not None and scale.dim() == 2)
+def _num_tiles(tile: Tile, num_rows: int, num_outputs: int) -> int:
+    return -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
 
 
-def _why_not(weight_OI: Tensor, dtype: torch.dtype) -> str | None:
-    """None where the kernel takes such a weight on this GPU, else the reason."""
-    if not _is_hopper():
-        return "the GPU is not Hopper"
-    if dtype not in _DTYPES or weight_OI.dtype not in (dtype, _FP8):
-        return "it computes in FP8 and 16 bits"
-    if len(weight_OI) % 4 or not _can_be_brought(weight_OI):
-        return "the copy engine does not take the weight's sizes"
-    return None
+def _takes_weight(weight_OI: Tensor) -> bool:
+    return _is_hopper() and weight_OI.dtype == _FP8 and len(weight_OI) % 4 == 0 and _can_be_brought(weight_OI)
 
 
 @functools.cache
@@ -167,19 +141,16 @@ class _Work(ctypes.Structure):
 
 
 class _Kernel:
-    """For one tile and kind; compiled in a thread of `_threads` from now on."""
+    """For one tile; compiled in a thread of `_compilers` from now on."""
 
-    def __init__(self, tile: Tile, kind: Kind):
-        self._programs = tile.programs
-        chunk = tile.part // 2 if tile.part > 64 else tile.part
-        exchange = chunk * (tile.outputs + 4) * 4
-        stage = _LINE * (tile.outputs + tile.rows) + (4 * tile.rows if kind.in_blocks else 0) + 2 * 8
+    def __init__(self, tile: Tile, in_blocks: bool):
+        self._tile = tile
+        exchange = (tile.rows // 2 if tile.rows > 64 else tile.rows) * (tile.outputs + 4) * 4
+        stage = _LINE * (tile.outputs + tile.rows) + (4 * tile.rows if in_blocks else 0) + 2 * 8
         stages = (_SHARED_BYTES - 1024 - exchange - 2 * 8) // stage
         self._shared_bytes = stages * stage + exchange + 2 * 8 + 1024
-        sums = tile.blocks * tile.rows // 2 + (tile.part // 2 if kind.is_fp8 else 0)
-        self._threads = _THREADS + (_WARPGROUP if sums > _FEW_SUMS else _WARP)
-        constants = {"IS_BFLOAT16": int(kind.dtype == torch.bfloat16), "IS_FP8": int(kind.is_fp8),
-                     "IN_BLOCKS": int(kind.in_blocks), "BLOCKS": tile.blocks, "PARTS": tile.parts, "PART": tile.part,
+        self._threads = _THREADS + (_WARPGROUP if (tile.blocks + 1) * tile.rows // 2 > _FEW_SUMS else _WARP)
+        constants = {"IS_BFLOAT16": 1, "IN_BLOCKS": int(in_blocks), "BLOCKS": tile.blocks, "ROWS": tile.rows,
                      "STAGES": stages, "PROGRAMS": tile.programs}
         source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_products.cu"], constants, _ARCHITECTURE)
         self._cubin: Future[bytes] = _compilers().submit(source.cubin)
@@ -188,7 +159,7 @@ class _Kernel:
     def is_there(self) -> bool:
         """The first look waits until it is compiled."""
         try:
-            self.loaded = LoadedKernel(self._cubin.result(), "multiply_rows", self._shared_bytes)
+            self._loaded = LoadedKernel(self._cubin.result(), "multiply_rows", self._shared_bytes)
         except NoKernel as reason:
             logger.info("products of some rows: triton and the library (%s)", reason)
             return False
@@ -197,16 +168,15 @@ class _Kernel:
     @functools.cached_property
     def most_clusters(self) -> int:
         """How many run at once; a multiprocessor has room for one program."""
-        if self._programs == 1:
+        if self._tile.programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self.loaded.most_clusters(self._threads, self._programs)
+        return self._loaded.most_clusters(self._threads, self._tile.programs)
 
-    def launch(self, clusters: int, x_MI: Tensor, weight_OI: Tensor, tile: Tile, work: _Work) -> None:
-        columns = _LINE // x_MI.element_size()
-        maps = tensor_map(x_MI, (tile.rows, columns)), tensor_map(weight_OI, (tile.outputs, columns))
+    def launch(self, clusters: int, x_MI: Tensor, weight_OI: Tensor, work: _Work) -> None:
+        maps = tensor_map(x_MI, (self._tile.rows, _LINE)), tensor_map(weight_OI, (self._tile.outputs, _LINE))
         starts_early = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self.loaded.launch(clusters * tile.programs, self._threads, [*maps, work], cluster=tile.programs,
-                           starts_early=starts_early)
+        self._loaded.launch(clusters * self._tile.programs, self._threads, [*maps, work],
+                            cluster=self._tile.programs, starts_early=starts_early)
 
 
 @functools.cache
@@ -215,6 +185,6 @@ def _compilers() -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _kernel(tile: Tile, kind: Kind) -> _Kernel:
-    return _Kernel(tile, kind)
+def _kernel(tile: Tile, in_blocks: bool) -> _Kernel:
+    return _Kernel(tile, in_blocks)
 

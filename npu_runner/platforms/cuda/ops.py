@@ -15,15 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import (
-    draw,
-    experts,
-    grouped_products,
-    hopper_products,
-    products,
-    quantised_experts,
-    token_masks,
-)
+from npu_runner.platforms.cuda import draw, experts, grouped_products, products, quantised_experts, token_masks
 from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
@@ -61,9 +53,6 @@ class TritonOps(Ops):
         if torch.compiler.is_compiling() or not products.has_product(x_TD, weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
         self._compile_products(x_TD, weight_OD, bias_O)
-        tile = hopper_products.taken(x_TD, weight_OD, None, x_TD.dtype)
-        if tile is not None:
-            return hopper_products.multiply(x_TD, weight_OD, bias_O, x_TD.dtype, tile)
         if len(x_TD) > products.most_rows(weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
         return products.few_rows(x_TD, weight_OD, bias_O)
@@ -73,7 +62,6 @@ class TritonOps(Ops):
         kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
         if kind not in self._compiled and len(x_TD):
             self._compiled.add(kind)
-            hopper_products.prepare(weight_OD, None, x_TD.dtype)
             for num_rows in {1, min(2, products.most_rows(weight_OD))}:
                 products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
 
