@@ -139,7 +139,9 @@ def some_rows(_: bool) -> Iterator[Case]:
             inputs = {width: quantise_rows(torch.randn(num_rows, width, device=DEVICE).bfloat16(), torch.float8_e4m3fn,
                                            in_groups=in_blocks) for _, width in shapes}
             for way, run in _WAYS.items():
-                if way == "triton" and num_rows > quantised.MOST_ROWS:
+                least, most = {"triton": (1, quantised.MOST_ROWS), "hopper": hopper_products.LIMITS[in_blocks]}.get(
+                    way, (1, num_rows))
+                if not least <= num_rows <= most:
                     continue
 
                 def call(index: int, run: Any = run, inputs: Any = inputs, layers: Any = layers) -> Any:
@@ -162,8 +164,9 @@ def _on_hopper(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor) 
 
 
 _WAYS: dict[str, Callable[..., Tensor]] = {
-    "library": lambda *given: quantised.fp8_of_the_library(*given, None, torch.bfloat16),
-    "triton": lambda *given: quantised.few_rows(*given, None, torch.bfloat16),
+    "library": lambda x, x_scale, weight, scale: quantised.fp8_of_the_library(x, x_scale, weight, scale, None,
+                                                                             torch.bfloat16),
+    "triton": lambda x, x_scale, weight, scale: quantised.few_rows(x, x_scale, weight, scale, None, torch.bfloat16),
     "hopper": _on_hopper,
 }
 

@@ -49,7 +49,7 @@ def test_each_tile(form: str, has_bias: bool) -> None:
     from npu_runner.platforms.cuda.hopper_products import TILES
 
     inputs = 1536 if form == FP8_BLOCKS else 1552
-    for tile in TILES:
+    for tile in TILES[form == FP8_BLOCKS]:
         for num_rows, shape in ((1, (1024, 1024)), (tile.rows - 3, (1352, inputs)), (2 * tile.rows + 5, (392, 2048)),
                                 (tile.rows, (16_384, 512))):
             if tile.programs > 1 or shape[0] < 16_384:
@@ -61,14 +61,15 @@ def test_every_number_of_rows_gets_a_tile_that_fits(form: str) -> None:
     from npu_runner.platforms.cuda import hopper_products
 
     in_blocks = form == FP8_BLOCKS
+    least, most = hopper_products.LIMITS[in_blocks]
     for shape in ((1280, 512), (4096, 1536), (12_288, 1024), (1024, 12_288), (24_576, 4096)):
         weight_OI = torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn)
-        for num_rows in (1, 2, 16, 17, 65, 128, 129, 192, 193):
+        for num_rows in (1, least - 1, least, 64, 65, 96, 97, 128, 129, most, most + 1):
             x_MI = weight_OI[:1].expand(num_rows, -1).contiguous()
             tile = hopper_products.taken(x_MI, weight_OI, torch.bfloat16, in_blocks=in_blocks)
-            assert (tile is not None) == (2 <= num_rows <= hopper_products.MOST_ROWS)
+            assert (tile is not None) == (least <= num_rows <= most)
             if tile is not None:
-                assert tile.rows >= min(num_rows, -(-num_rows // 2) if num_rows > 128 else num_rows)
+                assert tile.rows * (1 if num_rows <= 128 else 2) >= num_rows
                 assert tile.programs <= shape[1] // 128
 
 
@@ -76,7 +77,7 @@ def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
     from npu_runner.platforms.cuda.hopper_products import taken
 
     weight_OI = torch.zeros(1024, 1032, device="cuda").to(torch.float8_e4m3fn)
-    x_MI = torch.zeros(8, 1032, device="cuda").to(torch.float8_e4m3fn)
+    x_MI = torch.zeros(40, 1032, device="cuda").to(torch.float8_e4m3fn)
     assert taken(x_MI, weight_OI, torch.bfloat16, in_blocks=False) is None
     assert taken(x_MI[:, :1024], weight_OI[:, :1024].contiguous(), torch.bfloat16, in_blocks=False) is None
     whole = [x[:, :1024].contiguous() for x in (x_MI, weight_OI)]

@@ -24,9 +24,7 @@ constexpr int ALL_THREADS = THREADS + (MOVES_REGISTERS ? 128 : 32);
 constexpr int QUADS = OUTPUTS / 4, ROWS_AT_ONCE = THREADS / QUADS, ROWS_APART = PROGRAMS * ROWS_AT_ONCE;
 constexpr int ROWS_A_THREAD = (CHUNK + ROWS_APART - 1) / ROWS_APART;
 
-#define LIST_8 SUMS_0
 #define LIST_16 SUMS_0 ", " SUMS_8
-#define ALL_8(d) EIGHT(d, 0)
 #define ALL_16(d) EIGHT(d, 0), EIGHT(d, 8)
 // 64 outputs, `columns`, 32 bytes of terms of each.
 #define ADD_PRODUCT(columns, count, left_name, right_name, adds_name)                                                  \
@@ -36,7 +34,6 @@ constexpr int ROWS_A_THREAD = (CHUNK + ROWS_APART - 1) / ROWS_APART;
                  right_name ", adds, 1, 1;\n}" : ALL_##count(sums) : "l"(left), "l"(right), "r"(adds));                                      \
   }                                                                                                                    \
   __device__ __forceinline__ void hold(float (&sums)[count]) { asm volatile("" : ALL_##count(sums)::"memory"); }
-ADD_PRODUCT("16", 8, "%8", "%9", "%10")
 ADD_PRODUCT("32", 16, "%16", "%17", "%18")
 ADD_PRODUCT("64", 32, "%32", "%33", "%34")
 ADD_PRODUCT("96", 48, "%48", "%49", "%50")

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
 _FP8 = torch.float8_e4m3fn
-# Two rows or more; with 256 the library is faster (H200).
-_LEAST_ROWS, MOST_ROWS = 2, 192
+# Rows from which on it is faster than Triton's kernels, and up to which than the library, by row and by block (H200).
+LIMITS = {False: (17, 192), True: (33, 96)}
 _LINE = 128  # bytes of a row in a slice
 _ALIGNMENT = 16
 _THREADS, _WARP, _WARPGROUP = 256, 32, 128
@@ -53,16 +53,17 @@ class Tile(NamedTuple):
         return -(-num_slices // self.programs) * width + _EXCHANGE[self.programs]
 
 
-_ROWS = (16, 32, 64, 96, 128)
+_ROWS = {False: (32, 64, 96, 128), True: (64, 96)}
 _EXCHANGE = {1: 2.0, 2: 2.0, 3: 8.0}
-TILES = tuple(Tile(rows, *more) for rows in _ROWS for more in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2)))
-"""All that are compiled."""
+TILES = {in_blocks: tuple(Tile(rows, *more) for rows in each for more in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2)))
+         for in_blocks, each in _ROWS.items()}
+"""All that are compiled, by row and by block."""
 
 
 def prepare(weight_OI: Tensor, *, in_blocks: bool) -> None:
     """Begins to compile what products with this weight may take."""
     if _takes_weight(weight_OI):
-        for tile in TILES:
+        for tile in TILES[in_blocks]:
             _kernel(tile, in_blocks)
 
 
@@ -70,7 +71,8 @@ def taken(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: boo
     """The tile by which this product is faster than otherwise; None where it is not. The first call waits until the
     kernels are compiled. While Triton's kernels are met ahead, they have to be: None."""
     num_rows, num_inputs = x_MI.shape
-    if not _LEAST_ROWS <= num_rows <= MOST_ROWS or is_ahead() or dtype != torch.bfloat16:
+    least, most = LIMITS[in_blocks]
+    if not least <= num_rows <= most or is_ahead() or dtype != torch.bfloat16:
         return None
     if not _takes_weight(weight_OI) or not _can_be_brought(x_MI):
         return None
@@ -102,12 +104,13 @@ def multiply(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bi
 @functools.cache
 def _tile_of(num_rows: int, num_outputs: int, num_slices: int, in_blocks: bool) -> Tile | None:
     """The fewest rows that hold these, or half of them; of these tiles the one whose longest cluster is done first."""
-    if not all([_kernel(tile, in_blocks).is_there for tile in TILES]):  # none is loaded while a graph is captured
+    # All are loaded at once: none is while a graph is captured.
+    if not all([_kernel(tile, in_blocks).is_there for tile in TILES[in_blocks]]):
         return None
-    wanted = num_rows if num_rows <= _ROWS[-1] else -(-num_rows // 2)
-    rows = next(rows for rows in _ROWS if rows >= wanted)
+    wanted = num_rows if num_rows <= _ROWS[in_blocks][-1] else -(-num_rows // 2)
+    rows = next(rows for rows in _ROWS[in_blocks] if rows >= wanted)
     fitting = []
-    for tile in TILES:
+    for tile in TILES[in_blocks]:
         rounds = -(-_num_tiles(tile, num_rows, num_outputs) // _kernel(tile, in_blocks).most_clusters)
         # A program alone has one tile: with several it was not tried enough.
         if tile.rows == rows and tile.programs <= num_slices and (tile.programs > 1 or rounds == 1):
