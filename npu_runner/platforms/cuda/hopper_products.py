@@ -88,6 +88,7 @@ def multiply(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bi
     """
     (num_rows, num_inputs), num_outputs, in_blocks = x_MI.shape, len(weight_OI), scale.dim() == 2
     assert bias_O is None or bias_O.dtype == torch.bfloat16, f"a bias of {bias_O.dtype}"
+    assert not in_blocks or x_scale.data_ptr() % _ALIGNMENT == 0, "scales of groups do not begin at 16 bytes"
     num_slices = -(-num_inputs // _LINE)
     assert tile.programs <= num_slices, f"{tile.programs} programs for {num_slices} slices"
     kernel = _kernel(tile, in_blocks)

@@ -66,7 +66,7 @@ def product(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bia
     if num_rows == 0:
         return torch.empty((0, len(weight_OI)), dtype=dtype, device=x_MI.device)
     tile = hopper_products.taken(x_MI, weight_OI, dtype, in_blocks=scale.dim() == 2)
-    if tile is not None:
+    if tile is not None and (bias_O is None or bias_O.dtype == dtype):
         return hopper_products.multiply(x_MI, x_scale, weight_OI, scale, bias_O, tile)
     is_own = weight_OI.data_ptr() % _ALIGNMENT == 0 and num_inputs % _ALIGNMENT == 0
     if num_rows <= MOST_ROWS and is_own:
