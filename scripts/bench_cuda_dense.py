@@ -5,7 +5,7 @@ Parts of bench_cuda_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.cuda import hopper_products
+from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.cuda.ops import TritonOps
 from npu_runner.platforms.cuda.products import Tile, few_rows
+from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.sampling import sampling_ops
 
@@ -123,6 +126,49 @@ def products(is_sweep: bool) -> Iterator[Case]:
                 yield Case(name=f"{name}, {num_rows} rows, {way}", call=call, in_graph=True,
                            num_bytes=2.0 * num_outputs * num_inputs,
                            operations=2.0 * num_rows * num_outputs * num_inputs)
+
+
+def some_rows(_: bool) -> Iterator[Case]:
+    """The four weights of a layer of Qwen3-8B in FP8 one behind the other, as one call: by the library, by the kernels
+    in Triton up to their most rows, by the one in CUDA C++ (Hopper)."""
+    shapes = [shape for name, shape in _WEIGHTS.items() if name.startswith("8b") and name != "8b head"]
+    num_weights = sum(outputs * inputs for outputs, inputs in shapes)
+    for in_blocks in (False, True):
+        layers = [[_weight(*shape, in_blocks) for shape in shapes] for _ in range(3)]
+        for num_rows in (2, 8, 16, 32, 64, 96, 128, 192):
+            inputs = {width: quantise_rows(torch.randn(num_rows, width, device=DEVICE).bfloat16(), torch.float8_e4m3fn,
+                                           in_groups=in_blocks) for _, width in shapes}
+            for way, run in _WAYS.items():
+                least, most = {"triton": (1, quantised.MOST_ROWS), "hopper": hopper_products.LIMITS[in_blocks]}.get(
+                    way, (1, num_rows))
+                if not least <= num_rows <= most:
+                    continue
+
+                def call(index: int, run: Any = run, inputs: Any = inputs, layers: Any = layers) -> Any:
+                    return [run(*inputs[weight.shape[1]], weight, scale) for weight, scale in layers[index % 3]]
+
+                yield Case(name=f"{'block' if in_blocks else 'row'}, {num_rows} rows, {way}", call=call, in_graph=True,
+                           num_bytes=float(num_weights), operations=2.0 * num_rows * num_weights)
+
+
+def _weight(num_outputs: int, num_inputs: int, in_blocks: bool) -> tuple[Tensor, Tensor]:
+    weight_OI = torch.randn(num_outputs, num_inputs, device=DEVICE).mul_(40).to(torch.float8_e4m3fn)
+    scales = (num_outputs // 128, num_inputs // 128) if in_blocks else (num_outputs,)
+    return weight_OI, torch.full(scales, 1e-3, device=DEVICE)
+
+
+def _on_hopper(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor) -> Tensor:
+    tile = hopper_products.taken(x_MI, weight_OI, torch.bfloat16, in_blocks=scale.dim() == 2)
+    assert tile is not None, "the kernel takes it"
+    return hopper_products.multiply(x_MI, x_scale, weight_OI, scale, None, tile)
+
+
+_WAYS: dict[str, Callable[..., Tensor]] = {
+    "library": lambda x, x_scale, weight, scale: quantised.fp8_of_the_library(x, x_scale, weight, scale, None,
+                                                                             torch.bfloat16),
+    "triton": lambda x, x_scale, weight, scale: quantised.few_rows(x, x_scale, weight, scale, None, torch.bfloat16),
+    "hopper": _on_hopper,
+}
 
 
 def _tiles(num_rows: int) -> Iterator[Tile]:

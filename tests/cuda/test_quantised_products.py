@@ -242,14 +242,15 @@ def test_a_captured_product_gives_what_it_gave(form: str) -> None:
             assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize("num_rows", [8, 64])
 @pytest.mark.parametrize("form", FORMS)
-def test_two_streams_at_once(form: str) -> None:
+def test_two_streams_at_once(form: str, num_rows: int) -> None:
     """Each has counters of its own for the parts of a product."""
     from npu_runner.platforms.cuda.ops import TritonOps
 
     generator, ops = torch.Generator("cuda").manual_seed(6), TritonOps()
     weight = weight_of(form, 4096, 4096, generator)
-    inputs = [rows_of(8, 4096, generator, torch.bfloat16) for _ in range(2)]
+    inputs = [rows_of(num_rows, 4096, generator, torch.bfloat16) for _ in range(2)]
     expected = [multiply(ops, form, x_MI, weight, None) for x_MI in inputs]
     torch.cuda.synchronize()
     found: list[list[Tensor]] = [[], []]

@@ -21,9 +21,9 @@ from triton.runtime.cache import get_cache_manager
 
 logger = logging.getLogger(__name__)
 
-_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAP_KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
+_MAP_KINDS = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; e4m3: bytes
 _SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -59,16 +59,15 @@ class CompiledSource:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of a number."""
-
-    _fields_ = (("kind", ctypes.c_int), ("gap", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
 
 
 class _Launch(ctypes.Structure):
     """CUlaunchConfig."""
 
-    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
-                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint))
+    _fields_ = (("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared_bytes", ctypes.c_uint32),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+                ("num_attributes", ctypes.c_uint32))
 
 
 class LoadedKernel:
@@ -84,24 +83,38 @@ class LoadedKernel:
         except RuntimeError as error:
             raise NoKernel(str(error)) from error
 
-    def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, is_dependent: bool = False) -> None:
+    def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
+               is_dependent: bool = False) -> None:
         """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`.
 
-        `is_dependent`: it may start while the kernel before still runs, and waits by itself (dependent_launch).
+        `cluster`: programs that read each other's shared memory. `is_dependent`: it may start while the kernel before runs, and waits by itself (dependent_launch.py).
         """
         values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        launch = _Launch((programs, 1, 1), (threads, 1, 1), self._shared_bytes,
-                         torch.cuda.current_stream().cuda_stream, ctypes.pointer(_Attribute(_DEPENDENT, 0, 1)),
-                         int(is_dependent))
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, places, None))
+        how = self._how(programs, threads, cluster, is_dependent)
+        how.stream = torch.cuda.current_stream().cuda_stream
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
+
+    def most_clusters(self, threads: int, cluster: int) -> int:
+        """How many clusters of so many programs run at once."""
+        found, how = ctypes.c_int(), self._how(cluster, threads, cluster, False)
+        _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(how)))
+        return found.value
+
+    def _how(self, programs: int, threads: int, cluster: int, is_dependent: bool) -> _Launch:
+        wanted = [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1) + [(_DEPENDENT, (1,))] * is_dependent
+        attributes = (_Attribute * len(wanted))()
+        for attribute, (name, values) in zip(attributes, wanted, strict=True):
+            attribute.id, attribute.value[:len(values)] = name, values
+        return _Launch((programs, 1, 1), (threads, 1, 1), self._shared_bytes, None, attributes, len(attributes))
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
-    The tensor has 16 bits and consecutive elements in its last dimension; its address and its strides are multiples of
-    16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the ends is 0.
+    The tensor is e4m3 or has 16 bits, with consecutive elements in its last dimension; its address and its strides are
+    multiples of 16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the
+    ends is 0.
     """
     return _map_of(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
 
