@@ -113,7 +113,7 @@ class TritonAttention(AttentionBackend):
         if prompts is None or not prompts.takes(query_lens_B):
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
-                           StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
+                           blocks=StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
 
     def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
         return num_tokens // self._tokens_a_tile + num_sequences

@@ -87,7 +87,8 @@ class LoadedKernel:
                is_dependent: bool = False) -> None:
         """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`.
 
-        `cluster`: programs that read each other's shared memory. `is_dependent`: it may start while the kernel before runs, and waits by itself (dependent_launch.py).
+        `cluster`: programs that read each other's shared memory. `is_dependent`: it may start while the kernel before
+        still runs, and waits by itself (dependent_launch.py).
         """
         values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
