@@ -113,7 +113,7 @@ def _tile_of(num_rows: int, num_outputs: int, num_slices: int, in_blocks: bool) 
     fitting = []
     for tile in TILES[in_blocks]:
         rounds = -(-_num_tiles(tile, num_rows, num_outputs) // _kernel(tile, in_blocks).most_clusters)
-        # A program alone has one tile: with several it was not tried enough.
+        # A program alone has one tile: a build for bfloat16 did not end with several, and why was not found.
         if tile.rows == rows and tile.programs <= num_slices and (tile.programs > 1 or rounds == 1):
             fitting.append((rounds * tile.cost(num_slices), tile))
     return min(fitting)[1] if fitting else None
