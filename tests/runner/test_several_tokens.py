@@ -214,7 +214,7 @@ def test_steps_with_drafts_run_in_the_graphs_of_plain_ones(checkpoint: Any) -> N
         pairs = requests(llm, "qwen3")
         plain = llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs])
     with LLM(path, speculative_config=FORCED, **SETTINGS | graphs) as llm:
-        assert llm.engine.info.graphs == "3, 12"
+        assert llm.engine.info.graphs.partition(";")[0] == "3, 12"
         knows(llm, plain, 3)
         used = counted_replays(runner_of(llm).steps.buckets)
         assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
