@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def mtp(num: int) -> dict[str, Any]:
-    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num}, "async_scheduling": False}
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num}}
 
 
 @dataclass(frozen=True)
@@ -278,13 +278,14 @@ def test_a_size_without_room_for_the_heads_graph_has_none(checkpoint: Any, tmp_p
     assert "no room for the head" in graphs
 
 
-def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(checkpoint: Any, tmp_path: Path,
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(ahead: bool, checkpoint: Any, tmp_path: Path,
                                                                  where: dict[str, Any]) -> None:
     """Steps of two rows have no drafts. A row whose drafts are refused has none for 16 tokens; those of later places
-    are the head's again."""
+    are the head's again. Both kinds of steps run ahead, if they may."""
     path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
     prompts = {"short": PromptInputs(LONG[:5]), "long": PromptInputs(LONG[30:40])}
-    settings = mtp(1)
+    settings, num_ahead = {**mtp(1), "async_scheduling": ahead}, 0
     settings["speculative_config"]["num_speculative_tokens_per_batch_size"] = [[2, 8, 0]]
     with LLM(path, **where, **settings, **SMALL) as llm, recorded_drafts(llm) as drafts:
         for name, length in (("short", 6), ("long", 52)):
@@ -292,7 +293,9 @@ def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(checkpoint: Any
         outputs: dict[str, RequestOutput] = {}
         while llm.engine.has_unfinished_requests():
             outputs.update({output.request_id: output for output in llm.engine.step()})
+            num_ahead += len(llm.engine._under_way)
         assert llm.stats().num_mtp_drafted >= 24
+    assert num_ahead > 12 if ahead else not num_ahead
     places = sorted(draft.place for draft in drafts if draft.request_id == "long")
     gaps = [later - place for place, later in pairwise(places)]
     assert places[0] == 9
