@@ -136,8 +136,6 @@ class Scheduler:
             return None
         if self._prefill_is_due() and (batch := self._prefill()):
             return batch
-        if self.under_way and self.drafter is not None and self.drafter.may_draft(self.running):
-            return None
         running = self._choose_decode()
         if running is None:
             return None
@@ -244,10 +242,12 @@ class Scheduler:
         """Whether steps under way must be completed before the next one can be planned.
 
         A sequence at its end keeps its resources until the last token of its last full block has arrived: then the
-        block can be offered. How many tokens a step with drafts brings is not known before.
+        block can be offered. How many tokens a step with drafts brings is not known before, nor what is drafted then.
         """
-        is_drafted = self.drafter is not None and self.drafter.is_under_way
-        return is_drafted or bool(self.under_way and self._ending and self.waiting)
+        if not self.under_way or (self._ending and self.waiting):
+            return bool(self.under_way)
+        drafter = self.drafter
+        return drafter is not None and (drafter.is_under_way or drafter.may_draft(self.running))
 
     # -- steps that do not end -------------------------------------------------------------------------------------
 
