@@ -372,10 +372,14 @@ def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: A
 def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
     need_devices(platform_name)
     path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
+    assert_ranks_draft_as_one(path, platform=platform_name, tensor_parallel_size=2)
+
+
+def assert_ranks_draft_as_one(path: Path, *, platform: str, **ranks: Any) -> None:
     prompts = [PromptInputs(LONG[start : start + 70]) for start in range(4)]
     found = []
-    for ranks in (1, 2):
-        with LLM(path, platform=platform_name, tensor_parallel_size=ranks, **mtp(3), **SMALL) as llm:
+    for settings in ({}, ranks):
+        with LLM(path, platform=platform, **settings, **mtp(3), **SMALL) as llm:
             tokens = [output.token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=30))]
             stats = llm.stats()
             found.append((tokens, stats.num_mtp_drafted, stats.num_mtp_accepted))

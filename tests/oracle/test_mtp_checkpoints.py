@@ -18,7 +18,15 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from scripts.quantised.writing import quantise
 from tests.oracle.mtp_reference import with_head
 from tests.oracle.running import SMALL, need_devices
-from tests.oracle.test_mtp import GREEDY, LONG, QUIET, assert_drafts_are_the_heads, mtp, recorded_drafts, run
+from tests.oracle.test_mtp import (
+    LONG,
+    QUIET,
+    assert_drafts_are_the_heads,
+    assert_ranks_draft_as_one,
+    mtp,
+    recorded_drafts,
+    run,
+)
 from tests.oracle.test_quantised_models import by_us
 from tests.oracle.test_videos import make_prompts
 from tests.videos import moving_frames, video_of
@@ -54,15 +62,7 @@ def test_ranks_with_whole_experts_draft_as_one(model_type: str, checkpoint: Any,
     """Of seven experts the last rank has one less than the first, of the head's layer too."""
     need_devices(platform_name)
     path = with_head(checkpoint(model_type, num_experts=7), tmp_path / "head", quiet=QUIET)
-    prompts = [PromptInputs(LONG[start : start + 70]) for start in range(4)]
-    found = []
-    for ranks in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}):
-        with LLM(path, platform=platform_name, **ranks, **mtp(3), **SMALL) as llm:
-            tokens = [output.token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=30))]
-            stats = llm.stats()
-            found.append((tokens, stats.num_mtp_drafted, stats.num_mtp_accepted))
-    assert found[0] == found[1]
-    assert found[1][2] > 0
+    assert_ranks_draft_as_one(path, platform=platform_name, tensor_parallel_size=2, enable_expert_parallel=True)
 
 
 def test_a_quantised_head_drafts_as_its_weights_say(checkpoint: Any, tmp_path: Path) -> None:
