@@ -5,6 +5,7 @@ It works in the driver's thread, or in a process of its own. Knows nothing of fi
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 
 import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.job.answer_defaults import answer_defaults, shown_settings
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
@@ -23,8 +23,13 @@ from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
+from npu_runner.grammars.compile import with_grammar
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.repetition_detection import RepetitionDetectionParams
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
 from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
 from npu_runner.serving.replica import Event, FinishedRow, Opened, RawRow, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica
@@ -261,3 +266,53 @@ class RowServer(InlineReplica):
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }
+
+
+# -- what a job asks of the answers of rows that say nothing else ------------------------------------------------------
+
+
+def answer_defaults(options: BatchOptions) -> dict[str, Any]:
+    """Fields of SamplingParams. Raises ConfigError for a file that cannot be read, and for what cannot be served."""
+    found: dict[str, Any] = {}
+    if options.response_schema is not None:
+        found["structured_outputs"] = _read_schema(options.response_schema)
+    if options.max_thinking_tokens is not None:
+        found["max_thinking_tokens"] = options.max_thinking_tokens
+    return {**found, **_guards(options)}
+
+
+def _guards(options: BatchOptions) -> dict[str, Any]:
+    """What keeps answers from repeating themselves, as JSON has it."""
+    found: dict[str, Any] = {}
+    try:
+        if options.repetition_detection is not None:
+            detection = RepetitionDetectionParams.of(options.repetition_detection)
+            found["repetition_detection"] = dataclasses.asdict(detection)
+        if options.no_repeat_ngram_size is not None:
+            found["no_repeat_ngram_size"] = options.no_repeat_ngram_size
+        if options.no_repeat_ngram_window is not None:
+            found["no_repeat_ngram_window"] = options.no_repeat_ngram_window
+        if options.no_repeat_ngram_exempt_ids:
+            found["no_repeat_ngram_exempt_ids"] = list(options.no_repeat_ngram_exempt_ids)
+        SamplingParams(**found)
+    except RequestError as error:  # nobody's request: an option
+        raise ConfigError(error.message) from error
+    return found
+
+
+def shown_settings(defaults: dict[str, Any]) -> dict[str, Any]:
+    """The same as they stand in a manifest: JSON."""
+    rule = defaults.get("structured_outputs")
+    return {**defaults, "structured_outputs": rule.json} if isinstance(rule, StructuredOutputsParams) else defaults
+
+
+def _read_schema(path: Path) -> StructuredOutputsParams:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LIMITS.max_schema_chars + 1)  # one more says that it is too long
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"response_schema: {str(path)!r} cannot be read ({error})") from error
+    try:
+        return with_grammar(StructuredOutputsParams(json=text, origin="response_schema"))
+    except RequestError as error:
+        raise ConfigError(f"{error.message} ({path})") from error
