@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from npu_runner.batch.job.failure_limit import FailureLimit
-from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.options import BatchOptions, FailureLimit
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.errors import ConfigError, TooManyFailuresError
 from tests.batch.job_folder import Job, numbered
