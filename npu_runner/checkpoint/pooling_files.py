@@ -1,7 +1,8 @@
-"""What a checkpoint's files say of pooling: modules.json and its folders, which sentence-transformers writes.
+"""What a checkpoint's files say of pooling: modules.json and its folders, which sentence-transformers writes, and the
+config.json of a classifier. That of an embedding model or a reranker is its base model's.
 
-config.json cannot stand for them: an embedding model's or a reranker's is its base model's. Knows no network and no
-tokenizer.
+Meanings and defaults of a classifier are those of transformers' configuration and of its *ForSequenceClassification.
+Knows no network and no tokenizer.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from npu_runner.checkpoint.class_files import SUFFIX, classifier_architecture, read_classes
 from npu_runner.checkpoint.files import read_json, read_text, require_json
 from npu_runner.checkpoint.model_config import ClassPooling, PairSettings, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.errors import ModelError
+from npu_runner.request.classes import IDENTITY, SIGMOID, SOFTMAX, Classes
+from npu_runner.request.limits import shown
 
 _MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
 _LIBRARY_FILE = "config_sentence_transformers.json"
@@ -30,6 +32,9 @@ _LOGITS = "causal_logits"
 _INSTEAD = "; with runner generate it is served as a model that generates text"
 _YES, _NO = "yes", "no"
 """What rerankers answer where no file says otherwise (Qwen3-Reranker's model card)."""
+SUFFIX = "ForSequenceClassification"
+_DEFAULT_NUM_LABELS = 2
+_REGRESSION, _ONE_LABEL, _SEVERAL_LABELS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def read_pooling(
@@ -172,3 +177,65 @@ def _vector_lengths(folder: Path) -> tuple[int, ...] | None:
     """The lengths that vectors may be cut to, where config.json names them."""
     named = require_json(folder, "config.json").get("matryoshka_dimensions")
     return tuple(int(size) for size in named) if isinstance(named, list) and named else None
+
+
+# -- classifiers -------------------------------------------------------------------------------------------------------
+
+
+def classifier_architecture(folder: Path) -> str | None:
+    """The class that transformers saved the checkpoint in `folder` from, where it is a classifier's."""
+    named = require_json(folder, "config.json").get("architectures")
+    names = named if isinstance(named, list) else []
+    return next((name for name in names if isinstance(name, str) and name.endswith(SUFFIX)), None)
+
+
+def read_classes(folder: Path) -> ClassPooling | None:
+    """How the checkpoint in `folder` classifies; None: it does not. Raises ModelError for what is not served."""
+    name = classifier_architecture(folder)
+    if name is None:
+        return None
+    raw, path = require_json(folder, "config.json"), folder / "config.json"
+    model_type = str(raw.get("model_type"))
+    if _letters(name.removesuffix(SUFFIX)) != _letters(model_type):
+        raise ModelError(f"{path}: architectures names {name}, which is not model_type {model_type!r} with a "
+                         f"classifier's head; served is the *{SUFFIX} of a family's own name")
+    labels = _read_labels(raw, path)
+    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    pad = text.get("pad_token_id")
+    if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int)):
+        raise ModelError(f"{path}: pad_token_id {pad!r} is no token id; correct it there")
+    classes = Classes(labels=labels, activation=_activation(raw, path, len(labels)))
+    return ClassPooling(classes=classes, pad_token_id=pad)
+
+
+def _letters(name: str) -> str:
+    """Qwen3_5Text and qwen3_5_text are the same."""
+    return name.replace("_", "").casefold()
+
+
+def _read_labels(raw: dict[str, Any], path: Path) -> tuple[str, ...]:
+    named = raw.get("id2label")
+    if named is None:
+        count = raw.get("num_labels", _DEFAULT_NUM_LABELS)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ModelError(f"{path}: num_labels {count!r} is no number of classes; correct it there")
+        return tuple(f"LABEL_{index}" for index in range(count))
+    if not isinstance(named, dict) or not named or sorted(named) != sorted(map(str, range(len(named)))):
+        raise ModelError(f'{path}: id2label {shown(named)} has no label for each class, as {{"0": "bad", "1": "good"}} '
+                         "has; correct it there")
+    return tuple(str(named[str(index)]) for index in range(len(named)))
+
+
+def _activation(raw: dict[str, Any], path: Path, num_labels: int) -> str:
+    """As vLLM and transformers' pipeline choose it. One class alone is a yes or no, unless it is a regression."""
+    kind = raw.get("problem_type")
+    known = (_REGRESSION, _ONE_LABEL, _SEVERAL_LABELS)
+    if kind not in (None, *known):
+        raise ModelError(f"{path}: problem_type {kind!r} is not one of {', '.join(known)}; correct it there, or take "
+                         "it out")
+    if kind == _ONE_LABEL and num_labels == 1:
+        raise ModelError(f"{path}: problem_type {kind!r} with one label, whose probability would always be 1; leave "
+                         f"problem_type out for its sigmoid, or write {_REGRESSION!r} for the number itself")
+    if kind == _REGRESSION:
+        return IDENTITY
+    return SIGMOID if kind == _SEVERAL_LABELS or num_labels == 1 else SOFTMAX

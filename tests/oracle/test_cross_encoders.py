@@ -14,7 +14,7 @@ from PIL import Image
 from tokenizers import Tokenizer, processors
 
 from npu_runner import LLM, PoolingParams
-from npu_runner.checkpoint.class_files import read_classes
+from npu_runner.checkpoint.pooling_files import read_classes
 from npu_runner.cli.models import as_line, explain
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
