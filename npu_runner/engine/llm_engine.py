@@ -29,9 +29,15 @@ from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.detokenizer import token_text
 from npu_runner.engine.executors import make_executor
 from npu_runner.engine.executors.executor import Progress, silent
-from npu_runner.engine.generation import End, Generation, PlainRows, PromptLogprobsRecord, not_followed
+from npu_runner.engine.generation import (
+    End,
+    Generation,
+    PlainRows,
+    PromptLogprobsRecord,
+    UnfinishedRequest,
+    not_followed,
+)
 from npu_runner.engine.rule_room import RuleRoom
-from npu_runner.engine.unfinished_request import UnfinishedRequest
 from npu_runner.errors import EngineDeadError, NpuRunnerError, OutOfMemoryError, RequestError, StepError, blame_for
 from npu_runner.prompts.text.reasoning import SplitAnswer, split_answer
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput

@@ -9,9 +9,8 @@ import pytest
 
 from npu_runner import RunnerConfig, SamplingParams
 from npu_runner.engine.detokenizer import IncrementalDetokenizer
-from npu_runner.engine.generation import Generation, LogprobsRecord, PlainRows
+from npu_runner.engine.generation import Generation, LogprobsRecord, PlainRows, UnfinishedRequest
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.engine.unfinished_request import UnfinishedRequest
 from npu_runner.strategies import open_checkpoint
 from tests.faults.lines import Injected
 from tests.faults.test_interrupted_steps import raising
