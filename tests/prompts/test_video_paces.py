@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.video_paces import SlowingVideoSettings, SteadyVideoSettings
 from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
+from npu_runner.prompts.media.video_settings import SlowingVideoSettings, SteadyVideoSettings, VideoForm, VideoSettings
 from tests.oracle.videos_reference import GLM4V, GLM46V
 
 LEAST, MOST = 112 * 112, 28 * 28 * 2 * 30000

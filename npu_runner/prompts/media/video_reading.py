@@ -16,8 +16,13 @@ from npu_runner.prompts.media.image_settings import (
     positive_integer,
     settings_from,
 )
-from npu_runner.prompts.media.video_paces import SlowingVideoSettings, SteadyVideoSettings
-from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm, VideoSettings
+from npu_runner.prompts.media.video_settings import (
+    FrameVideoSettings,
+    SlowingVideoSettings,
+    SteadyVideoSettings,
+    VideoForm,
+    VideoSettings,
+)
 
 _IMAGES_FILE = "preprocessor_config.json"
 _RULES: dict[VideoForm, type[VideoSettings]] = {
