@@ -52,9 +52,8 @@ from npu_runner.serving.calls.call_options import (
 )
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
-from npu_runner.serving.calls.requests import requests_of
+from npu_runner.serving.calls.requests import UnsaidLimit, requests_of
 from npu_runner.serving.calls.turns import Call, Turns
-from npu_runner.serving.calls.unsaid_limit import UnsaidLimit
 from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 
