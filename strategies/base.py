@@ -21,7 +21,7 @@ from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ConfigError, ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
-from npu_runner.prompts.media.largest_image import largest_image
+from npu_runner.prompts.media.images import largest_image
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.processor import ChatProcessor

@@ -32,7 +32,7 @@ from npu_runner.config import DEFAULT_MAX_MODEL_LEN
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
-from npu_runner.prompts.media.largest_image import largest_image
+from npu_runner.prompts.media.images import largest_image
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
 from npu_runner.prompts.processor_settings import ProcessorSettings
