@@ -7,17 +7,16 @@ worker process seconds. Its results equal those of transformers' processors, whi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import PIL
 import tokenizers
 from PIL import Image
-from tokenizers import Tokenizer
 
 from npu_runner.checkpoint.files import (
     PROMPT_FILES,
@@ -27,23 +26,22 @@ from npu_runner.checkpoint.files import (
     refuse_changes,
     require_json,
 )
-from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, ScorePooling
-from npu_runner.config import DEFAULT_MAX_MODEL_LEN
+from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling
+from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
-from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
+from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
+from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
-from npu_runner.prompts.processor_settings import ProcessorSettings
 from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
-from npu_runner.prompts.tasks import GENERATE, check_pooling_params, task_of, wrong_task
+from npu_runner.prompts.request_checks import RequestChecks
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
 from npu_runner.prompts.text.messages import check_ending, checked_text, parse_messages
 from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
-from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer, resolve_sampling
+from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
 from npu_runner.prompts.text_pairs import TextPairs, why_no_scores
@@ -53,23 +51,43 @@ from npu_runner.prompts.vision_prompts import (
     asks_for_mrope,
     check_kinds,
     check_seen,
-    not_cut,
     read_image_token,
     read_video_prompts,
     read_vision_tokens,
 )
-from npu_runner.request.classes import Classes
-from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorSettings(PromptConfig):
+    """The user's settings of prompts, and what the family and the rest of the settings add."""
+
+    takes_videos: bool = False
+    """The family takes videos, ..."""
+    video_form: VideoForm = VideoForm.TIMESTAMPS
+    """... in this form; ..."""
+    no_videos: str = "its family has none here"
+    """... or the reason why it does not."""
+    image_defaults: ImageSettings = QWEN2_VL_IMAGES
+    """What the family's images have that the checkpoint's file does not say."""
+    max_model_len: int | None = None
+    """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
+    uses_mrope: bool | None = None
+    """None: as the checkpoint's config says."""
+    pooling: PoolingConfig | None = None
+    """What is made of prompts; None: text."""
+
+    def of_videos(self) -> dict[str, float | int | None]:
+        return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames,
+                "video_num_frames": self.video_num_frames}
+
 
 _DEFAULTS = ProcessorSettings()
 _KEPT_TEMPLATES = 8
 
 
-class ChatProcessor:
+class ChatProcessor(RequestChecks):
     """Prepares prompts for one checkpoint. Cheap to pickle: a worker process reads the files again.
 
     Raises ModelError when the folder lacks a file or has a broken one, RequestError for a prompt it cannot prepare.
@@ -85,14 +103,13 @@ class ChatProcessor:
         # Before anything is read: what changes in between is another file to every worker.
         self._file_digests = file_digests(folder, (*PROMPT_FILES, *(pair_files(scores.pairs) if scores else ())))
         config = require_json(folder, "config.json")
-        self.tokenizer: Tokenizer = read_tokenizer(folder)
+        self.tokenizer = read_tokenizer(folder)
         self._special_tokens = read_special_tokens(folder)
         text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-        self.hidden_size: int | None = text_config.get("hidden_size")
-        self.vocab_size: int | None = text_config.get("vocab_size", config.get("vocab_size"))
+        self.hidden_size = text_config.get("hidden_size")
+        self.vocab_size = text_config.get("vocab_size", config.get("vocab_size"))
         num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
-        self.max_model_len: int = settings.max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
-        """The engine's may be shorter, where memory is."""
+        self.max_model_len = settings.max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
         self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
@@ -103,7 +120,6 @@ class ChatProcessor:
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
         self._template = self._read_template(folder, config, scores)
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if settings.reasoning_parser == "auto" else None
-        """Answers to conversations are split at them; None: they stay as they are."""
         self._tool_call_parser = find_tool_parser(settings.tool_call_parser,
                                                   self._template.source if self._template else None)
         self._vision_tokens = read_vision_tokens(config, self.tokenizer)
@@ -268,41 +284,6 @@ class ChatProcessor:
         made = self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)
         return replace(made, text=prompt) if isinstance(prompt, str) else made
 
-    def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
-        """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
-        more than the model takes."""
-        name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
-        if asked is None:
-            return None
-        most = self.max_model_len - (params.max_tokens or 1)
-        if asked > self.max_model_len or (asked == -1 and most < 1):
-            raise RequestError(
-                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
-                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name,
-            )  # fmt: skip
-        return most if asked == -1 else asked
-
-    def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
-        """Raises RequestError for a prompt that was prepared without the requested truncation, or is too long for its
-        prompt_logprobs."""
-        if isinstance(params, SamplingParams):
-            check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
-        most = self.most_prompt_tokens(params)
-        if most is not None and len(prompt.token_ids) > most:
-            raise not_cut(len(prompt.token_ids), most, "was prepared without it")
-
-    def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
-        """Raises RequestError for a thinking budget that nothing would come of."""
-        if params.max_thinking_tokens is not None and prompt.thinking is None:
-            raise RequestError("max_thinking_tokens: a raw prompt does not say where reasoning begins; ask in a chat",
-                               "unsupported_parameter", "max_thinking_tokens")
-
-    def check_can_think(self) -> None:
-        """Raises RequestError where a thinking budget would limit nothing."""
-        if self.reasoning_tokens is None:
-            raise RequestError("max_thinking_tokens: this model has no end-of-thinking token, or reasoning_parser is "
-                               "none; leave it out", "unsupported_parameter", "max_thinking_tokens")
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, special ones included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -315,64 +296,6 @@ class ChatProcessor:
         if token_id is not None and token_id not in ids:
             ids.append(token_id)
         return tuple(i for i in ids if i < model_config.vocab_size)  # the model cannot say the others
-
-    @property
-    def task(self) -> str:
-        """What the model is loaded for."""
-        return task_of(self.pooling)
-
-    @property
-    def classes(self) -> Classes:
-        """What the model tells apart. Raises RequestError where it is not loaded for that."""
-        if not isinstance(self.pooling, ClassPooling):
-            raise wrong_task(self.task, CLASSIFY)
-        return self.pooling.classes
-
-    def check_task(self, asked: str) -> None:
-        """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
-        are there whatever it pools."""
-        has_states = asked == TOKEN_EMBED and self.pooling is not None
-        if asked == ScorePooling.task and isinstance(self.pooling, ClassPooling):
-            if self._why_no_scores is not None:
-                raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")
-        elif asked != self.task and not has_states:
-            raise wrong_task(self.task, asked)
-
-    def check_rules(self, params: Iterable[object]) -> None:
-        """Check the rules for answers of many requests, several at once; `resolve_params` finds what came of it."""
-        rules = (one.structured_outputs for one in params if isinstance(one, SamplingParams))
-        different = {id(rule): rule for rule in rules if isinstance(rule, StructuredOutputsParams)}
-        check_side_by_side(list(different.values()))
-
-    @overload
-    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
-    @overload
-    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
-    def resolve_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
-        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be
-        called twice.
-
-        Raises RequestError for token ids that the model lacks, and for more log probabilities than an answer may hold.
-        The same for a schema, expression or grammar that cannot be served or forces too long a text, and for params
-        that the model was not loaded for.
-        """
-        if isinstance(params, PoolingParams):
-            check_pooling_params(params, self.pooling, self.hidden_size)
-            return params
-        self.check_task(GENERATE)
-        check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
-
-        def encode(text: str) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-        if params.max_thinking_tokens is not None:
-            self.check_can_think()
-        params = resolve_sampling(params, encode, self.vocab_size)
-        structured = params.structured_outputs
-        if not isinstance(structured, StructuredOutputsParams):
-            return params
-        fitting = with_room(with_grammar(structured), encode, self._text_length)
-        return params if fitting is structured else params.replace(structured_outputs=fitting)
 
     def largest_image(self, max_tokens: int) -> ImageInput:
         """A grey image for memory profiling, with the most tokens that any image or pair of frames can get."""

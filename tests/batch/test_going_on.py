@@ -26,8 +26,7 @@ from npu_runner.batch.files.names import manifest_path, rows_path
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.job.manifest_check import manifest_of, refuse_another_input
 from npu_runner.errors import ConfigError
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.serving.replica import ReplicaFacts
 from tests.batch.scripted import read_rows
 from tests.full_set import only_full

@@ -20,8 +20,7 @@ from npu_runner.config import RunnerConfig, flat_fields
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.limits import LIMITS, Limits
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedProcessor, prepared, read_rows, row

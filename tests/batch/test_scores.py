@@ -236,8 +236,7 @@ def test_what_documents_take_once_they_are_prepared_is_bounded(
     """A picture that several documents show counts once, each token of each."""
     from npu_runner.checkpoint.model_config import ScorePooling
     from npu_runner.prompts.media.media import MediaRules
-    from npu_runner.prompts.processor import ChatProcessor
-    from npu_runner.prompts.processor_settings import ProcessorSettings
+    from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 
     settings = ProcessorSettings(pooling=ScorePooling(true_token_id=396, false_token_id=392))
     processor = ChatProcessor(str(SHAPES_VL), settings)

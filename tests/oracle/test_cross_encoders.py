@@ -17,8 +17,7 @@ from npu_runner import LLM, PoolingParams
 from npu_runner.checkpoint.pooling_files import read_classes
 from npu_runner.cli.models import as_line, explain
 from npu_runner.errors import RequestError
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from tests.batch.test_classes import classify_row, job
 from tests.oracle.classifiers import edit_config, make_classifier
 from tests.oracle.running import SMALL

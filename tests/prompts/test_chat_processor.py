@@ -22,8 +22,7 @@ from preprocessing_checkpoints import write_json, write_llama, write_qwen_vl
 
 from npu_runner.checkpoint.files import PROMPT_FILES
 from npu_runner.errors import JobError, ModelError, RequestError
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import PromptInputs
 
 

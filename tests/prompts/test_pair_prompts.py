@@ -17,8 +17,7 @@ from npu_runner.checkpoint.model_config import PairSettings, ScorePooling
 from npu_runner.checkpoint.pooling_files import read_pooling
 from npu_runner.errors import JobError, ModelError, RequestError
 from npu_runner.prompts.pair_prompts import PairPrompts, pairs_of, parse_side
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import PromptInputs
 
 ROLES = ("{% for m in messages %}[{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.text.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.request.limits import LIMITS
 from tests.oracle.thinking_checkpoints import LEAVES_IT, OPENS, make_thinking

@@ -13,8 +13,7 @@ from preprocessing_checkpoints import write_qwen_vl
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_settings import LOW_DETAIL_PIXELS, ImageSettings
 from npu_runner.prompts.media.media import MediaRules, resolve_media
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.sampling_params import SamplingParams
 
 LONG = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "what colour is it? " * 40}]

@@ -22,8 +22,7 @@ from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
 from npu_runner.serving.workers.prompt_tasks import text_task
 from tests.videos import moving_frames, video_of

@@ -22,8 +22,7 @@ from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.vision_prompts import mrope_positions
 from npu_runner.request.prompt_inputs import ImageSpan
 from tests.oracle.positions_reference import go_on_behind_the_largest_position

@@ -19,8 +19,7 @@ from tqdm import tqdm
 from npu_runner import LLM, SamplingParams, StructuredOutputsParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.processor_settings import ProcessorSettings
+from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.oracle import reference
 from tests.oracle.running import SMALL, greedy

@@ -1,0 +1,189 @@
+"""What a model may be loaded for, and what requests may ask of it then. Knows no checkpoint's files and no prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import overload
+
+from tokenizers import Tokenizer
+
+from npu_runner.checkpoint.model_config import ClassPooling, PoolingConfig, ScorePooling, VectorPooling
+from npu_runner.errors import RequestError
+from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
+from npu_runner.prompts.text.tokenizer import TextLength, resolve_sampling
+from npu_runner.prompts.vision_prompts import not_cut
+from npu_runner.request.classes import Classes
+from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+GENERATE = "generate"
+
+_LOADED_FOR = {
+    GENERATE: "the model generates text and was loaded for that",
+    "embed": "the model was loaded for vectors (/v1/embeddings, LLM.embed)",
+    "score": "the model was loaded for scores (/v1/score, /v1/rerank, LLM.score)",
+    CLASSIFY: "the model was loaded for classes (/v1/classify, LLM.classify), and has a head for nothing else",
+}
+_NEEDS = {
+    GENERATE: "it generates no text so; load it with runner generate (--runner generate)",
+    "embed": "a vector needs a checkpoint whose modules.json says how it is pooled, or runner pooling (--runner "
+             "pooling)",
+    "score": "a score needs a checkpoint whose modules.json has a LogitScore, or task score (--task score)",
+    CLASSIFY: "classes need a checkpoint whose architectures name a *ForSequenceClassification",
+    TOKEN_EMBED: "states of all tokens need runner pooling (--runner pooling)",
+}  # fmt: skip
+"""What a request for a task needs, in a model that was loaded for another."""
+
+
+def task_of(pooling: PoolingConfig | None) -> str:
+    """What a model with this pooling is loaded for."""
+    return GENERATE if pooling is None else pooling.task
+
+
+def wrong_task(loaded: str, asked: str) -> RequestError:
+    """The error of a request for `asked` where the model is loaded for `loaded`."""
+    needed = "take the checkpoint that it was made of" if loaded == CLASSIFY else _NEEDS[asked]
+    return RequestError(f"{_LOADED_FOR[loaded]}: {needed}", "wrong_endpoint")
+
+
+def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, hidden_size: int | None) -> None:
+    """Raises RequestError for what the model does not give. `hidden_size`: None, if it is not known."""
+    if pooling is None:
+        raise wrong_task(GENERATE, VectorPooling.task)
+    if params.keeps_tokens:
+        return
+    if isinstance(pooling, VectorPooling):
+        if params.use_activation is False:
+            raise _refusal("use_activation", "the checkpoint's modules.json says whether vectors are normalised")
+        _check_dimensions(params.dimensions, pooling, hidden_size)
+    elif params.dimensions is not None:
+        raise _refusal("dimensions", f"they are for vectors, and the model is loaded for task {pooling.task}")
+
+
+def _check_dimensions(dimensions: int | None, pooling: VectorPooling, hidden_size: int | None) -> None:
+    served = pooling.dimensions
+    if dimensions is None:
+        return
+    if served is not None and dimensions not in served:
+        named = ", ".join(map(str, served))
+        raise _refusal("dimensions", f"{dimensions} is none of those the checkpoint names, {named}")
+    if hidden_size is not None and dimensions > hidden_size:
+        raise _refusal("dimensions", f"{dimensions} is more than the vector has, which is {hidden_size}")
+
+
+def _refusal(name: str, why: str) -> RequestError:
+    return RequestError(f"{name}: {why}", "invalid_pooling_parameter", name)
+
+
+class RequestChecks:
+    """Holds params of requests against what one model was loaded for. Who knows the model sets the fields."""
+
+    tokenizer: Tokenizer
+    pooling: PoolingConfig | None
+    """None: it generates text."""
+    max_model_len: int
+    """The engine's may be shorter, where memory is."""
+    max_logprobs: int
+    """Most log probabilities of one request."""
+    hidden_size: int | None
+    vocab_size: int | None
+    reasoning_tokens: ReasoningTokens | None
+    """Answers to conversations are split at them; None: they stay as they are."""
+    _text_length: TextLength
+    _why_no_scores: str | None
+
+    def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
+        """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
+        more than the model takes."""
+        name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
+        if asked is None:
+            return None
+        most = self.max_model_len - (params.max_tokens or 1)
+        if asked > self.max_model_len or (asked == -1 and most < 1):
+            raise RequestError(
+                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
+                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name,
+            )  # fmt: skip
+        return most if asked == -1 else asked
+
+    def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
+        """Raises RequestError for a prompt that was prepared without the requested truncation, or is too long for its
+        prompt_logprobs."""
+        if isinstance(params, SamplingParams):
+            check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
+        most = self.most_prompt_tokens(params)
+        if most is not None and len(prompt.token_ids) > most:
+            raise not_cut(len(prompt.token_ids), most, "was prepared without it")
+
+    def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
+        """Raises RequestError for a thinking budget that nothing would come of."""
+        if params.max_thinking_tokens is not None and prompt.thinking is None:
+            raise RequestError("max_thinking_tokens: a raw prompt does not say where reasoning begins; ask in a chat",
+                               "unsupported_parameter", "max_thinking_tokens")
+
+    def check_can_think(self) -> None:
+        """Raises RequestError where a thinking budget would limit nothing."""
+        if self.reasoning_tokens is None:
+            raise RequestError("max_thinking_tokens: this model has no end-of-thinking token, or reasoning_parser is "
+                               "none; leave it out", "unsupported_parameter", "max_thinking_tokens")
+
+    @property
+    def task(self) -> str:
+        """What the model is loaded for."""
+        return task_of(self.pooling)
+
+    @property
+    def classes(self) -> Classes:
+        """What the model tells apart. Raises RequestError where it is not loaded for that."""
+        if not isinstance(self.pooling, ClassPooling):
+            raise wrong_task(self.task, CLASSIFY)
+        return self.pooling.classes
+
+    def check_task(self, asked: str) -> None:
+        """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
+        are there whatever it pools."""
+        has_states = asked == TOKEN_EMBED and self.pooling is not None
+        if asked == ScorePooling.task and isinstance(self.pooling, ClassPooling):
+            if self._why_no_scores is not None:
+                raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")
+        elif asked != self.task and not has_states:
+            raise wrong_task(self.task, asked)
+
+    def check_rules(self, params: Iterable[object]) -> None:
+        """Check the rules for answers of many requests, several at once; `resolve_params` finds what came of it."""
+        rules = (one.structured_outputs for one in params if isinstance(one, SamplingParams))
+        different = {id(rule): rule for rule in rules if isinstance(rule, StructuredOutputsParams)}
+        check_side_by_side(list(different.values()))
+
+    @overload
+    def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
+    def resolve_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be
+        called twice.
+
+        Raises RequestError for token ids that the model lacks, and for more log probabilities than an answer may hold.
+        The same for a schema, expression or grammar that cannot be served or forces too long a text, and for params
+        that the model was not loaded for.
+        """
+        if isinstance(params, PoolingParams):
+            check_pooling_params(params, self.pooling, self.hidden_size)
+            return params
+        self.check_task(GENERATE)
+        check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        if params.max_thinking_tokens is not None:
+            self.check_can_think()
+        params = resolve_sampling(params, encode, self.vocab_size)
+        structured = params.structured_outputs
+        if not isinstance(structured, StructuredOutputsParams):
+            return params
+        fitting = with_room(with_grammar(structured), encode, self._text_length)
+        return params if fitting is structured else params.replace(structured_outputs=fitting)
