@@ -16,19 +16,15 @@ begins at a multiple of `state_alignment`, so that a prompt is cut alike whateve
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, drafted_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.drafts import Drafter
-from npu_runner.core.joining import Joining, chunk_length
+from npu_runner.core.joining import chunk_length
+from npu_runner.core.queues import SequenceQueues
 from npu_runner.core.sequence import Sequence, SequenceStatus
-from npu_runner.core.steps_under_way import StepsUnderWay
-from npu_runner.request.outputs import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,77 +50,16 @@ class SchedulerLimits:
         return self.state_alignment or 1
 
 
-class Scheduler:
+class Scheduler(SequenceQueues):
     """Continuous batching over one BlockManager. `complete()` books the oldest of the steps that `schedule()` has put
     under way, `rollback()` gives up all of them."""
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager, drafter: Drafter | None = None):
+        table = RunningTable(limits.max_num_seqs, block_manager.block_size, state_spares=limits.state_spares,
+                             loses_blocks=block_manager.sliding_window is not None)
+        super().__init__(block_manager, table, drafter)
         self.limits = limits
-        self.block_manager = block_manager
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.num_preemptions = 0
-        self.drafter = drafter
         self._block_size = block_manager.block_size
-        self._table = RunningTable(limits.max_num_seqs, self._block_size, state_spares=limits.state_spares,
-                                   loses_blocks=block_manager.sliding_window is not None)
-        self._joining = Joining(block_manager)
-        self.under_way = StepsUnderWay()
-        self._ending: list[Sequence] = []
-        """Sequences of which no more steps are made, and whose last tokens have not arrived."""
-        self._unoffered: list[Sequence] = []
-        self._deferred: list[Sequence] = []
-        """Sequences that the last step left out, since it takes a snapshot of the state that they can use."""
-        self._alone: frozenset[int] | None = None
-        self._held: list[Sequence] = []
-
-    def add(self, seq: Sequence) -> None:
-        self._joining.note_arrival()
-        if self._may_run(seq):
-            self.waiting.append(seq)
-        else:
-            self._held.append(seq)
-
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self._held or self.under_way)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting) + len(self._held)
-
-    def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Take a sequence that has ended (stopped or aborted, wherever it is) out and free what it holds.
-
-        The queue is looked through for those that wait in it only: it may be long.
-        """
-        is_waiting = seq.status is SequenceStatus.WAITING
-        for queue in (self.waiting, self._held) if is_waiting else (self.running, self._ending):
-            if seq in queue:
-                queue.remove(seq)
-        if reason == "error":
-            self.block_manager.withdraw(seq, seq.num_cached_tokens)
-        if self.drafter is not None and reason in ("stop", "length"):
-            self.drafter.note_answer(seq)
-        self._release(seq)
-        seq.finish(reason)
-
-    def compute_apart(self, seq: Sequence) -> bool:
-        """Restart `seq`, whose logits were not finite, without blocks of other sequences; those that it used are
-        withdrawn. A failed row may leave NaN in blocks before its own tokens. False if it used no blocks of others."""
-        if seq.is_apart or not seq.num_cached_tokens:
-            return False
-        seq.is_apart = True
-        self.block_manager.withdraw(seq)
-        for queue in (self.running, self._ending):
-            if seq in queue:
-                queue.remove(seq)
-        self._release(seq)
-        seq.forget_expected()
-        seq.status = SequenceStatus.WAITING
-        if self.waiting and self.waiting[0].slot is not None and self.waiting[0].arrival > seq.arrival:
-            self._preempt(self.waiting[0])
-        self._requeue(seq)
-        return True
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, which is under way from now on. None when nothing is left to run, or when steps under way must
@@ -249,54 +184,6 @@ class Scheduler:
         drafter = self.drafter
         return drafter is not None and (drafter.is_under_way or drafter.may_draft(self.running))
 
-    # -- steps that do not end -------------------------------------------------------------------------------------
-
-    def rollback(self) -> list[Sequence]:
-        """Roll back every step under way; returns the sequences of the oldest in batch order, without those that have
-        ended.
-
-        Every sequence that had begun frees its blocks and its slot and restarts with the tokens it has. What the steps
-        left in the cache and in the sampler is discarded.
-        """
-        steps = self.under_way.rollback()
-        self.block_manager.rollback_steps()
-        everybody = {seq.seq_id: seq for seq in (*self.waiting, *self.running, *self._ending, *chain(*steps))}
-        for seq in everybody.values():
-            self.block_manager.free(seq)
-            seq.forget_expected()
-            seq.slot = None
-            seq.status = SequenceStatus.WAITING
-        self._forget_running()
-        self.waiting = deque(sorted(everybody.values(), key=lambda seq: seq.arrival))
-        self._deferred = []
-        self._table.reset()
-        self._joining.reset()
-        return steps[0] if steps else []
-
-    def run_alone(self, group: Iterable[Sequence] | None) -> None:
-        """From now on only `group` runs and all others wait; None ends that. No step may be under way."""
-        self.rollback()
-        everybody = sorted((*self.waiting, *self._held), key=lambda seq: seq.arrival)
-        self._alone = None if group is None else frozenset(seq.seq_id for seq in group)
-        self.waiting = deque(seq for seq in everybody if self._may_run(seq))
-        self._held = [seq for seq in everybody if not self._may_run(seq)]
-
-    def reset(self) -> None:
-        """Forget every sequence and everything that the cache holds, whatever stood here."""
-        self.waiting.clear()
-        self._forget_running()
-        self._held, self._alone = [], None
-        self._deferred = []
-        self.under_way.rollback()
-        self._joining.reset()
-        self._table.reset()
-        self.block_manager.reset()
-
-    def _forget_running(self) -> None:
-        self.running, self._ending, self._unoffered = [], [], []
-        if self.drafter is not None:
-            self.drafter.reset()
-
     def lower_limits(self, *, is_prefill: bool, num_tokens: int, num_seqs: int) -> None:
         """From now on prefill steps have no more than `num_tokens` tokens, or decode steps `num_seqs` sequences."""
         if is_prefill:
@@ -304,9 +191,6 @@ class Scheduler:
             self.limits = replace(self.limits, max_num_batched_tokens=lower)
         else:
             self.limits = replace(self.limits, max_num_seqs=min(self.limits.max_num_seqs, max(1, num_seqs)))
-
-    def _may_run(self, seq: Sequence) -> bool:
-        return self._alone is None or seq.seq_id in self._alone
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -419,32 +303,3 @@ class Scheduler:
         # Which blocks become full is known once drafts are kept: `settle_drafts` offers them.
         self._launch_decode(running, [] if drafts else batch.rows_with_full_blocks(self._block_size))
         return batch
-
-    def _latest_arrival(self) -> Sequence:
-        holders = [seq for seq in self.running if seq.block_table]
-        if self.waiting and self.waiting[0].block_table:
-            holders.append(self.waiting[0])
-        return max(holders, key=lambda seq: seq.arrival)
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take everything from `seq` and queue it first; prompt and output are recomputed later."""
-        self.num_preemptions += 1
-        seq.num_preemptions += 1
-        self._release(seq)
-        if seq in self.running:
-            self.running.remove(seq)
-            self._requeue(seq)
-        seq.status = SequenceStatus.WAITING
-
-    def _requeue(self, seq: Sequence) -> None:
-        """Before all later arrivals."""
-        index = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
-        head_is_underway = index == 0 and bool(self.waiting) and self.waiting[0].slot is not None
-        assert not head_is_underway, "a half-prefilled later arrival must have been preempted first"
-        self.waiting.insert(index, seq)
-
-    def _release(self, seq: Sequence) -> None:
-        self.block_manager.commit(seq)  # its last tokens may have arrived since it was last in a step
-        self.block_manager.free(seq)
-        if seq.slot is not None:
-            self._table.leave(seq)
