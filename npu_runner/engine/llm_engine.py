@@ -27,8 +27,7 @@ from npu_runner.core.state_snapshots import SnapshotCounters
 from npu_runner.engine import bounds
 from npu_runner.engine.culprit_search import CulpritSearch
 from npu_runner.engine.detokenizer import token_text
-from npu_runner.engine.executors import make_executor
-from npu_runner.engine.executors.executor import Progress, silent
+from npu_runner.engine.executors.executor import Executor, Progress, silent
 from npu_runner.engine.generation import (
     End,
     Generation,
@@ -58,14 +57,22 @@ class LLMEngine:
 
     def __init__(self, checkpoint: OpenedCheckpoint, *, wants_grammars: Callable[[], bool] = lambda: False,
                  progress: Progress = silent):
-        """`wants_grammars` is called while the model loads: whether a request with a grammar is expected. `progress` is
-        called with what the engine does until it is ready."""
+        """`wants_grammars` is called while the model loads: whether a request with a grammar is expected. Several ranks
+        ignore it. `progress` is called with what the engine, or rank 0 of several, does until it is ready."""
         self.config, self.model_config = checkpoint.config, checkpoint.model_config
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self._eos_token_ids = checkpoint.end_token_ids
         bounds.warn_of_what_is_not_done(self.model_config)
         self._known_settings = bounds.settings_before_loading(checkpoint)
-        self._executor = make_executor(checkpoint, wants_grammars, progress)
+        self._executor: Executor
+        if self.config.parallel.tensor_parallel_size == 1:
+            from npu_runner.engine.executors.inline_executor import InlineExecutor
+
+            self._executor = InlineExecutor(checkpoint, wants_grammars, progress)
+        else:
+            from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
+
+            self._executor = SharedMemoryExecutor(checkpoint.config, checkpoint.path, progress)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         has_prefix_cache, speculative = self.config.cache.enable_prefix_caching, self.config.scheduler.speculative
