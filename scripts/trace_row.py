@@ -1,9 +1,10 @@
 """Counts what one text row passes on the CPU: files of ours entered, functions called, the deepest stack of our frames.
+The start and what serves the row (from the engine's first request on) are counted together and each by itself.
 
     .venv/bin/python scripts/trace_row.py
 
 Functions only: module and class bodies, comprehensions and lambdas are not counted. All threads of the job's process;
-workers are not. Prints a line, the deepest stack, and one JSON line.
+workers are not. Prints a line and the deepest stack of each, and one JSON line.
 """
 
 from __future__ import annotations
@@ -24,27 +25,44 @@ _OPTIMISED = 1  # code flag that functions have and module bodies lack
 BODY = {"messages": [{"role": "user", "content": "What is a circle?"}], "max_tokens": 3}
 
 
-class Trace:
-    """What was seen so far."""
+class Part:
+    """What was entered in a part of the run."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.functions: set[tuple[str, str]] = set()
         self.deepest: list[str] = []
 
+    def add(self, file: str, function: str, stack: list[str]) -> None:
+        self.files.add(file)
+        self.functions.add((file, function))
+        self.deepest = max(self.deepest, stack, key=len)
+
+    def counts(self) -> dict[str, int]:
+        return {"files": len(self.files), "functions": len(self.functions), "frames": len(self.deepest)}
+
+
+class Trace:
+    """What was seen so far. `parts`: all of it, the start, what serves the row."""
+
+    def __init__(self) -> None:
+        self.parts = {"all": Part(), "start": Part(), "serving": Part()}
+        self._now = "start"
+
     def record(self, frame: FrameType, event: str, _argument: Any) -> None:
         """For sys.setprofile."""
         if event != "call" or not _is_ours(frame):
             return
-        self.files.add(frame.f_code.co_filename)
-        self.functions.add((frame.f_code.co_filename, frame.f_code.co_name))
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if function == "add_request":
+            self._now = "serving"
         stack, caller = [], frame
         while caller is not None:
             if _is_ours(caller):
                 stack.append(f"{Path(caller.f_code.co_filename).name}:{caller.f_code.co_name}")
             caller = caller.f_back  # type: ignore[assignment]
-        if len(stack) > len(self.deepest):
-            self.deepest = stack
+        for part in ("all", self._now):
+            self.parts[part].add(file, function, stack)
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -71,10 +89,12 @@ def main() -> int:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-    num_files, num_functions, depth = len(trace.files), len(trace.functions), len(trace.deepest)
-    print(f"exit {status}: {num_files} files, {num_functions} functions, {depth} frames deep")
-    print(" < ".join(trace.deepest))
-    print(json.dumps({"files": num_files, "functions": num_functions, "frames": depth}))
+    counts = {name: part.counts() for name, part in trace.parts.items()}
+    print(f"exit {status}")
+    for name, part in trace.parts.items():
+        print(f"{name}:", ", ".join(f"{count} {what}" for what, count in counts[name].items()))
+        print("  " + " < ".join(part.deepest))
+    print(json.dumps(counts))
     return status
 
 
