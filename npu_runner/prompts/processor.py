@@ -33,7 +33,7 @@ from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettin
 from npu_runner.prompts.media.images import largest_image
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
-from npu_runner.prompts.pair_prompts import PairPrompts, pair_files, read_pair_template
+from npu_runner.prompts.pair_prompts import PairPrompts, TextPairs, pair_files, read_pair_template, why_no_scores
 from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
 from npu_runner.prompts.request_checks import RequestChecks
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
@@ -44,7 +44,6 @@ from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thin
 from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
-from npu_runner.prompts.text_pairs import TextPairs, why_no_scores
 from npu_runner.prompts.vision_prompts import (
     Seen,
     VisionPrompts,
