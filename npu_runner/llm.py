@@ -29,15 +29,6 @@ from npu_runner.request.pooling_outputs import ClassificationRequestOutput, Pool
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from npu_runner.serving.calls.arguments import (
-    AnyParams,
-    RawPlaces,
-    is_one_conversation,
-    is_one_prompt,
-    params_of,
-    with_index,
-    with_task,
-)
 from npu_runner.serving.calls.call_options import (
     ChatOptions,
     PairOptions,
@@ -52,7 +43,17 @@ from npu_runner.serving.calls.call_options import (
 )
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
-from npu_runner.serving.calls.requests import UnsaidLimit, requests_of
+from npu_runner.serving.calls.requests import (
+    AnyParams,
+    RawPlaces,
+    UnsaidLimit,
+    is_one_conversation,
+    is_one_prompt,
+    params_of,
+    requests_of,
+    with_index,
+    with_task,
+)
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions

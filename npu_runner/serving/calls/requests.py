@@ -1,22 +1,24 @@
-"""Makes the requests of one call of `LLM`: each prompt with its params, resolved, and max_tokens where its caller names
-none. Knows no service."""
+"""What callers of `LLM` may write: one prompt or many, params of each, and what a wrong one is called; and the requests
+that are made of it. Knows no service.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, TypeVar
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.prompt_forms import plain_number
+from npu_runner.request.limits import shown
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.arguments import AnyParams, no_params
 from npu_runner.serving.calls.call_options import Parse
 from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.workers.prompt_tasks import PromptTask
@@ -24,6 +26,97 @@ from npu_runner.serving.workers.prompt_tasks import PromptTask
 logger = logging.getLogger(__name__)
 _NO_MORE = object()
 _Params = TypeVar("_Params", SamplingParams, PoolingParams, SamplingParams | PoolingParams)
+AnyParams = SamplingParams | PoolingParams | Iterable[SamplingParams | PoolingParams]
+"""Of all prompts of a call, or one of each."""
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """A list is a list of prompts, unless it is one prompt's token ids."""
+    num_dims = getattr(prompts, "ndim", None)  # an array's
+    if isinstance(prompts, (str, bytes, Mapping, PromptInputs)) or num_dims == 0:
+        return True
+    if not isinstance(prompts, Sequence) and num_dims is None:
+        return False
+    return isinstance(plain_number(next(iter(prompts), None)), int)
+
+
+def is_one_conversation(conversations: Any) -> bool:
+    """A list of messages is one, a list of lists several."""
+    if isinstance(conversations, (str, bytes, Mapping)):
+        return True  # which is said to be none
+    return isinstance(conversations, Sequence) and len(conversations) > 0 and isinstance(conversations[0], Mapping)
+
+
+def no_params(given: Any) -> RequestError:
+    """The error of what stands where SamplingParams or PoolingParams should."""
+    return RequestError(
+        f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
+        "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
+        "sampling_params")
+
+
+def with_task(given: PoolingParams | Iterable[PoolingParams] | None, task: str | None) -> PoolingParams | Iterable[Any]:
+    """`given`, for `task`. What is no PoolingParams stays what it is, and is refused where it is read."""
+    if given is None:
+        return PoolingParams(task=task)
+
+    def of(one: Any) -> Any:
+        return one.replace(task=task) if isinstance(one, PoolingParams) else one
+
+    if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
+        return of(given)
+    return list(map(of, given)) if isinstance(given, Sequence) else map(of, given)
+
+
+def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyParams:
+    """The params of a call with `count` prompts, where that is known: one for all, or one for each. Raises
+    RequestError for what is none, and for another number of them."""
+    if given is None:
+        return default
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
+        raise no_params(given)
+    if count is not None and isinstance(given, Sized) and len(given) != count:
+        raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
+    if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
+        return given
+    return list(islice(given, count))  # an iterator can be read only once
+
+
+class RawPlaces:
+    """Which prompts of a call ask for numbers as they are (`use_activation` False). `params`: those of the call, to be
+    read in the place of the given ones, which may come from an iterator."""
+
+    def __init__(self, given: Any):
+        self.params = given
+        self._found: set[int] = set()
+        self._are_all = _is_raw(given)
+        if not isinstance(given, (PoolingParams, type(None), str, bytes, Mapping)) and isinstance(given, Iterable):
+            # A list is read more than once, before anything runs.
+            self.params = list(self._noted(given)) if isinstance(given, Sequence) else self._noted(given)
+
+    def takes(self, index: int) -> bool:
+        """Whether that prompt asks so. It is forgotten then: an iterator may be of any length."""
+        is_found = index in self._found
+        self._found.discard(index)
+        return self._are_all or is_found
+
+    def _noted(self, given: Iterable[Any]) -> Iterator[Any]:
+        for index, one in enumerate(given):
+            if _is_raw(one):
+                self._found.add(index)
+            yield one
+
+
+def _is_raw(one: Any) -> bool:
+    return isinstance(one, PoolingParams) and one.use_activation is False
+
+
+def with_index(index: int, error: RequestError) -> RequestError:
+    """`error`, with the number of the prompt in its call."""
+    return RequestError(f"prompt {index}: {error.message}", error.code, error.param)
+
+
+# -- requests of a call ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
