@@ -116,29 +116,27 @@ class _Job:
         self._fails_too_often = False
 
     def run(self) -> None:
-        destination = open_destination(self._places.output, overwrite=self._options.overwrite,
-                                       retry_errors=self._options.retry_errors, errors=self._places.error_file)
+        """With the output locked: look, plan, answer."""
+        places, options = self._places, self._options
+        destination = open_destination(places.output, overwrite=options.overwrite, retry_errors=options.retry_errors,
+                                       errors=places.error_file)
         try:
             with destination, self.live.of_this_run(), self._signals.interrupting():
-                self._run(destination)
+                destination.look()
+                self.accounts.look(destination.path, overwrite=options.overwrite,
+                                   has_manifest=destination.earlier is not None)
+                if places.report is not None and destination.path is None:
+                    raise ConfigError("report: it is made from the output file, and this output cannot be read again")
+                with self._open_input(destination) as file:
+                    work = self._plan(file, destination)
+                    with self.accounts.of_this_run():
+                        self._answer(file, work, destination)
         except Interrupted as signal:
             self.record.is_interrupted = True
             raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None
 
-    def _run(self, destination: Destination) -> None:
-        """With the output locked: look, plan, serve, finish."""
-        destination.look()
-        self.accounts.look(destination.path, overwrite=self._options.overwrite,
-                           has_manifest=destination.earlier is not None)
-        if self._places.report is not None and destination.path is None:
-            raise ConfigError("report: it is made from the output file, and this output cannot be read again")
-        with self._open_input(destination) as file:
-            work = self._plan(file, destination)
-            with self.accounts.of_this_run():
-                self._do(file, work, destination)
-
-    def _do(self, file: InputFile, work: _Work, destination: Destination) -> None:
-        """What was planned."""
+    def _answer(self, file: InputFile, work: _Work, destination: Destination) -> None:
+        """The rows that were planned, as far as they are wanted."""
         try:
             if not work.wanted.any():
                 self._nothing_to_do(work, destination)
