@@ -22,7 +22,7 @@ from npu_runner.cli.check import add_check_arguments
 from npu_runner.cli.check import run as run_check
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
-from npu_runner.cli.options import add_options, add_some_options, given
+from npu_runner.cli.options import Commands, add_command, add_options, add_some_options, given
 from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
@@ -123,41 +123,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "batch",
-        help="answer a JSONL file of requests",
-        description="Answers every row of a file in OpenAI's batch format. Run again, it goes on where it stopped.",
-        epilog=_EXIT_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add_batch(commands: Commands) -> None:
+    parser = add_command(
+        commands, "batch", _batch, "answer a JSONL file of requests",
+        "Answers every row of a file in OpenAI's batch format. Run again, it goes on where it stopped.",
+        epilog=_EXIT_STATUSES, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, BatchOptions, "job")
     _add_model_options(parser)
-    parser.set_defaults(run=_batch)
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "check",
-        help="what a job over an input would bring",
-        description="Prepares every row as a job does, without weights, and says which would fail and how large the "
-        "others are. Exit status 0: every row would be served, 3: some would fail, 1: the model does not fit.",
-        allow_abbrev=False,
-    )
+def _add_check(commands: Commands) -> None:
+    parser = add_command(
+        commands, "check", _check, "what a job over an input would bring",
+        "Prepares every row as a job does, without weights, and says which would fail and how large the "
+        "others are. Exit status 0: every row would be served, 3: some would fail, 1: the model does not fit.")
     add_check_arguments(parser)
     _add_model_options(parser)
-    parser.set_defaults(run=_check)
 
 
-def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="answer one question, with images and videos or without",
-        description="Answers one question and prints the answer. Exit status 1: the model gave none, or an empty one; "
-        "standard error says why.",
-        allow_abbrev=False,
-    )
+def _add_generate(commands: Commands) -> None:
+    parser = add_command(
+        commands, "generate", _generate, "answer one question, with images and videos or without",
+        "Answers one question and prints the answer. Exit status 1: the model gave none, or an empty one; "
+        "standard error says why.")
     question = parser.add_argument_group("question")
     question.add_argument("question", help="what to ask")
     # One list of both kinds: they are shown in the order in which they are named.
@@ -168,48 +156,36 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     question.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
     question.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     _add_model_options(parser)
-    parser.set_defaults(run=_generate)
 
 
 def _of_kind(kind: str, file: str) -> tuple[str, str]:
     return kind, file
 
 
-def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "status",
-        help="how a job gets on, from another terminal",
-        description="Says of a job under way how many rows are done, how fast, how long still, and of one that has "
-        "ended how. Takes no lock, changes nothing and loads no model.",
-        allow_abbrev=False,
-    )
+def _add_status(commands: Commands) -> None:
+    parser = add_command(
+        commands, "status", _status, "how a job gets on, from another terminal",
+        "Says of a job under way how many rows are done, how fast, how long still, and of one that has "
+        "ended how. Takes no lock, changes nothing and loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.set_defaults(run=_status)
 
 
-def _add_summary(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "summary",
-        help="what all runs of a job add up to, finished or under way",
-        description="Counts the rows of an output, and adds up what the runs of its job took. Loads no model.",
-        allow_abbrev=False,
-    )
+def _add_summary(commands: Commands) -> None:
+    parser = add_command(
+        commands, "summary", _summary, "what all runs of a job add up to, finished or under way",
+        "Counts the rows of an output, and adds up what the runs of its job took. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-i", "--input", metavar="FILE",
                         help="the input of the job, to count its rows (default: the last run's count)")
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
-    parser.set_defaults(run=_summary)
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "report",
-        help="HTML pages of a job's answers",
-        description="Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
-        "Loads no model.",
-        allow_abbrev=False,
-    )
+def _add_report(commands: Commands) -> None:
+    parser = add_command(
+        commands, "report", _report, "HTML pages of a job's answers",
+        "Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
+        "Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-o", "--page", metavar="PAGE", required=True,
                         help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
@@ -220,34 +196,25 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                         help="the folder of the job's images and videos (default: only data: URLs are shown)")
     parser.add_argument("--report-rows", type=int, metavar="N", default=BatchOptions.report_rows,
                         help=f"most rows that are shown, some of each kind (default: {BatchOptions.report_rows})")
-    parser.set_defaults(run=_report)
 
 
-def _add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "models",
-        help="which models are served, and whether a checkpoint is",
-        description="Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
-        "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.",
-        allow_abbrev=False,
-    )
+def _add_models(commands: Commands) -> None:
+    parser = add_command(
+        commands, "models", _models, "which models are served, and whether a checkpoint is",
+        "Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
+        "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
                         "(default: the table of all model types)")
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
     add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner", "task"))
-    parser.set_defaults(run=_models)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="is this host ready? what is to be done?",
-        description="Looks at drivers, versions, devices and variables, then answers questions about drawn images. "
-        "Exit status 1: something failed; its remedy is printed.",
-        allow_abbrev=False,
-    )
+def _add_doctor(commands: Commands) -> None:
+    parser = add_command(
+        commands, "doctor", _doctor, "is this host ready? what is to be done?",
+        "Looks at drivers, versions, devices and variables, then answers questions about drawn images. "
+        "Exit status 1: something failed; its remedy is printed.")
     add_doctor_arguments(parser)
-    parser.set_defaults(run=_doctor)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -8,52 +8,39 @@ from __future__ import annotations
 import argparse
 import sys
 
-from npu_runner.cli.options import add_options, given
+from npu_runner.cli.options import Commands, add_command, add_options, given
 from npu_runner.config import from_keywords
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 
-_Commands = argparse._SubParsersAction
 
-
-def add_rows(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "rows",
-        help="make the rows of a job: of a folder of images, a CSV, JSONL or Parquet file, a Hugging Face dataset",
-        description="Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
-        "sources give the same bytes. Parquet and datasets need pyarrow (pip install -e '.[tables]').",
-        allow_abbrev=False,
-    )
+def add_rows(commands: Commands) -> None:
+    parser = add_command(
+        commands, "rows", _rows,
+        "make the rows of a job: of a folder of images, a CSV, JSONL or Parquet file, a Hugging Face dataset",
+        "Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
+        "sources give the same bytes. Parquet and datasets need pyarrow (pip install -e '.[tables]').")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help="a folder, a file, or a pattern in quotes such as 'pictures/**/*.png'")
     add_options(parser, RowsOptions, "rows")
-    parser.set_defaults(run=_rows)
 
 
-def add_table(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "table",
-        help="make a table of the answers of a job: Parquet, CSV, JSONL, or vectors as .npy",
-        description="Makes a line of every answer: metadata, text, the fields of an answer that is JSON, how it ended, "
-        "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install -e '.[tables]').",
-        allow_abbrev=False,
-    )
+def add_table(commands: Commands) -> None:
+    parser = add_command(
+        commands, "table", _table, "make a table of the answers of a job: Parquet, CSV, JSONL, or vectors as .npy",
+        "Makes a line of every answer: metadata, text, the fields of an answer that is JSON, how it ended, "
+        "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install -e '.[tables]').")
     parser.add_argument("answers", metavar="ANSWERS", help="the output of a job, which may be at work")
     add_options(parser, TableOptions, "table")
-    parser.set_defaults(run=_table)
 
 
-def add_merge(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "merge",
-        help="put two outputs of one input together",
-        description="Each row once: an answer counts more than a failure, and the first output more than the second. "
-        "The rows that are left out are named.",
-        allow_abbrev=False,
-    )
+def add_merge(commands: Commands) -> None:
+    parser = add_command(
+        commands, "merge", _merge, "put two outputs of one input together",
+        "Each row once: an answer counts more than a failure, and the first output more than the second. "
+        "The rows that are left out are named.")
     for name in ("first", "second"):
         parser.add_argument(name, metavar=name.upper(), help="the output of a job, with its error file")
     add_options(parser, MergeOptions, "merge")
-    parser.set_defaults(run=_merge)
 
 
 def _rows(arguments: argparse.Namespace) -> int:
