@@ -6,6 +6,7 @@ An answer counts more than a failure, and the first output more than the second.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -58,12 +59,14 @@ class Merged:
 
 
 def merge(first: str, second: str, options: MergeOptions) -> Merged:
-    """Raises ConfigError where they are outputs of two inputs, as their manifests have it."""
+    """Raises ConfigError where both are one file, or outputs of two inputs, as their manifests have it."""
     with contextlib.ExitStack() as entered:
         files = [entered.enter_context(AnswerFiles(name, LIMITS.max_row_bytes)) for name in (first, second)]
         named: list[tuple[str, object]] = [("merged", options.output)]
         named += [] if options.dropped is None else [("dropped", options.dropped)]
         places = find_outputs(named, [pair for each in files for pair in each.read_names])  # type: ignore[arg-type]
+        if os.path.samefile(first, second):
+            raise ConfigError(f"{first} and {second}: are one file; name two outputs of one input")
         for each in files:
             each.scan(num_cells)
         _refuse_two_inputs(*files)

@@ -110,6 +110,16 @@ def test_outputs_of_jobs_with_their_error_files(tmp_path: Path) -> None:
         assert Path(output).read_bytes() == before
 
 
+def test_an_output_is_not_merged_with_itself(tmp_path: Path) -> None:
+    """Under two names either; the counts were those of one of the two."""
+    (tmp_path / "a.jsonl").write_bytes(line("a", "A", True))
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    for second in ("a.jsonl", "link.jsonl"):
+        with pytest.raises(ConfigError, match="are one file; name two outputs"):
+            merge(str(tmp_path / "a.jsonl"), str(tmp_path / second), MergeOptions(output=str(tmp_path / "c.jsonl")))
+    assert not (tmp_path / "c.jsonl").exists()
+
+
 def test_outputs_without_a_row_in_common_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="have no row in common"):
         merged(tmp_path, line("a", "A", True), line("b", "B", True))
