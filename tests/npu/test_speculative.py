@@ -83,7 +83,9 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
 def test_tokens_equal_plain_steps_of_the_cpu_platform(checkpoint: Any, tmp_path: Path) -> None:
     of_states = with_states("reduce-overhead", checkpoint)[1]
     of_states.settings["graph_batch_sizes"] = SIZES_OF_STATES[1][-1:]
-    compare([cases_of("reduce-overhead", checkpoint)[0], of_states], tmp_path)
+    of_attention = cases_of("reduce-overhead", checkpoint)[0]
+    of_attention.settings["graph_batch_sizes"] = SIZES[-1:]
+    compare([of_attention, of_states], tmp_path)
 
 
 @emulated

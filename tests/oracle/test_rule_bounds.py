@@ -312,11 +312,11 @@ def check_fuzz(count: int, seed: int) -> None:
     assert found["most"]["seconds"][0] <= 2, f"{found['most']}: of the processor, whatever else it does"
 
 
-def test_two_hundred_random_rules_are_enforced_or_refused() -> None:
-    """4 s."""
-    check_fuzz(200, seed=11)
+def test_a_hundred_random_rules_are_enforced_or_refused() -> None:
+    """2 s."""
+    check_fuzz(100, seed=11)
 
 
-@pytest.mark.full("five thousand rules take minutes; two hundred stay")
+@pytest.mark.full("five thousand rules take minutes; a hundred stay")
 def test_five_thousand_random_rules_are_enforced_or_refused() -> None:
     check_fuzz(5000, seed=12)

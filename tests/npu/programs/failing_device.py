@@ -2,9 +2,9 @@
 
     python -m tests.npu.programs.failing_device SPEC.json RESULTS.json
 
-SPEC: {"failures": ["aclrtMallocPhysical:3+:207001", ...], "settings": {"model": ..., ...}}. Each run is a fork of this
-process, which has imported everything and touched no device. The failure "" is none; one that begins with "serving " is
-counted from when the model stands ready.
+SPEC: {"failures": ["aclrtMallocPhysical:3+:207001", ...], "settings": {"model": ..., ...}, "undisturbed": {...}}. Each
+run is a fork of this process, which has imported everything and touched no device. The failure "" is none, and takes
+the settings of "undisturbed" as well; one that begins with "serving " is counted from when the model stands ready.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def forked(failure: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main(spec_path: str, results_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
-    runs = {failure: forked(failure, spec["settings"]) for failure in spec["failures"]}
+    runs = {failure: forked(failure, spec["settings"] | ({} if failure else spec["undisturbed"]))
+            for failure in spec["failures"]}
     Path(results_path).write_text(json.dumps(runs))
 
 
