@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen2": Family(
         text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
-        npu=({"num_key_value_heads": 1},), fast=(RANKS,), more=("no grouping",),
+        npu=({"num_key_value_heads": 1},), fast=(), more=("no grouping",),
         variants={
             "no grouping": {"num_key_value_heads": 4},
             "tied, one kv head": {"num_key_value_heads": 1, "tie_word_embeddings": True},

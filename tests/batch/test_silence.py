@@ -20,6 +20,7 @@ from tests import zygote
 from tests.batch.job_folder import numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import read_rows, row, write_rows
+from tests.full_set import only_full
 from tests.replicas.jobs import PYTHONPATH
 
 NUM_ROWS = 60
@@ -88,17 +89,17 @@ def told(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "s.json").read_text())["this_run"])
 
 
-@pytest.mark.parametrize("style", ["lines", "bar"])
-@pytest.mark.parametrize(
-    ("shell", "reason"),
-    [
+@pytest.mark.parametrize(("shell", "reason", "style"), [
+    *((shell, reason, style) for style in ("lines", "bar") for shell, reason in (
         ("JOB 2>&1 | head -5", "Broken pipe"),
         ("JOB 2>&1 | true", "Broken pipe"),
         ("JOB 2> /dev/full", "No space left on device"),
         ("JOB > /dev/full 2>&1", "No space left on device"),
-        ("JOB 2>&-", "it is closed"),
-    ],
-)
+    )),
+    ("JOB 2>&-", "it is closed", "lines"),
+    *only_full("a bar on a closed stream, which is a start from nothing; lines stay, and a bar on other streams",
+               ("JOB 2>&-", "it is closed", "bar")),
+])
 def test_progress_that_nobody_reads_goes_quiet(tmp_path: Path, shell: str, reason: str, style: str) -> None:
     """A second each."""
     assert run(tmp_path, shell, "--progress", style, NATIVE="1") == 3
@@ -129,14 +130,16 @@ def test_words_that_are_no_progress_end_nothing_either(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "out.jsonl")) == NUM_ROWS
 
 
-@pytest.mark.parametrize("shell", ["JOB 2>&1 | true", "JOB 2> /dev/full", "JOB 2>&-"])
+@pytest.mark.parametrize("shell", ["JOB 2> /dev/full", "JOB 2>&-", *only_full(
+    "a reader that has gone; a full device and a closed stream stay", "JOB 2>&1 | true")])
 def test_what_ends_the_job_keeps_its_exit_status(tmp_path: Path, shell: str) -> None:
     assert run(tmp_path, shell, "--progress", "lines", start=subprocess, DIES="9") == 1
     assert told(tmp_path)["error"] == "rank 1 died"
     assert told(tmp_path)["progress"]["quiet"]
 
 
-@pytest.mark.parametrize("shell", ["JOB 2>&1 | true", "JOB 2> /dev/full", "JOB 2>&-"])
+@pytest.mark.parametrize("shell", ["JOB 2>&1 | true", *only_full(
+    "the streams of the test above, which stay there", "JOB 2> /dev/full", "JOB 2>&-")])
 def test_a_refusal_that_nobody_reads_is_still_2(tmp_path: Path, shell: str) -> None:
     assert run(tmp_path, shell, "--allowed-media-dir", "nowhere", start=subprocess) == 2
 
