@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     zygote.fork_children()
+    gc.disable()  # until all is collected, none of which is garbage
     full_set.is_fast = config.option.markexpr == "not full"  # before any test is imported
     if config.getoption("--async-scheduling"):
         from npu_runner.config import SchedulerConfig
@@ -62,6 +63,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     if session.config.option.collectonly or not any(item.get_closest_marker("npu") for item in session.items):
         return
     from tests.cann.environment import has_real_cann
