@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen3": Family(
         ranks={"vocab_size": 321},  # a vocabulary that does not divide
-        npu=({"vocab_size": 321, "head_dim": 64, **_ONE_LAYER},), fast=(MODES,),  # test_repeated_ngrams captures
+        npu=({"vocab_size": 321, "head_dim": 64, **_ONE_LAYER},), fast=(MODES,),  # two ranks capture it
         more=("tied, biased",),
         variants={
             "4 queries a head": {"num_attention_heads": 8, "num_key_value_heads": 2},

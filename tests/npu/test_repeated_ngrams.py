@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.full_set import only_full
 from tests.npu.running import assert_graphs_are_whole, on_cpu, on_npu
 from tests.npu.test_families import emulated, tiny
 
@@ -18,14 +19,9 @@ RULE: dict[str, Any] = {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 12,
 
 
 @emulated
-def test_captured_graphs(checkpoint: Any, tmp_path: Path) -> None:
-    assert_tokens_equal_cpu("reduce-overhead", checkpoint, tmp_path)
-
-
-@emulated
-@pytest.mark.full("the ban runs behind a step, whatever made its logits; captured graphs stay")
-@pytest.mark.parametrize("mode", ["eager", "max-autotune"])
-def test_other_modes(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["eager", *only_full(
+    "the ban runs behind a step, whatever made its logits; eager steps stay", "reduce-overhead", "max-autotune")])
+def test_every_mode(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     assert_tokens_equal_cpu(mode, checkpoint, tmp_path)
 
 
