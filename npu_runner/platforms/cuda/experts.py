@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import expert_kernels as kernels
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.ops import HeldExperts
 
 # Pairs that one program of the sort takes at a time. Up to `FEW_PAIRS` a single program sorts them all; in a graph,
@@ -83,6 +84,7 @@ def route(logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Ten
     kernels.route[(num_tokens,)](
         logits_TE, weights_TK, experts_TK, logits_TE.stride(0), num_experts, RENORMALISE=renormalise, TOP_K=top_k,
         EXPERTS=triton.next_power_of_2(num_experts), PLACES=triton.next_power_of_2(top_k), num_warps=1,
+        **launch_settings(),
     )
     return weights_TK, experts_TK
 
@@ -136,7 +138,7 @@ def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int | None 
     if num_pairs <= few:
         kernels.sort_few[(1,)](
             experts_TK, counts, starts, ranks, order, block_experts, block_rows, num_pairs, num_experts, num_blocks,
-            rows, pairs.first_expert, EXPERTS=width, PAIRS=_SORT_PAIRS, num_warps=8,
+            rows, pairs.first_expert, EXPERTS=width, PAIRS=_SORT_PAIRS, num_warps=8, **launch_settings(),
         )
         return pairs
     counts.zero_()
@@ -163,13 +165,13 @@ def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tens
     kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.columns),)](
         x_TD, gate_up_E2ID, *blocks, hidden_PI, x_TD.stride(0), top_k, hidden_size, width, IS_SORTED=pairs.is_sorted,
         HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     tile = tiling.down
     kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.columns),)](
         hidden_PI, down_EDI, *blocks, outputs_PD, width, hidden_size, IS_SORTED=pairs.is_sorted,
         HOLDS_ALL=holds_all, IS_EVEN=width % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     return combine(outputs_PD, weights_TK, pairs, here)
 
@@ -180,6 +182,6 @@ def combine(outputs_PD: Tensor, weights_TK: Tensor, pairs: Pairs, here: tuple[in
     out_TD = torch.empty((num_tokens, hidden_size), dtype=outputs_PD.dtype, device=outputs_PD.device)
     kernels.combine[(triton.cdiv(hidden_size, _COMBINE_COLUMNS), num_tokens)](
         outputs_PD, weights_TK, pairs.experts, out_TD, *here, hidden_size, TOP_K=top_k, HOLDS_ALL=pairs.held is None,
-        COLUMNS=_COMBINE_COLUMNS, num_warps=4,
+        COLUMNS=_COMBINE_COLUMNS, num_warps=4, **launch_settings(),
     )
     return out_TD
