@@ -31,8 +31,7 @@ _MOST_PROMPTS = 64
 _TILES = "tiles"
 
 PrefillForward = Callable[[StepInputs, Tensor, Tensor], Tensor]
-"""(inputs, tiles (N, 4), last tokens of prompts (R,)) -> final hidden states (T, D), or those of the last tokens (R, D).
-"""
+"""(inputs, tiles (N, 4), last tokens of prompts (R,)) -> final hidden states (T, D), or of the last tokens (R, D)."""
 
 
 class RecordedPrefill:

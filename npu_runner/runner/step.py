@@ -35,7 +35,7 @@ from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets
 from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
-from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+from npu_runner.sampling.sampler import Sampler, SamplerOutput
 
 
 class DecodeStep(nn.Module):
@@ -71,8 +71,9 @@ class DraftedDecodeStep(DecodeStep):
 class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
-    `number` must return with its tokens. `ends` are those of a prefill of which nothing else is read. `plan` is the attention backend's for an eager step, `state_plan` the Gated
-    DeltaNet backend's for a prefill or a step with drafts, `images` those of a prefill.
+    `number` must return with its tokens. `plan` is the attention backend's for an eager step, `state_plan` the Gated
+    DeltaNet backend's for a prefill or a step with drafts. A prefill has its `images`, and `ends` where nothing else of
+    it is read.
     """
 
     batch: ScheduledBatch
@@ -391,7 +392,7 @@ class StepRunner:
         if on_host.problems:
             rows = np.flatnonzero(batch.samples_B)
             problems = {int(rows[row]): problem for row, problem in on_host.problems.items()}
-        logprobs = step_logprobs(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
+        logprobs = StepLogprobs.of(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
         return ModelRunnerOutput(tokens, logprobs, problems=problems, prompt_scores=scores)
 
     def _prefill(self, step: PreparedStep) -> Launched:
@@ -442,12 +443,3 @@ class StepRunner:
             raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
                                   f"operation before failed, and the error of that got lost; "
                                   f"{self.platform.lost_error_remedy}")
-
-
-def step_logprobs(num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
-    """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
-    if sample.records_LC is None:
-        return None
-    places_B = np.full(num_rows, -1, dtype=np.int32)
-    places_B[rows[sample.logprob_rows]] = np.arange(len(sample.logprob_rows), dtype=np.int32)
-    return StepLogprobs(places_B.tolist(), sample.records_LC)

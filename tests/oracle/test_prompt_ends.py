@@ -1,4 +1,4 @@
-"""A prefill's last layer makes the last token of each row alone, unless more is read of it; answers are transformers'."""
+"""A prefill's last layer makes the last token of each row alone, unless more is read; answers are transformers'."""
 
 from __future__ import annotations
 
