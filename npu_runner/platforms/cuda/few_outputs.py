@@ -1,5 +1,5 @@
-"""Products of some rows with a weight of few outputs, such as a router's: what bounds them is a launch, and the wait for
-the first weights. Knows nothing of models.
+"""Products of some rows with a weight of few outputs, such as a router's: what bounds them is a launch and the wait
+for the first weights. Knows nothing of models.
 
 M rows, I input features, O output features.
 """
