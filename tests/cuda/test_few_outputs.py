@@ -10,7 +10,7 @@ from tests.cuda.test_products import DTYPES, assert_product, draw
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [
-    (1, 16, 1024), (2, 128, 2048), (16, 64, 4096), (17, 48, 1280), (64, 512, 1024)])
+    (1, 16, 1024), (2, 128, 2048), (16, 64, 1536), (17, 48, 1280), (64, 512, 1024)])
 def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
     from npu_runner.platforms.cuda.few_outputs import has_product, product
 
@@ -22,7 +22,8 @@ def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_in
 
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs", "dtype"), [
     (0, 128, 2048, torch.bfloat16), (65, 128, 2048, torch.bfloat16), (1, 1, 2048, torch.bfloat16),
-    (1, 528, 2048, torch.bfloat16), (1, 128, 1100, torch.bfloat16), (1, 128, 2048, torch.float32)])
+    (1, 528, 2048, torch.bfloat16), (1, 128, 4096, torch.bfloat16),
+    (1, 128, 1100, torch.bfloat16), (1, 128, 2048, torch.float32)])
 def test_others_are_left_to_the_library(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int,
                                         dtype: torch.dtype) -> None:
     from npu_runner.platforms.cuda.few_outputs import has_product

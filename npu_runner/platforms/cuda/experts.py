@@ -50,6 +50,8 @@ _IN_16_BITS = (
     Tiling(most_pairs_per_expert=48, rows=32, gate_up=Tile(128, 64, 4, 3), down=Tile(256, 64, 4, 3)),
     Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 64, 8, 3), down=Tile(256, 64, 8, 3)),
 )
+# Of pairs in no order, which are few: small tiles, so that every multiprocessor has one (H100).
+_UNSORTED = Tiling(most_pairs_per_expert=1, rows=16, gate_up=Tile(32, 128, 4, 5), down=Tile(64, 64, 4, 5))
 _IN_FLOAT32 = (
     Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
     Tiling(most_pairs_per_expert=float("inf"), rows=64, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
@@ -93,15 +95,19 @@ def tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
     return _IN_FLOAT32 if dtype == torch.float32 else _IN_16_BITS
 
 
+def tiling_of_unsorted(dtype: torch.dtype) -> Tiling:
+    return _IN_FLOAT32[0] if dtype == torch.float32 else _UNSORTED
+
+
 def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
                 held: HeldExperts | None) -> Tensor:
     """`Ops.experts`."""
     num_experts = len(gate_up_E2ID)
-    choices = tilings(x_TD.dtype)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
-        return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI, choices[0])
+        return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI,
+                         tiling_of_unsorted(x_TD.dtype))
     average = experts_TK.numel() / (num_experts if held is None else held.total)
-    tiling = next(tiling for tiling in choices if average <= tiling.most_pairs_per_expert)
+    tiling = next(tiling for tiling in tilings(x_TD.dtype) if average <= tiling.most_pairs_per_expert)
     pairs = sort_pairs(experts_TK, num_experts, tiling.rows, held=held)
     return _products(x_TD, weights_TK, pairs, gate_up_E2ID, down_EDI, tiling)
 
@@ -110,7 +116,7 @@ def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2
                 held: HeldExperts | None) -> None:
     """Call each kernel that any number of tokens may need, over one token: none is then compiled while serving."""
     token = x_TD[:1], weights_TK[:1]
-    _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tilings(x_TD.dtype)[0])
+    _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tiling_of_unsorted(x_TD.dtype))
     for tiling in tilings(x_TD.dtype):
         for few in (0, FEW_PAIRS):
             pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few, held=held)

@@ -7,18 +7,23 @@ M rows, I input features, O output features.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from npu_runner.platforms.cuda.attention_tiles import Gpu
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, fetch, launch_settings
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # A program has so many outputs of so many rows, and takes so many inputs at a time.
 _OUTPUTS, _ROWS, _INPUTS = 16, 16, 256
 _MOST_OUTPUTS, _MOST_ROWS = 512, 64
-_LEAST_INPUTS = 1024
+# A program holds all that it multiplies in shared memory, and asks for it at once.
+_LEAST_INPUTS, _MOST_INPUTS = 1024, 2048
+_SHARED_BYTES = 160 << 10
 _LINE = tl.constexpr(64)
 
 
@@ -27,7 +32,13 @@ def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
     num_outputs, num_inputs = weight_OI.shape
     return (weight_OI.dtype in _DTYPES and x_MI.dtype == weight_OI.dtype and x_MI.dim() == 2 and x_MI.stride(1) == 1
             and weight_OI.is_contiguous() and num_outputs % _OUTPUTS == 0 and _OUTPUTS <= num_outputs <= _MOST_OUTPUTS
-            and num_inputs % _INPUTS == 0 and num_inputs >= _LEAST_INPUTS and 0 < len(x_MI) <= _MOST_ROWS)
+            and num_inputs % _INPUTS == 0 and _LEAST_INPUTS <= num_inputs <= _MOST_INPUTS
+            and 0 < len(x_MI) <= _MOST_ROWS and _has_room())
+
+
+@functools.cache
+def _has_room() -> bool:
+    return Gpu.current().shared_bytes >= _SHARED_BYTES
 
 
 def product(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -56,7 +67,7 @@ def _few_outputs(x, weight, out, num_rows, num_outputs, stride_x, WIDTH: tl.cons
     weights = weight + outputs[:, None] * WIDTH + inputs[None, :]
     sources = x + rows.to(tl.int64)[None, :] * stride_x + inputs[:, None]
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in tl.range(0, WIDTH, INPUTS, num_stages=4):
+    for start in tl.range(0, WIDTH, INPUTS, num_stages=WIDTH // INPUTS + 1):
         sums = tl.dot(tl.load(weights + start), tl.load(sources + start, mask=is_row[None, :], other=0.0), sums)
     tl.store(out + rows[None, :] * num_outputs + outputs[:, None], sums.to(out.dtype.element_ty),
              mask=is_row[None, :])

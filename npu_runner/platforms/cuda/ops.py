@@ -44,7 +44,7 @@ from npu_runner.platforms.ops import (
 )
 
 # Pairs that one program turns: heads of one or several tokens.
-_ROTARY_ELEMENTS, _ROTARY_WARPS = 1024, 4
+_ROTARY_ELEMENTS, _ROTARY_WARPS = 512, 1
 # Among what is compiled: no weight has so many features.
 _GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED = -1, -2, -3, -4, -5, -6
 
