@@ -153,6 +153,8 @@ class StepRunner:
                  states: StatePool | None = None, most_rows: int = 0):
         """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
+        self.takes_ends = isinstance(model, ModelOfEnds) and model.takes_ends and not self.reads_all_of_prompts
+        """Whether a prefill's last layer can do with the last tokens of its rows."""
         self.decode_step = DecodeStep(model, states, gated_delta)
         self.head_step: DecodeStep | None = None
         """What else runs over a decode step's inputs, behind its draw, in graphs of its own."""
@@ -304,11 +306,6 @@ class StepRunner:
         own = {name: bucket.tensors[name][: len(arrays[name])] for name in ("end_rows", "sampled_rows")}
         return PreparedStep(batch, number, {**bucket.tensors, **own}, bucket.inputs, bucket, None,
                             ends=PromptEnds(own["end_rows"]) if self.takes_ends else None)
-
-    @property
-    def takes_ends(self) -> bool:
-        """Whether a prefill's last layer can do with the last tokens of its rows."""
-        return isinstance(self.model, ModelOfEnds) and self.model.takes_ends and not self.reads_all_of_prompts
 
     def _reads_ends_alone(self, batch: ScheduledBatch) -> bool:
         """Where every row is one token there is nothing to be left out."""
