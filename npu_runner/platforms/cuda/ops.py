@@ -43,8 +43,8 @@ from npu_runner.platforms.ops import (
     RoundedRows,
 )
 
-# Pairs that one program turns: heads of one or several tokens.
-_ROTARY_ELEMENTS, _ROTARY_WARPS = 512, 1
+# Heads of one token that one program turns; they share its cos and sin.
+_ROTARY_HEADS = 8
 # Among what is compiled: no weight has so many features.
 _GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED = -1, -2, -3, -4, -5, -6
 
@@ -166,13 +166,11 @@ class TritonOps(Ops):
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens, num_q_heads, _ = q_TNH.shape
         num_k_heads, half = k_TKH.shape[1], cos_TR.shape[1] // 2
-        block = triton.next_power_of_2(half)
-        rows = max(1, _ROTARY_ELEMENTS // block)
-        num_programs = sum(triton.cdiv(num_tokens * num_heads, rows) for num_heads in (num_q_heads, num_k_heads))
-        _rotary[(num_programs,)](
+        num_programs = triton.cdiv(num_q_heads, _ROTARY_HEADS) + triton.cdiv(num_k_heads, _ROTARY_HEADS)
+        _rotary[(num_tokens, num_programs)](
             q_TNH, k_TKH, cos_TR, sin_TR, q_TNH.stride(0), k_TKH.stride(0), q_TNH.stride(1), k_TKH.stride(1),
-            cos_TR.stride(0), num_tokens, HEADS=num_q_heads, KV_HEADS=num_k_heads, HALF=half, ROWS=rows, BLOCK=block,
-            num_warps=_ROTARY_WARPS,
+            cos_TR.stride(0), num_q_heads, num_k_heads, half, HEADS=_ROTARY_HEADS,
+            BLOCK=triton.next_power_of_2(half), num_warps=1,
         )
         return q_TNH, k_TKH
 
@@ -319,37 +317,29 @@ def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, ep
     tl.store(out + row * width + columns, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _rotary(q, k, cos, sin, stride_qt, stride_kt, stride_qn, stride_kn, stride_c, num_tokens, HEADS: tl.constexpr,
-            KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row is a head of a token: first programs for those of q, then of k."""
-    num_q_programs = tl.cdiv(num_tokens * HEADS, ROWS)
-    program = tl.program_id(0)
-    if program < num_q_programs:
-        rows = program * ROWS + tl.arange(0, ROWS)
-        tokens = (rows // HEADS).to(tl.int64)
-        _turn(q + tokens * stride_qt + rows % HEADS * stride_qn, cos, sin, tokens * stride_c, tokens < num_tokens,
-              HALF, BLOCK)
-    else:
-        rows = (program - num_q_programs) * ROWS + tl.arange(0, ROWS)
-        tokens = (rows // KV_HEADS).to(tl.int64)
-        _turn(k + tokens * stride_kt + rows % KV_HEADS * stride_kn, cos, sin, tokens * stride_c, tokens < num_tokens,
-              HALF, BLOCK)
-
-
 @triton.jit
-def _turn(rows, cos, sin, turns, is_row, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In place; `turns`: where the cos and sin of each row begin."""
+def _rotary(q, k, cos, sin, stride_qt, stride_kt, stride_qn, stride_kn, stride_c, num_q_heads, num_k_heads, half,
+            HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    first_head = tl.program_id(1) * HEADS
+    num_q_programs = tl.cdiv(num_q_heads, HEADS)
+    if tl.program_id(1) < num_q_programs:
+        heads = first_head + tl.arange(0, HEADS)
+        rows = q + token * stride_qt + heads * stride_qn
+        is_head = heads < num_q_heads
+    else:
+        heads = first_head - num_q_programs * HEADS + tl.arange(0, HEADS)
+        rows = k + token * stride_kt + heads * stride_kn
+        is_head = heads < num_k_heads
     columns = tl.arange(0, BLOCK)
-    mask = is_row[:, None] & (columns < HALF)[None, :]
-    places, turns = rows[:, None] + columns[None, :], turns[:, None] + columns[None, :]
-    c = tl.load(cos + turns, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + turns, mask=mask, other=0.0).to(tl.float32)
-    first = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(places + HALF, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, (first * c - second * s).to(rows.dtype.element_ty), mask=mask)
-    tl.store(places + HALF, (second * c + first * s).to(rows.dtype.element_ty), mask=mask)
+    c = tl.load(cos + token * stride_c + columns, mask=columns < half).to(tl.float32)[None, :]
+    s = tl.load(sin + token * stride_c + columns, mask=columns < half).to(tl.float32)[None, :]
+    mask = is_head[:, None] & (columns < half)[None, :]
+    places = rows[:, None] + columns[None, :]
+    first = tl.load(places, mask=mask).to(tl.float32)
+    second = tl.load(places + half, mask=mask).to(tl.float32)
+    tl.store(places, (first * c - second * s).to(q.dtype.element_ty), mask=mask)
+    tl.store(places + half, (second * c + first * s).to(q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
