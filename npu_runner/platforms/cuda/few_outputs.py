@@ -51,8 +51,8 @@ def product(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_outputs(x, weight, out, num_rows, num_outputs, stride_x, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr,
                  ROWS: tl.constexpr, PARTS: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """The weight's tile is the left factor, and is read before the kernel waits. Inputs are cut into parts, one for each
-    warp: one long chain of sums would take most of the time."""
+    """The weight's tile is the left factor, and is read before the kernel waits. Inputs are cut into parts, one for
+    each warp: one long chain of sums would take most of the time."""
     DEPTH: tl.constexpr = WIDTH // PARTS
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
