@@ -17,6 +17,7 @@ from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms import pick_platform
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_families import prompts_of
 from tests.oracle.test_prefill_graphs import TiledAttention
@@ -55,7 +56,8 @@ def prompts(*lengths: int) -> list[PromptInputs]:
     return [PromptInputs([(7 * place + length) % 290 for place in range(length)]) for length in lengths]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "glm4v", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", *only_full(
+    "layers with other norms: that their answers are right is in the fast set", "olmo2", "glm4v")])
 def test_only_last_tokens_go_through_the_last_layer(model_type: str, checkpoint: Any, platform_name: str) -> None:
     """Of whole prompts and of chunks, whatever else is in the step."""
     with LLM(checkpoint(model_type), platform=platform_name, max_num_batched_tokens=CHUNK, **EAGER) as llm:
