@@ -53,7 +53,7 @@ class SandwichLayer(DecoderLayer):
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
         x_TD = self.post_self_attn_layernorm(self.mix(x_TD, cos_TR, sin_TR, metadata))
-        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, residual_TD)
+        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.of_ends(residual_TD))
         return self.post_mlp_layernorm(self.mlp(x_TD)), residual_TD
 
 

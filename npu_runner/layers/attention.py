@@ -18,7 +18,10 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 class PagedAttention(nn.Module):
-    """Writes the step's keys and values, then attends. `bind_kv_cache` gives it k_cache and v_cache (NB, S, K, H)."""
+    """Writes the step's keys and values, then attends. `bind_kv_cache` gives it k_cache and v_cache (NB, S, K, H).
+
+    Returns (T, N, H); with `AttentionMetadata.ends` those of their rows, (B, N, H).
+    """
 
     k_cache: Tensor
     v_cache: Tensor
@@ -50,6 +53,8 @@ class PagedAttention(nn.Module):
         return self._attend(q_TNH, metadata)
 
     def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if metadata.ends is not None:
+            q_TNH, metadata = metadata.of_ends(q_TNH), metadata.as_decode()
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
         return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale, window=self.window)
 

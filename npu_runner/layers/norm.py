@@ -48,6 +48,7 @@ class RMSNorm(nn.Module):
 
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """(norm(x + residual), x + residual); the first as its reader takes it."""
+        assert x.shape == residual.shape, f"{tuple(x.shape)} and {tuple(residual.shape)}: kernels see no broadcast"
         if self._form == INT8:
             return self.ops.add_rms_norm_int8(x, residual, self.weight, self.eps)
         if self._rounding is not None:

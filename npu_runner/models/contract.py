@@ -29,6 +29,14 @@ class LanguageModel(Protocol):
 
 
 @runtime_checkable
+class ModelOfEnds(LanguageModel, Protocol):
+    """One that takes `AttentionMetadata.ends`, and then returns their hidden states alone, (B, D). Of others a prefill
+    computes all rows of all layers."""
+
+    takes_ends: bool
+
+
+@runtime_checkable
 class DraftingModel(LanguageModel, Protocol):
     """One whose head for multi-token prediction is loaded; that has a `PagedAttention` of its own, the last one."""
 

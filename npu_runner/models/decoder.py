@@ -61,13 +61,17 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TR: Tensor, sin_TR: Tensor,
                 metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """(output of the channel mixer, residual to add to it); what comes next adds the two."""
+        """(output of the channel mixer, residual to add to it); what comes next adds the two.
+
+        With `metadata.ends`, in a prefill's last layer, `mix` has fewer rows than came in: so must have what is added
+        to its output (`AttentionMetadata.of_ends`), and both results.
+        """
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
         x_TD = self.mix(x_TD, cos_TR, sin_TR, metadata)
-        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, residual_TD)
+        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.of_ends(residual_TD))
         return self.mlp(x_TD), residual_TD
 
     def weights_are_loaded(self) -> None:
@@ -78,9 +82,9 @@ class DecoderLayer(nn.Module):
             self.post_attention_layernorm.feed(self.mlp.gate_up_proj if isinstance(self.mlp, DecoderMLP) else None)
 
     def mix(self, x_TD: Tensor | RoundedRows, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Output of the sequence mixer."""
+        """Output of the sequence mixer, of the rows that the layer goes on with."""
         if self.linear_attn is not None:
-            return self.linear_attn(x_TD, metadata)
+            return metadata.of_ends(self.linear_attn(x_TD, metadata))
         assert self.self_attn is not None, "a layer has one of the two"
         return self.self_attn(x_TD, cos_TR, sin_TR, metadata)
 
@@ -118,7 +122,7 @@ class Decoder(nn.Module):
 
     def forward(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
-        """Final hidden states (T, D) of embedded tokens `x_TD`.
+        """Final hidden states (T, D) of embedded tokens `x_TD`; with `metadata.ends` theirs (B, D).
 
         `deepstack`: rows (T,) int32, and a level (M + 1, D) for each of the first layers. After such a layer every
         token adds its row. The last row is zeros, for tokens of no image; DeepStack, arXiv 2406.04334.
@@ -126,11 +130,14 @@ class Decoder(nn.Module):
         cos_TR, sin_TR = self.rotary(positions)
         residual_TD = None
         rows_T, levels = deepstack if deepstack is not None else (None, [])
+        in_whole, last = metadata.of_whole_layers(), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x_TD, residual_TD = layer(x_TD, residual_TD, cos_TR, sin_TR, metadata)
-            if index < len(levels):
+            of_layer = metadata if index == last else in_whole
+            x_TD, residual_TD = layer(x_TD, residual_TD, cos_TR, sin_TR, of_layer)
+            if index < len(levels) and rows_T is not None:
                 # Gathered and added to all rows: scattering adds sorts its indices on some devices.
-                x_TD = x_TD + F.embedding(rows_T, levels[index])
+                x_TD = x_TD + F.embedding(of_layer.of_ends(rows_T), levels[index])
+        assert metadata.ends is None or len(x_TD) == len(metadata.ends.rows_B), "the last layer leaves rows out"
         return self.norm.add_forward(x_TD, residual_TD)[0]
 
 
@@ -160,6 +167,8 @@ def draft_head(config: ModelConfig, context: LayerContext, layer: MakeLayer) -> 
 
 class CausalLM(nn.Module):
     """A text-only checkpoint: decoder and output head, and a head that drafts where that is wanted."""
+
+    takes_ends = True
 
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()

@@ -6,7 +6,7 @@ Shapes: T tokens of a step, B sequences of a step, W blocks per sequence, S bloc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,6 +44,17 @@ class StepInputs(NamedTuple):
         return cls(*(tensors[name] for name in cls._fields))
 
 
+@dataclass(frozen=True)
+class PromptEnds:
+    """The last tokens of a prefill's rows. Where nothing else is read of it, its last layer makes only these: of the
+    others it needs keys and values."""
+
+    rows_B: Tensor
+    """int32: which tokens of the step they are; of padded rows of a graph some valid ones."""
+    plan: Any = None
+    """`AttentionBackend.plan_decode` of the step's contexts; None in a graph."""
+
+
 @dataclass
 class AttentionMetadata:
     """Where this step's tokens lie, as in StepInputs; `plan` belongs to the attention backend that made it.
@@ -59,10 +70,26 @@ class AttentionMetadata:
     plan: Any = None
     state_slots_B: Tensor | None = None
     state_plan: Any = None
+    ends: PromptEnds | None = None
+    """In the last layer of a prefill of which only these are read: what comes behind attention has their rows alone."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What a backend made of this step's tensors in one layer and takes again in the next, by names of its own."""
 
     @classmethod
-    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None) -> AttentionMetadata:
+    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
+           ends: PromptEnds | None = None) -> AttentionMetadata:
         return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
-                   inputs.state_slots, state_plan)
+                   inputs.state_slots, state_plan, ends)
+
+    def of_ends(self, x: Tensor) -> Tensor:
+        """Of `x` (T, ...) the rows of the ends (B, ...); all where there are none."""
+        return x if self.ends is None else x.index_select(0, self.ends.rows_B)
+
+    def of_whole_layers(self) -> AttentionMetadata:
+        """For the layers before the last one."""
+        return self if self.ends is None else replace(self, ends=None)
+
+    def as_decode(self) -> AttentionMetadata:
+        """The ends as rows of a decode step, whose keys and values are stored."""
+        assert self.ends is not None, "callers look first"
+        return AttentionMetadata(False, self.slot_mapping_T, self.context_lens_B, self.block_tables_BW, self.ends.plan)

@@ -13,6 +13,7 @@ from torch import nn
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import RequestError
+from npu_runner.sampling.sampler import HostSample
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class StepLogprobs:
 
     places: list[int]
     records: np.ndarray
+
+    @classmethod
+    def of(cls, num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
+        """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
+        if sample.records_LC is None:
+            return None
+        places_B = np.full(num_rows, -1, dtype=np.int32)
+        places_B[rows[sample.logprob_rows]] = np.arange(len(sample.logprob_rows), dtype=np.int32)
+        return cls(places_B.tolist(), sample.records_LC)
 
     def packed(self, row: int, num_top: int) -> bytes:
         """The row's record with only the first `num_top` tokens; empty if it has none."""

@@ -25,7 +25,7 @@ import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings
-from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.prefill_graphs import PrefillBuckets
@@ -113,8 +113,9 @@ def _record_prefills(parts: DecodeParts, compiler: GraphCompiler, votes: Votes, 
     steps = parts.steps
     model, attention = steps.model, steps.attention
 
-    def forward(inputs: StepInputs, tiles: Tensor) -> Tensor:
-        metadata = AttentionMetadata.of(inputs, attention.plan_of_tiles(tiles), is_prefill=True)
+    def forward(inputs: StepInputs, tiles: Tensor, end_rows_R: Tensor) -> Tensor:
+        metadata = AttentionMetadata.of(inputs, attention.plan_of_tiles(tiles), is_prefill=True,
+                                        ends=PromptEnds(end_rows_R) if steps.takes_ends else None)
         return model(model.embed(inputs.tokens), inputs.positions, metadata)
 
     prefills = PrefillBuckets(attention, steps.tables, block_size=steps.block_size,

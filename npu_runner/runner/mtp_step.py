@@ -120,6 +120,7 @@ class MTPStepRunner(SpeculativeStepRunner):
     """A SpeculativeStepRunner of a DraftingModel with states."""
 
     model: DraftingModel
+    reads_all_of_prompts = True
 
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)

@@ -30,8 +30,8 @@ from npu_runner.runner.step_arrays import step_arrays
 _MOST_PROMPTS = 64
 _TILES = "tiles"
 
-PrefillForward = Callable[[StepInputs, Tensor], Tensor]
-"""(inputs, tiles (N, 4)) -> final hidden states (T, D)."""
+PrefillForward = Callable[[StepInputs, Tensor, Tensor], Tensor]
+"""(inputs, tiles (N, 4), last tokens of prompts (R,)) -> final hidden states (T, D), or of the last tokens (R, D)."""
 
 
 class RecordedPrefill:
@@ -43,9 +43,9 @@ class RecordedPrefill:
         self._replay: Callable[[], None] | None = None
         self._hidden_TD: Tensor | None = None
 
-    def __call__(self, inputs: StepInputs, tiles: Tensor) -> Tensor:
+    def __call__(self, inputs: StepInputs, tiles: Tensor, end_rows_R: Tensor) -> Tensor:
         def run() -> None:
-            self._hidden_TD = self._forward(inputs, tiles)
+            self._hidden_TD = self._forward(inputs, tiles, end_rows_R)
 
         if self._replay is None:
             self._replay = self._compiler.record(run)
@@ -56,13 +56,13 @@ class RecordedPrefill:
 
 @dataclass(kw_only=True)
 class PrefillBucket(Bucket):
-    """A Bucket of `batch_size` tokens. `forward` takes the tiles of attention, too, and gives hidden states (T, D)."""
+    """A Bucket of `batch_size` tokens. `forward` is a PrefillForward."""
 
     most_prompts: int
 
     def run(self) -> Tensor:
         """Hidden states of what lies in the buffers, until the next call of any bucket, in the device's order."""
-        return self.forward(self.inputs, self.tensors[_TILES].view(-1, 4))
+        return self.forward(self.inputs, self.tensors[_TILES].view(-1, 4), self.tensors["end_rows"])
 
 
 class PrefillBuckets:

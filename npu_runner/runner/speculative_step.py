@@ -28,14 +28,7 @@ from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
-from npu_runner.runner.step import (
-    DecodeStep,
-    DraftedDecodeStep,
-    PreparedStep,
-    StepRunner,
-    StepUnderWay,
-    step_logprobs,
-)
+from npu_runner.runner.step import DecodeStep, DraftedDecodeStep, PreparedStep, StepRunner, StepUnderWay
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
@@ -85,7 +78,7 @@ class VerifiedStep:
         # Behind a row's last token the next row's first one stands, and the last row's at the end has none.
         next_R = np.minimum(self.places_R + 1, len(self.batch.token_ids_T) - 1)
         self.rows_R = rows_R[has_more_R & (self.batch.token_ids_T[next_R] == drawn_R)]
-        self.logprobs.append(step_logprobs(self.batch.batch_size, rows_R, sample))
+        self.logprobs.append(StepLogprobs.of(self.batch.batch_size, rows_R, sample))
         self.drawn = None
 
     def take_all(self, sample: HostSample) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.models.contract import LanguageModel
+from npu_runner.models.contract import LanguageModel, ModelOfEnds
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
 from npu_runner.platforms.platform import Platform
-from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
@@ -35,7 +35,7 @@ from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets
 from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
-from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
+from npu_runner.sampling.sampler import Sampler, SamplerOutput
 
 
 class DecodeStep(nn.Module):
@@ -72,7 +72,8 @@ class PreparedStep:
     """A step whose arrays are on their way to the device. `bucket` is the graph that runs it, None for an eager step.
 
     `number` must return with its tokens. `plan` is the attention backend's for an eager step, `state_plan` the Gated
-    DeltaNet backend's for a prefill or a step with drafts, `images` those of a prefill.
+    DeltaNet backend's for a prefill or a step with drafts. A prefill has its `images`, and `ends` where nothing else of
+    it is read.
     """
 
     batch: ScheduledBatch
@@ -83,6 +84,7 @@ class PreparedStep:
     plan: Any
     state_plan: Any = None
     images: StepImages | None = None
+    ends: PromptEnds | None = None
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,17 @@ class StepRunner:
     `gated_delta` is None for a model without states, as is `states`; that comes with the pool.
     """
 
+    reads_all_of_prompts = False
+    """Whether it reads the final hidden states of all tokens of a prefill."""
+
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
                  tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, images: ImageEncoder,
                  sampler: Sampler | None, guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None,
                  states: StatePool | None = None, most_rows: int = 0):
         """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
+        self.takes_ends = isinstance(model, ModelOfEnds) and model.takes_ends and not self.reads_all_of_prompts
+        """Whether a prefill's last layer can do with the last tokens of its rows."""
         self.decode_step = DecodeStep(model, states, gated_delta)
         self.head_step: DecodeStep | None = None
         """What else runs over a decode step's inputs, behind its draw, in graphs of its own."""
@@ -286,15 +293,24 @@ class StepRunner:
         plan = self.attention.plan_prefill(query_lens, context_lens, tables_BW, self.device)
         saves = [StateSave(row=row, offset=offset, slot=slot) for row, offset, slot in batch.state_saves]
         state_plan = self.gated_delta and self.gated_delta.plan_prefill(query_lens, context_lens, saves, self.device)
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, images)
+        ends = None
+        if self._reads_ends_alone(batch):
+            ends = PromptEnds(tensors["end_rows"], self.attention.plan_decode(context_lens, tables_BW, self.device))
+        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, images, ends)
 
     def _prepare_graph_prefill(self, prefills: PrefillBuckets, bucket: PrefillBucket, batch: ScheduledBatch,
                                number: int, arrays: dict[str, np.ndarray]) -> PreparedStep:
         slots_R = prefills.pad_into(bucket, batch, arrays)
         news = self.tables.news(batch.new_blocks_N3, slots_R)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_R)
-        last_rows_B = bucket.tensors["last_rows"][: len(arrays["last_rows"])]
-        return PreparedStep(batch, number, {**bucket.tensors, "last_rows": last_rows_B}, bucket.inputs, bucket, None)
+        own = {name: bucket.tensors[name][: len(arrays[name])] for name in ("end_rows", "sampled_rows")}
+        return PreparedStep(batch, number, {**bucket.tensors, **own}, bucket.inputs, bucket, None,
+                            ends=PromptEnds(own["end_rows"]) if self.takes_ends else None)
+
+    def _reads_ends_alone(self, batch: ScheduledBatch) -> bool:
+        """Where every row is one token there is nothing to be left out."""
+        is_read = batch.prompt_scores or batch.prompt_states
+        return self.takes_ends and not is_read and batch.num_tokens > batch.batch_size
 
     def fill(self, bucket: Bucket, new_blocks_N3: np.ndarray, arrays: dict[str, np.ndarray],
              slots: np.ndarray) -> dict[str, np.ndarray]:
@@ -315,7 +331,7 @@ class StepRunner:
     def launch(self, step: PreparedStep) -> Launched:
         """Hand out the forward."""
         if isinstance(step.bucket, PrefillBucket):
-            return self._read_prompts(step, step.bucket.run()[: step.batch.num_tokens])
+            return self._read_prompts(step, step.bucket.run())
         if step.bucket is not None:
             return Launched(step.bucket.forward(step.inputs)[: step.batch.num_tokens])
         if not step.batch.is_prefill:
@@ -373,7 +389,7 @@ class StepRunner:
         if on_host.problems:
             rows = np.flatnonzero(batch.samples_B)
             problems = {int(rows[row]): problem for row, problem in on_host.problems.items()}
-        logprobs = step_logprobs(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
+        logprobs = StepLogprobs.of(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
         return ModelRunnerOutput(tokens, logprobs, problems=problems, prompt_scores=scores)
 
     def _prefill(self, step: PreparedStep) -> Launched:
@@ -384,7 +400,8 @@ class StepRunner:
         deepstack = None
         if step.images is not None:
             x_TD, deepstack = self.image_encoder.show(batch, step.images, x_TD, step.tensors["image_rows"])
-        metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan)
+        metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan,
+                                        ends=step.ends)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         self.keep_prompts(step, x_TD, hidden_TD)
         if self.states is not None:
@@ -392,10 +409,14 @@ class StepRunner:
         return self._read_prompts(step, hidden_TD)
 
     def _read_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> Launched:
+        """Of all tokens of the step, or of its ends; padding of a graph comes behind them."""
         of_prompts = self.look_at_prompts(step, hidden_TD)
+        sampled_rows = step.tensors["sampled_rows"]
         # Without a row that samples it is a chunk in the middle of its prompt.
-        last_rows_B = step.tensors["last_rows"]
-        return Launched(self.read_out(hidden_TD[last_rows_B]) if len(last_rows_B) else hidden_TD[:0], of_prompts)
+        if not len(sampled_rows):
+            return Launched(hidden_TD[:0], of_prompts)
+        rows = sampled_rows if step.ends is not None else step.tensors["end_rows"].index_select(0, sampled_rows)
+        return Launched(self.read_out(hidden_TD.index_select(0, rows)), of_prompts)
 
     def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Keep what a head reads of a prefill: its tokens as embedded, and their final hidden states. Nothing here."""
@@ -419,12 +440,3 @@ class StepRunner:
             raise EngineDeadError(f"the device did not run the {step.batch.describe()}: it takes no work since an "
                                   f"operation before failed, and the error of that got lost; "
                                   f"{self.platform.lost_error_remedy}")
-
-
-def step_logprobs(num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
-    """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
-    if sample.records_LC is None:
-        return None
-    places_B = np.full(num_rows, -1, dtype=np.int32)
-    places_B[rows[sample.logprob_rows]] = np.arange(len(sample.logprob_rows), dtype=np.int32)
-    return StepLogprobs(places_B.tolist(), sample.records_LC)

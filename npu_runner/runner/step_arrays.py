@@ -54,8 +54,8 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
     }
     if batch.is_prefill:
         arrays["tokens"] = batch.token_ids_T
-        last_rows_B = np.cumsum(batch.query_lens_B) - 1
-        arrays["last_rows"] = last_rows_B[batch.samples_B].astype(np.int32)
+        arrays["end_rows"] = (np.cumsum(batch.query_lens_B) - 1).astype(np.int32)
+        arrays["sampled_rows"] = np.flatnonzero(batch.samples_B).astype(np.int32)
         arrays["image_rows"] = _image_rows(batch)
         if batch.prompt_scores:
             arrays["prompt_targets"] = np.concatenate([score.targets for score in batch.prompt_scores])

@@ -53,7 +53,7 @@ class DecoderAttention(nn.Module):
 
     def attend(self, q_TNH: Tensor, k: Tensor, v: Tensor, cos_TR: Tensor, sin_TR: Tensor,
                metadata: AttentionMetadata) -> Tensor:
-        """(T, N, H), behind the rotary embedding."""
+        """(T, N, H), behind the rotary embedding; with `metadata.ends` (B, N, H)."""
         k_TKH, v_TKH = (x.unflatten(-1, (-1, self.head_dim)) for x in (k, v))
         return self.attention.norm_rotary_forward(q_TNH, k_TKH, v_TKH, self.head_norms(), cos_TR, sin_TR, metadata)
 
@@ -112,4 +112,4 @@ class GatedAttention(HeadNormAttention):
         q, k, v = self.project(x_TD)
         q_TNH, gate_TNH = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         out_TNH = self.attend(q_TNH, k, v, cos_TR, sin_TR, metadata)
-        return self.o_proj((out_TNH * torch.sigmoid(gate_TNH)).flatten(-2))
+        return self.o_proj((out_TNH * torch.sigmoid(metadata.of_ends(gate_TNH))).flatten(-2))

@@ -15,14 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, wait_for_earlier_kernels
+
 # What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
 _CHANGES = ["num_pairs", "most_blocks", "block_size"]
 
 
 @triton.jit
 def route(logits, weights, experts, stride, num_experts, RENORMALISE: tl.constexpr, TOP_K: tl.constexpr,
-          EXPERTS: tl.constexpr, PLACES: tl.constexpr):
+          EXPERTS: tl.constexpr, PLACES: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """One token: the TOP_K largest of a float32 softmax; of equal ones the first."""
+    after_earlier_kernels(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, EXPERTS)
     places = tl.arange(0, PLACES)
@@ -49,8 +52,9 @@ def route(logits, weights, experts, stride, num_experts, RENORMALISE: tl.constex
 
 @triton.jit(do_not_specialize=_CHANGES)
 def sort_few(experts, counts, starts, ranks, order, block_experts, block_rows, num_pairs, num_experts, most_blocks,
-             block_size, first_expert, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+             block_size, first_expert, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """All of count_pairs, lay_out_blocks and place_pairs in one program: for a decode step one launch."""
+    after_earlier_kernels(IS_DEPENDENT)
     ids = tl.arange(0, EXPERTS)
     tl.store(counts + ids, tl.zeros((EXPERTS,), tl.int32), mask=ids < num_experts)
     tl.debug_barrier()
@@ -85,8 +89,9 @@ def place_pairs(experts, starts, ranks, order, num_pairs, block_size, first_expe
 @triton.jit
 def gate_up(x, weights, order, block_experts, block_rows, first_expert, num_experts, hidden, stride_x, top_k, depth,
             width, IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr,
-            COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+            COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """silu(x gate^T) * (x up^T) of one block's pairs, some of the I columns. weights (E, 2I, D), hidden (P, I)."""
+    _begin(IS_SORTED, IS_DEPENDENT)
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
     expert, num_rows = _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED, HOLDS_ALL)
@@ -117,8 +122,9 @@ def gate_up(x, weights, order, block_experts, block_rows, first_expert, num_expe
 @triton.jit
 def down(hidden, weights, order, block_experts, block_rows, first_expert, num_experts, out, depth, width,
          IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr,
-         COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+         COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """hidden down^T of one block's pairs, some of the D = `width` columns. weights (E, D, I), out (P, D)."""
+    _begin(IS_SORTED, IS_DEPENDENT)
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
     expert, num_rows = _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED, HOLDS_ALL)
@@ -140,8 +146,9 @@ def down(hidden, weights, order, block_experts, block_rows, first_expert, num_ex
 
 @triton.jit
 def combine(pair_outputs, weights, experts, out, first_expert, num_experts, width, TOP_K: tl.constexpr,
-            HOLDS_ALL: tl.constexpr, COLUMNS: tl.constexpr):
+            HOLDS_ALL: tl.constexpr, COLUMNS: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """One token: the sum of its experts' outputs by weight, in float32."""
+    after_earlier_kernels(IS_DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
@@ -153,6 +160,15 @@ def combine(pair_outputs, weights, experts, out, first_expert, num_experts, widt
         values = tl.load(pair_outputs + pair * width + columns, mask=mask, other=0.0).to(tl.float32)
         total += values * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _begin(IS_SORTED: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """Of a product. The programs of pairs in order may be more than run at once: see `wait_for_earlier_kernels`."""
+    if IS_SORTED:
+        wait_for_earlier_kernels(IS_DEPENDENT)
+    else:
+        after_earlier_kernels(IS_DEPENDENT)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import expert_kernels as kernels
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.ops import HeldExperts
 
 # Pairs that one program of the sort takes at a time. Up to `FEW_PAIRS` a single program sorts them all; in a graph,
@@ -49,6 +50,8 @@ _IN_16_BITS = (
     Tiling(most_pairs_per_expert=48, rows=32, gate_up=Tile(128, 64, 4, 3), down=Tile(256, 64, 4, 3)),
     Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 64, 8, 3), down=Tile(256, 64, 8, 3)),
 )
+# Of pairs in no order, which are few: small tiles, so that every multiprocessor has one (H100).
+_UNSORTED = Tiling(most_pairs_per_expert=1, rows=16, gate_up=Tile(32, 128, 4, 5), down=Tile(64, 64, 4, 5))
 _IN_FLOAT32 = (
     Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
     Tiling(most_pairs_per_expert=float("inf"), rows=64, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
@@ -83,6 +86,7 @@ def route(logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Ten
     kernels.route[(num_tokens,)](
         logits_TE, weights_TK, experts_TK, logits_TE.stride(0), num_experts, RENORMALISE=renormalise, TOP_K=top_k,
         EXPERTS=triton.next_power_of_2(num_experts), PLACES=triton.next_power_of_2(top_k), num_warps=1,
+        **launch_settings(),
     )
     return weights_TK, experts_TK
 
@@ -91,15 +95,19 @@ def tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
     return _IN_FLOAT32 if dtype == torch.float32 else _IN_16_BITS
 
 
+def tiling_of_unsorted(dtype: torch.dtype) -> Tiling:
+    return _IN_FLOAT32[0] if dtype == torch.float32 else _UNSORTED
+
+
 def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
                 held: HeldExperts | None) -> Tensor:
     """`Ops.experts`."""
     num_experts = len(gate_up_E2ID)
-    choices = tilings(x_TD.dtype)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
-        return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI, choices[0])
+        return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI,
+                         tiling_of_unsorted(x_TD.dtype))
     average = experts_TK.numel() / (num_experts if held is None else held.total)
-    tiling = next(tiling for tiling in choices if average <= tiling.most_pairs_per_expert)
+    tiling = next(tiling for tiling in tilings(x_TD.dtype) if average <= tiling.most_pairs_per_expert)
     pairs = sort_pairs(experts_TK, num_experts, tiling.rows, held=held)
     return _products(x_TD, weights_TK, pairs, gate_up_E2ID, down_EDI, tiling)
 
@@ -108,7 +116,7 @@ def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2
                 held: HeldExperts | None) -> None:
     """Call each kernel that any number of tokens may need, over one token: none is then compiled while serving."""
     token = x_TD[:1], weights_TK[:1]
-    _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tilings(x_TD.dtype)[0])
+    _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tiling_of_unsorted(x_TD.dtype))
     for tiling in tilings(x_TD.dtype):
         for few in (0, FEW_PAIRS):
             pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few, held=held)
@@ -136,7 +144,7 @@ def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int | None 
     if num_pairs <= few:
         kernels.sort_few[(1,)](
             experts_TK, counts, starts, ranks, order, block_experts, block_rows, num_pairs, num_experts, num_blocks,
-            rows, pairs.first_expert, EXPERTS=width, PAIRS=_SORT_PAIRS, num_warps=8,
+            rows, pairs.first_expert, EXPERTS=width, PAIRS=_SORT_PAIRS, num_warps=8, **launch_settings(),
         )
         return pairs
     counts.zero_()
@@ -163,13 +171,13 @@ def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tens
     kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.columns),)](
         x_TD, gate_up_E2ID, *blocks, hidden_PI, x_TD.stride(0), top_k, hidden_size, width, IS_SORTED=pairs.is_sorted,
         HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     tile = tiling.down
     kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.columns),)](
         hidden_PI, down_EDI, *blocks, outputs_PD, width, hidden_size, IS_SORTED=pairs.is_sorted,
         HOLDS_ALL=holds_all, IS_EVEN=width % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     return combine(outputs_PD, weights_TK, pairs, here)
 
@@ -180,6 +188,6 @@ def combine(outputs_PD: Tensor, weights_TK: Tensor, pairs: Pairs, here: tuple[in
     out_TD = torch.empty((num_tokens, hidden_size), dtype=outputs_PD.dtype, device=outputs_PD.device)
     kernels.combine[(triton.cdiv(hidden_size, _COMBINE_COLUMNS), num_tokens)](
         outputs_PD, weights_TK, pairs.experts, out_TD, *here, hidden_size, TOP_K=top_k, HOLDS_ALL=pairs.held is None,
-        COLUMNS=_COMBINE_COLUMNS, num_warps=4,
+        COLUMNS=_COMBINE_COLUMNS, num_warps=4, **launch_settings(),
     )
     return out_TD

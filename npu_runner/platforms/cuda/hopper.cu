@@ -47,6 +47,7 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 #define SUMS_48 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define SUMS_56 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define LIST_32 SUMS_0 ", " SUMS_8 ", " SUMS_16 ", " SUMS_24
+#define LIST_36 LIST_32 ", %32, %33, %34, %35"
 #define LIST_40 LIST_32 ", " SUMS_32
 #define LIST_48 LIST_40 ", " SUMS_40
 #define LIST_56 LIST_48 ", " SUMS_48
@@ -54,6 +55,7 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define EIGHT(d, i) FOUR(d, i), FOUR(d, i + 4)
 #define ALL_32(d) EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24)
+#define ALL_36(d) ALL_32(d), FOUR(d, 32)
 #define ALL_40(d) ALL_32(d), EIGHT(d, 32)
 #define ALL_48(d) ALL_40(d), EIGHT(d, 40)
 #define ALL_56(d) ALL_48(d), EIGHT(d, 48)
@@ -83,9 +85,11 @@ MULTIPLY("96", 48, "%48", "%49", "%50")
   }
 MULTIPLY_REGISTERS("128", 64, "%64, %65, %66, %67", "%68", "%69")
 MULTIPLY_REGISTERS("80", 40, "%40, %41, %42, %43", "%44", "%45")
+MULTIPLY_REGISTERS("72", 36, "%36, %37, %38, %39", "%40", "%41")
 MULTIPLY_REGISTERS("64", 32, "%32, %33, %34, %35", "%36", "%37")
 // What reads `sums` comes behind what was before: the wait for them.
 __device__ __forceinline__ void read_behind(float (&sums)[40]) { asm volatile("" : ALL_40(sums)::"memory"); }
+__device__ __forceinline__ void read_behind(float (&sums)[36]) { asm volatile("" : ALL_36(sums)::"memory"); }
 __device__ __forceinline__ void read_behind(float (&sums)[32]) { asm volatile("" : ALL_32(sums)::"memory"); }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -6,12 +6,13 @@
 // num_heads, and value_scale, by which results are multiplied. An Item is one tile of one head, and its Source brings
 // keys and values.
 //
-// Constants of the host: DIMS (64, 80, 128) that products take of a head, SPAN (128, 64) bytes of a row in shared
+// Constants of the host: DIMS (64, 72, 80, 128) that products take of a head, SPAN (128, 64) bytes of a row in shared
 // memory, CONSUMERS (2, 3), COLUMNS (128, 112, 96), STAGES.
 
 constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
 // Shared memory: a matrix is parts of SPAN bytes a row, swizzled; a part's rows lie one behind the other.
-constexpr int PARTS = (2 * DIMS + SPAN - 1) / SPAN;
+constexpr int TERMS = (DIMS + 15) / 16 * 16;  // of a score: products take 16 at once
+constexpr int PARTS = (2 * TERMS + SPAN - 1) / SPAN;
 constexpr u32 QUERY_PART = ROWS * SPAN, QUERY_BYTES = PARTS * QUERY_PART;
 constexpr u32 TILE_PART = COLUMNS * SPAN, TILE_BYTES = PARTS * TILE_PART;
 constexpr u32 KEYS = QUERY_BYTES, VALUES = KEYS + STAGES * TILE_BYTES, BARRIERS = VALUES + STAGES * TILE_BYTES;
@@ -107,7 +108,7 @@ template <class Work> struct Producer {
 __device__ __forceinline__ void multiply_keys(float (&scores)[COLUMNS / 2], u32 queries, u32 keys) {
   constexpr int A_PART = SPAN / 32;
 #pragma unroll
-  for (int k = 0; k < DIMS / 16; ++k)
+  for (int k = 0; k < TERMS / 16; ++k)
     multiply(scores, matrix<SPAN>(queries + k / A_PART * QUERY_PART + k % A_PART * 32, 16),
              matrix<SPAN>(keys + k / A_PART * TILE_PART + k % A_PART * 32, 16), k > 0);
 }

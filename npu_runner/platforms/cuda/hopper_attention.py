@@ -35,7 +35,10 @@ def why_not_hopper(dtype: torch.dtype) -> str | None:
 
 
 class Shape(NamedTuple):
-    """Of the kernel's tiles, as in the source: consumers have 64 rows each, matrices rows of `span` bytes in parts."""
+    """Of the kernel's tiles, as in the source: consumers have 64 rows each, matrices rows of `span` bytes in parts.
+
+    `dims`: multiples of 8; scores take those up to the next multiple of 16.
+    """
 
     dims: int
     span: int = 128
@@ -49,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def parts(self) -> int:
-        return -(-2 * self.dims // self.span)
+        return -(-2 * (-(-self.dims // 16) * 16) // self.span)
 
     @property
     def shared_bytes(self) -> int:

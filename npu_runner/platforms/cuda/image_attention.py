@@ -14,8 +14,8 @@ from npu_runner.platforms.cuda.hopper_attention import HopperAttention, Shape, w
 from npu_runner.platforms.cuda.vision_attention import VisionPlan
 
 # By head dim: the kernel's shape, and how many tokens a token sees on average from which on it is faster than Triton's
-# (H100). Registers of three consumers hold tiles of 112 columns; sums of 72 dims are 80.
-_SHAPES = {64: (Shape(dims=64, consumers=3, columns=112), 2048), 72: (Shape(dims=80, consumers=3, columns=112), 1536),
+# (H100). Registers of three consumers hold tiles of 112 columns.
+_SHAPES = {64: (Shape(dims=64, consumers=3, columns=112), 2048), 72: (Shape(dims=72, consumers=3, columns=112), 1536),
            80: (Shape(dims=80, consumers=3, columns=112), 1536), 128: (Shape(dims=128), 256)}
 _ALIGNMENT_BYTES = 16
 

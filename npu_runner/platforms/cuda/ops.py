@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, experts, grouped_products, products, quantised_experts, token_masks
+from npu_runner.platforms.cuda import (
+    draw,
+    experts,
+    few_outputs,
+    grouped_products,
+    products,
+    quantised_experts,
+    token_masks,
+)
 from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
@@ -50,7 +58,11 @@ class TritonOps(Ops):
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         # Inductor has products of its own to choose from.
-        if torch.compiler.is_compiling() or not products.has_product(x_TD, weight_OD):
+        if torch.compiler.is_compiling():
+            return F.linear(x_TD, weight_OD, bias_O)
+        if bias_O is None and few_outputs.has_product(x_TD, weight_OD):
+            return few_outputs.product(x_TD, weight_OD)
+        if not products.has_product(x_TD, weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
         self._compile_products(x_TD, weight_OD, bias_O)
         if len(x_TD) > products.most_rows(weight_OD):

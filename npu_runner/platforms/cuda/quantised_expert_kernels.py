@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_runner.platforms.cuda.expert_kernels import _load, _pairs_of, _whose
+from npu_runner.platforms.cuda.expert_kernels import _begin, _load, _pairs_of, _whose
 
 _CHANGES = ["stride_s"]
 
@@ -20,9 +20,11 @@ _CHANGES = ["stride_s"]
 @triton.jit(do_not_specialize=_CHANGES)
 def gate_up(x, x_scales, weights, scales, order, block_experts, block_rows, first_expert, num_experts, hidden, stride_x,
             stride_s, top_k, depth, width, IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr,
-            IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+            IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+            IS_DEPENDENT: tl.constexpr):
     """silu(x gate^T) * (x up^T) of one block's pairs, some of the I columns, in 16 bits. weights (E, 2I, D), hidden (P,
     I), scales (E, 2I) or (E, 2I / 128, G); x_scales (T,), or of group g from g * `stride_s` on."""
+    _begin(IS_SORTED, IS_DEPENDENT)
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
     expert, num_rows = _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED, HOLDS_ALL)
@@ -72,9 +74,11 @@ def gate_up(x, x_scales, weights, scales, order, block_experts, block_rows, firs
 @triton.jit(do_not_specialize=_CHANGES)
 def down(hidden, hidden_scales, weights, scales, order, block_experts, block_rows, first_expert, num_experts, out,
          stride_s, depth, width, IS_SORTED: tl.constexpr, HOLDS_ALL: tl.constexpr, IS_EVEN: tl.constexpr,
-         IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+         IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+         IS_DEPENDENT: tl.constexpr):
     """hidden down^T of one block's pairs, some of the D = `width` columns. weights (E, D, I), out (P, D), scales (E, D)
     or (E, D / 128, G); hidden_scales (P,), or of group g from g * `stride_s` on."""
+    _begin(IS_SORTED, IS_DEPENDENT)
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
     expert, num_rows = _whose(block, block_experts, block_rows, first_expert, num_experts, IS_SORTED, HOLDS_ALL)

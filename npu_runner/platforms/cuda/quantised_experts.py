@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import quantised_expert_kernels as kernels
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.experts import (
     FEW_PAIRS,
     UNSORTED_TOKENS,
@@ -72,7 +73,7 @@ def products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedE
     num_tokens, hidden_size = x_TD.shape
     top_k, width = weights_TK.shape[1], down.values.shape[2]
     shared = {"IS_SORTED": pairs.is_sorted, "HOLDS_ALL": pairs.held is None,
-              "IS_INT8": gate_up.values.dtype == torch.int8, "ROWS": tiling.rows}
+              "IS_INT8": gate_up.values.dtype == torch.int8, "ROWS": tiling.rows, **launch_settings()}
     here = (pairs.first_expert, len(gate_up.values))
     blocks = (pairs.order, pairs.block_experts, pairs.block_rows, *here)
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)

@@ -1,0 +1,47 @@
+"""Products with weights of few outputs against the definition in float64, on a GPU or in triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cuda.test_products import DTYPES, assert_product, draw
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [
+    (1, 16, 1024), (2, 128, 2048), (16, 64, 1024), (17, 48, 2048), (64, 512, 1024)])
+def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    from npu_runner.platforms.cuda.few_outputs import has_product, product
+
+    x_MI, weight_OI, _ = draw(num_rows, num_outputs, num_inputs, dtype)
+    wider = torch.cat((x_MI, x_MI[:, :64]), dim=1).to(device)[:, :num_inputs]  # rows of a wider tensor
+    assert has_product(wider, weight_OI.to(device))
+    assert_product(product(wider, weight_OI.to(device)), x_MI, weight_OI, None)
+
+
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs", "dtype"), [
+    (0, 128, 2048, torch.bfloat16), (65, 128, 2048, torch.bfloat16), (1, 1, 2048, torch.bfloat16),
+    (1, 528, 2048, torch.bfloat16), (1, 128, 4096, torch.bfloat16),
+    (1, 128, 1100, torch.bfloat16), (1, 128, 2048, torch.float32)])
+def test_others_are_left_to_the_library(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int,
+                                        dtype: torch.dtype) -> None:
+    from npu_runner.platforms.cuda.few_outputs import has_product
+
+    x_MI, weight_OI = (torch.zeros(rows, num_inputs, dtype=dtype, device=device) for rows in (num_rows, num_outputs))
+    assert not has_product(x_MI, weight_OI)
+
+
+def test_linear_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_runner.platforms.cuda import few_outputs
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    calls: list[int] = []
+    product = few_outputs.product
+    monkeypatch.setattr(few_outputs, "product", lambda x, weight: calls.append(len(x)) or product(x, weight))
+    x_MI, weight_OI, bias_O = draw(2, 16, 1024, torch.bfloat16)
+    for bias, is_taken in ((None, True), (bias_O.to(device), False)):
+        calls.clear()
+        found = TritonOps().linear(x_MI.to(device), weight_OI.to(device), bias)
+        assert calls == [2] * is_taken
+        assert_product(found, x_MI, weight_OI, None if bias is None else bias_O)
