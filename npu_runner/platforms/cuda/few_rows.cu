@@ -1,46 +1,46 @@
 // Products y = x W^T of 1 to 16 rows on Hopper: what bounds them is reading the weight.
 //
-// A program has units of 16 outputs, several of them at once. Its last warp brings 16 rows of a unit to shared memory,
-// 128 bytes for each of the other warps, and never waits for earlier kernels: a weight depends on none. So the first
-// weights are there, or on their way, when x is. Each of the other warps multiplies its 128 bytes of the weight's rows by
-// the same of x, which it reads from global memory into registers: 16 outputs are the rows of a product of tensor cores,
-// 8 rows of x its columns. e4m3 is multiplied in float16, which holds it exactly. What a thread reads, 16 bytes at once,
-// is what it multiplies: terms may come in any order, if both factors have the same. At the end the sums of all warps
-// are added, in the order of the warps.
+// A program has units of 16 outputs, several of them at once. Each of its warps has slices of 128 bytes of the rows: the
+// first warp slices 0, WARPS, 2 * WARPS, ... It brings the weight's to a ring of its own in shared memory, before earlier
+// kernels are done: a weight depends on none. So the first of them are there, or on their way, when x is, of which a warp
+// reads its slices from global memory into registers. 16 outputs are the rows of a product of tensor cores, 8 rows of x
+// its columns. e4m3 is multiplied in float16, which holds it exactly. What a thread reads, 16 bytes at once, is what it
+// multiplies: terms may come in any order, if both factors have the same. At the end the sums of all warps are added, in
+// the order of the warps.
 //
 // Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the kind that IS_BFLOAT16 names), IN_BLOCKS (scales of
-// 128 x 128 and of rows of 128 terms), TOKENS (8 or 16, of x), UNITS at once, WARPS that multiply, STAGES.
+// 128 x 128 and of rows of 128 terms), TOKENS (8 or 16, of x), UNITS at once, WARPS, STAGES.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef long long i64;
 
-constexpr int UNIT = 16, SLICE = 128, CHUNK = SLICE * WARPS, HALVES = TOKENS / 8, ALL_THREADS = 32 * WARPS + 32;
-// Rows begin 64 bytes apart in the banks: 8 threads read 2 rows of 64 bytes at once.
-constexpr int PITCH = CHUNK + 64;
-constexpr u32 STAGE_BYTES = UNIT * PITCH;
+constexpr int UNIT = 16, SLICE = 128, BLOCK_UNITS = 128 / UNIT, HALVES = TOKENS / 8, THREADS = 32 * WARPS;
+constexpr u32 STAGE_BYTES = UNIT * SLICE;
 // Sums of a warp: UNITS times TOKENS times UNIT outputs, which begin 20 banks apart.
 constexpr int SUM_PITCH = UNIT + 4, SUMS = UNITS * TOKENS * SUM_PITCH;
-constexpr u32 EXCHANGE = STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WARPS * SUMS, EMPTY = FULL + 8 * STAGES;
+constexpr u32 EXCHANGE = WARPS * STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WARPS * SUMS;
 
 // x: (rows, terms), weight: (outputs, terms), both counted in bytes. Scales of x lie `group_stride` apart from group to
 // group; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, groups).
 struct Work {
-  int num_rows, num_outputs, row_bytes, ahead;
+  int num_rows, num_outputs, num_slices, ahead;
   i64 stride_x, group_stride, scale_stride;
-  const u8 *x, *weight;
+  const u8 *x;
   const float *x_scales, *scales;
   const u16 *bias;
   u16 *out;
 };
 
-__device__ __forceinline__ void bring(u32 to, const u8 *from, u32 barrier, u32 bytes, u64 policy) {
+__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void prefetch(const u8 *from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void prefetch(const Map &map, int row, int slice) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
+               ::"l"(&map), "r"(0), "r"(row), "r"(slice) : "memory");
 }
 __device__ __forceinline__ uint4 read_shared(u32 from) {
   uint4 piece;
@@ -65,61 +65,73 @@ __device__ __forceinline__ u32 word(const uint4 &piece, int i) {
 // 16 rows, 8 columns, 16 terms.
 __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
 #define PRODUCT(kind)                                                                                                  \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
                "{%8, %9}, {%0, %1, %2, %3};" : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])              \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
   if (IS_BFLOAT16 && ITEM == 2) PRODUCT("bf16"); else PRODUCT("f16");
 }
 
-struct Ring {
-  u32 stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
-  }
-};
-
-// Pieces of a program's part of the weight in their order: of UNITS units at once, chunk after chunk, unit after unit.
+// Pieces of a warp's part of the weight in their order: of UNITS units at once, slice after slice, unit after unit.
 struct Place {
-  int first, end, row_bytes, chunk = 0, i = 0;
-  __device__ Place(const Work &work) : row_bytes(work.row_bytes) {
+  int first, end, slice, num_slices, i = 0;
+  __device__ Place(const Work &work) : slice(threadIdx.x / 32), num_slices(work.num_slices) {
     const int units = work.num_outputs / UNIT;
     first = (i64)units * blockIdx.x / gridDim.x;
-    end = (i64)units * (blockIdx.x + 1) / gridDim.x;
+    end = slice < num_slices ? (i64)units * (blockIdx.x + 1) / gridDim.x : first;
   }
   __device__ bool is_there() const { return first < end; }
   __device__ int count() const { return min(UNITS, end - first); }
-  __device__ int width() const { return min(CHUNK, row_bytes - chunk * CHUNK); }
-  __device__ i64 row(int lane) const { return (i64)((first + i) * UNIT + lane) * row_bytes + chunk * CHUNK; }
+  __device__ int row() const { return (first + i) * UNIT; }
   __device__ void next() {
     if (++i < count()) return;
     i = 0;
-    if (++chunk * CHUNK < row_bytes) return;
-    chunk = 0;
+    slice += WARPS;
+    if (slice < num_slices) return;
+    slice = threadIdx.x / 32;
     first += UNITS;
   }
 };
 
-__device__ void bring_all(const Work &work, u32 shared) {
-  const int lane = threadIdx.x % 32;
+// A warp's ring; its first thread asks for what comes.
+struct Pieces {
+  const Map &map;
+  u32 shared, barriers, stage = 0, parity = 0;
+  Place place;
   u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  Ring ring;
-  int count = 0;
-  Place place(work);
-  for (; place.is_there(); place.next(), ring.next(), ++count) {
-    if (count == STAGES) {
-      Place later = place;
-      for (int i = 0; i < work.ahead && later.is_there(); ++i, later.next())
-        if (lane < UNIT) prefetch(work.weight + later.row(lane), later.width());
+
+  __device__ Pieces(const Map &map, const Work &work, u32 all)
+      : map(map), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
+        barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), place(work) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
+      proxy_fence();
     }
-    if (count >= STAGES) wait(shared + EMPTY + 8 * ring.stage, ring.parity ^ 1);
-    if (lane == 0) expect(shared + FULL + 8 * ring.stage, UNIT * place.width());
+    for (int i = 0; i < STAGES; ++i) {
+      bring_next(i);
+    }
+    Place later = place;
+    for (int i = 0; i < work.ahead && later.is_there(); ++i, later.next())
+      if (threadIdx.x % 32 == 0) prefetch(map, later.row(), later.slice);
     __syncwarp();
-    if (lane < UNIT)
-      bring(shared + ring.stage * STAGE_BYTES + lane * PITCH, work.weight + place.row(lane),
-            shared + FULL + 8 * ring.stage, place.width(), policy);
   }
-}
+  __device__ void bring_next(int to) {
+    if (!place.is_there()) return;
+    if (threadIdx.x % 32 == 0) {
+      expect(barriers + 8 * to, STAGE_BYTES);
+      bring(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
+    }
+    place.next();
+  }
+  __device__ void await() const { wait(barriers + 8 * stage, parity); }
+  __device__ u32 at() const { return shared + stage * STAGE_BYTES; }
+  // This piece was read: the next one comes there.
+  __device__ void next() {
+    __syncwarp();
+    bring_next(stage);
+    if (++stage == STAGES) { stage = 0; parity ^= 1; }
+  }
+};
 
 // What a warp has of x for a slice: of row `group` (and 8 behind it) 2 times 16 bytes, and the scales of 2 columns.
 struct Rows {
@@ -129,61 +141,66 @@ struct Rows {
 
 struct Multiplier {
   const Work &work;
-  u32 shared;
-  int warp, lane, group, member;
-  Ring ring;
+  Pieces &pieces;
+  const int warp, lane, group, member;
   float sums[UNITS][HALVES][4];
 
-  __device__ Multiplier(const Work &work, u32 shared)
-      : work(work), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
+  __device__ Multiplier(const Work &work, Pieces &pieces)
+      : work(work), pieces(pieces), warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
 
-  __device__ Rows read_rows(int chunk) const {
-    Rows rows;
-    const int from = min(chunk * CHUNK + warp * SLICE, work.row_bytes - SLICE);
+  __device__ void read_rows(Rows &rows, int slice) const {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      const u8 *x = work.x + min(8 * h + group, work.num_rows - 1) * work.stride_x + from + member * 16;
+      const u8 *x = work.x + min(8 * h + group, work.num_rows - 1) * work.stride_x + slice * SLICE + member * 16;
       rows.pieces[h][0] = read_global(x);
       rows.pieces[h][1] = read_global(x + 64);
       if (IN_BLOCKS)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          rows.scales[h][i] = work.x_scales[from / SLICE * work.group_stride
-                                            + min(8 * h + 2 * member + i, work.num_rows - 1)];
+          rows.scales[h][i] = work.x_scales[slice * work.group_stride + min(8 * h + 2 * member + i, work.num_rows - 1)];
     }
-    return rows;
   }
-  __device__ void read_scales(float (&scales)[UNITS], int first, int count, int chunk) const {
-    const int slice = min(chunk * CHUNK + warp * SLICE, work.row_bytes - SLICE) / SLICE;
+  // Of the block of the first unit and of that of the last: UNITS are no more than a block has.
+  __device__ void read_scales(float (&scales)[2], int first, int count, int slice) const {
+    scales[0] = work.scales[first / BLOCK_UNITS * work.scale_stride + slice];
+    scales[1] = work.scales[(first + count - 1) / BLOCK_UNITS * work.scale_stride + slice];
+  }
+  // This warp's slice of a unit. A row's 16-byte pieces lie in an order of its own (Hopper's swizzle of 128 bytes): 8
+  // threads read pieces of two rows that lie in different banks, if those are 4 apart.
+  __device__ int row_of_group() const { return group / 2 + group % 2 * 4; }
+  __device__ void read_piece(uint4 (&piece)[2][2]) const {
+    const int row = row_of_group();
+    const u32 from = pieces.at() + row * SLICE;
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i)
-      scales[i] = work.scales[(first + min(i, count - 1)) * UNIT / 128 * work.scale_stride + slice];
+    for (int p = 0; p < 2; ++p)
+#pragma unroll
+      for (int below = 0; below < 2; ++below)
+        piece[p][below] = read_shared(from + below * 8 * SLICE + ((4 * p + member) ^ row) * 16);
   }
-  // This warp's slice of a unit.
-  __device__ void add(float (&sums)[HALVES][4], const u32 (&right)[HALVES][32 / 4 * 2 / ITEM], const Rows &rows,
-                      float scale) {
-    const u32 from = shared + ring.stage * STAGE_BYTES + group * PITCH + warp * SLICE + member * 16;
+  __device__ void add(float (&sums)[HALVES][4], const uint4 (&piece)[2][2], const Rows &rows, float scale) {
     float chains[2][HALVES][4] = {};
 #pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      const uint4 upper = read_shared(from + 64 * p), lower = read_shared(from + 64 * p + 8 * PITCH);
+    for (int w = 0; w < 4; w += ITEM)
 #pragma unroll
-      for (int w = 0; w < 4; w += ITEM) {
+      for (int p = 0; p < 2; ++p) {
         u32 left[4];
         if (ITEM == 1) {
-          widen(word(upper, w), left[0], left[2]);
-          widen(word(lower, w), left[1], left[3]);
+          widen(word(piece[p][0], w), left[0], left[2]);
+          widen(word(piece[p][1], w), left[1], left[3]);
         } else {
-          left[0] = word(upper, w);
-          left[1] = word(lower, w);
-          left[2] = word(upper, w + 1);
-          left[3] = word(lower, w + 1);
+          left[0] = word(piece[p][0], w);
+          left[1] = word(piece[p][1], w);
+          left[2] = word(piece[p][0], w + 1);
+          left[3] = word(piece[p][1], w + 1);
         }
-        const int at = (4 * p + w) * 2 / ITEM;
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) multiply(chains[p][h], left, right[h][at], right[h][at + 1]);
+        for (int h = 0; h < HALVES; ++h) {
+          u32 right[2];
+          if (ITEM == 1) widen(word(rows.pieces[h][p], w), right[0], right[1]);
+          multiply(chains[p][h], left, ITEM == 1 ? right[0] : word(rows.pieces[h][p], w),
+                   ITEM == 1 ? right[1] : word(rows.pieces[h][p], w + 1));
+        }
       }
-    }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
 #pragma unroll
@@ -192,26 +209,17 @@ struct Multiplier {
         sums[h][e] = IN_BLOCKS ? fmaf(both, rows.scales[h][e % 2] * scale, sums[h][e]) : sums[h][e] + both;
       }
   }
-  __device__ void multiply_chunk(const Rows &rows, const float (&scales)[UNITS], int count, bool is_there) {
-    u32 right[HALVES][32 / 4 * 2 / ITEM];
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        if (ITEM == 1) widen(word(rows.pieces[h][w / 4], w % 4), right[h][2 * w], right[h][2 * w + 1]);
-        else right[h][w] = word(rows.pieces[h][w / 4], w % 4);
-      }
+  __device__ void multiply_slice(const Rows &rows, const float (&scales)[2], int first, int count) {
 #pragma unroll
     for (int i = 0; i < UNITS; ++i)
       if (i < count) {
-        wait(shared + FULL + 8 * ring.stage, ring.parity);
-        if (is_there) add(sums[i], right, rows, scales[i]);
-        __syncwarp();
-        if (lane == 0) arrive(shared + EMPTY + 8 * ring.stage);
-        ring.next();
+        uint4 piece[2][2];
+        pieces.await();
+        read_piece(piece);
+        pieces.next();
+        add(sums[i], piece, rows, first % BLOCK_UNITS + i < BLOCK_UNITS ? scales[0] : scales[1]);
       }
   }
-  __device__ static void meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
   static __device__ float wide(u16 x) {
     if (IS_BFLOAT16) return __uint_as_float((u32)x << 16);
     float y;
@@ -227,7 +235,7 @@ struct Multiplier {
         for (int e = 0; e < 4; ++e) {
           const int row = 8 * h + 2 * member + e % 2;
           if (i < count && row < work.num_rows)
-            exchange[warp * SUMS + (i * TOKENS + row) * SUM_PITCH + group + e / 2 * 8] = sums[i][h][e];
+            exchange[warp * SUMS + (i * TOKENS + row) * SUM_PITCH + row_of_group() + e / 2 * 8] = sums[i][h][e];
         }
   }
   // Two outputs of a row at once.
@@ -251,55 +259,45 @@ struct Multiplier {
       *reinterpret_cast<u32 *>(work.out + (i64)row * work.num_outputs + output) = packed(sum.x, sum.y);
     }
   }
-  __device__ void run(float *exchange) {
-    for (Place place(work); place.is_there(); place.first += UNITS) {
-      const int count = place.count(), num_chunks = (work.row_bytes + CHUNK - 1) / CHUNK;
+  __device__ void multiply_units(int first, int count) {
 #pragma unroll
-      for (int i = 0; i < UNITS; ++i)
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sums[i][h][e] = 0;
-      // x and scales of the next chunk are asked for while this one's are used.
-      Rows next = read_rows(0);
-      float next_scales[UNITS] = {};
-      if (IN_BLOCKS) read_scales(next_scales, place.first, count, 0);
-      for (int chunk = 0; chunk < num_chunks; ++chunk) {
-        const Rows rows = next;
-        float scales[UNITS];
-#pragma unroll
-        for (int i = 0; i < UNITS; ++i) scales[i] = next_scales[i];
-        if (chunk + 1 < num_chunks) {
-          next = read_rows(chunk + 1);
-          if (IN_BLOCKS) read_scales(next_scales, place.first, count, chunk + 1);
-        }
-        multiply_chunk(rows, scales, count, chunk * CHUNK + warp * SLICE < work.row_bytes);
+    for (int e = 0; e < UNITS * HALVES * 4; ++e) sums[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
+    // x and scales of the next slice are asked for while this one's are used.
+    Rows next;
+    float next_scales[2];
+    if (warp < work.num_slices) {
+      read_rows(next, warp);
+      if (IN_BLOCKS) read_scales(next_scales, first, count, warp);
+    }
+    for (int slice = warp; slice < work.num_slices; slice += WARPS) {
+      const Rows rows = next;
+      const float scales[2] = {next_scales[0], next_scales[1]};
+      if (slice + WARPS < work.num_slices) {
+        read_rows(next, slice + WARPS);
+        if (IN_BLOCKS) read_scales(next_scales, first, count, slice + WARPS);
       }
+      multiply_slice(rows, scales, first, count);
+    }
+  }
+  __device__ void run(float *exchange) {
+    const int units = work.num_outputs / UNIT, end = (i64)units * (blockIdx.x + 1) / gridDim.x;
+    for (int first = (i64)units * blockIdx.x / gridDim.x; first < end; first += UNITS) {
+      const int count = min(UNITS, end - first);
+      multiply_units(first, count);
       give(exchange, count);
-      meet();
-      take(exchange, place.first, count);
-      meet();
+      __syncthreads();
+      take(exchange, first, count);
+      __syncthreads();
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS)
-multiply_few_rows(const __grid_constant__ Work work) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  const u32 shared = (u32)__cvta_generic_to_shared(memory);
+extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
+multiply_few_rows(const __grid_constant__ Map weight_map, const __grid_constant__ Work work) {
+  extern __shared__ unsigned char memory[];
+  const u32 begin = (u32)__cvta_generic_to_shared(memory), shared = (begin + 1023) / 1024 * 1024;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (threadIdx.x == 32 * WARPS) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      make_barrier(shared + FULL + 8 * stage, 1);
-      make_barrier(shared + EMPTY + 8 * stage, WARPS);
-    }
-    proxy_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x >= 32 * WARPS) {
-    bring_all(work, shared);
-  } else {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    Multiplier(work, shared).run(reinterpret_cast<float *>(memory + EXCHANGE));
-  }
+  Pieces pieces(weight_map, work, shared);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  Multiplier(work, pieces).run(reinterpret_cast<float *>(memory + (shared - begin) + EXCHANGE));
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, tensor_map
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,10 @@ class Tile(NamedTuple):
     stages: int
     programs: int = 1
     ahead: int = 0
+    source: str = "few_rows.cu"
 
 
-TILE = Tile(4, 8, 5, 1, 8)
+TILE = Tile(4, 8, 5, 1, 0)
 
 
 class Kind(NamedTuple):
@@ -53,7 +54,7 @@ class Kind(NamedTuple):
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "row_bytes", "ahead")),
                 *((name, ctypes.c_longlong) for name in ("stride_x", "group_stride", "scale_stride")),
-                *((name, ctypes.c_void_p) for name in ("x", "weight", "x_scales", "scales", "bias", "out")))
+                *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "bias", "out")))
 
 
 def takes(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> bool:
@@ -90,13 +91,13 @@ def multiply(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Ten
     kernel = _kernel(Kind(weight_OI.dtype, dtype, in_blocks, 8 if num_rows <= 8 else 16), tile)
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
-    work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize, tile.ahead, x_MI.stride(0) * x_MI.itemsize,
+    work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // (1 if tile.source == "few_rows_a.cu" else _SLICE), tile.ahead, x_MI.stride(0) * x_MI.itemsize,
                  x_scale.stride(1) if in_blocks else 0,
                  0 if scale is None or scale.numel() == 1 else scale.stride(0),
-                 x_MI.data_ptr(), weight_OI.data_ptr(), None if x_scale is None else x_scale.data_ptr(),
+                 x_MI.data_ptr(), None if x_scale is None else x_scale.data_ptr(),
                  None if scale is None else scale.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
                  out_MO.data_ptr())
-    kernel.launch(min(num_outputs // _UNIT, tile.programs * _num_sms()), work)
+    kernel.launch(min(num_outputs // _UNIT, tile.programs * _num_sms()), weight_OI, work)
     return out_MO
 
 
@@ -107,14 +108,16 @@ def _num_sms() -> int:
 
 class _Kernel:
     def __init__(self, kind: Kind, tile: Tile):
-        self._threads = 32 * tile.warps + 32
-        stage = 16 * (128 * tile.warps + 64)
-        self._shared_bytes = (tile.stages * (stage + 16)
-                              + 4 * tile.warps * tile.units * kind.tokens * 20)
+        self._is_a = tile.source == "few_rows_a.cu"
+        self._threads = 32 * tile.warps + 32 * self._is_a
+        stage = 16 * 128 * tile.warps
+        self._warps = tile.warps
+        self._shared_bytes = (tile.stages * (stage + 8 * tile.warps + 16)
+                              + 4 * tile.warps * tile.units * kind.tokens * 20 + 1024)
         constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16), "UNITS": tile.units, "WARPS": tile.warps,
-                     "STAGES": tile.stages}
-        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "few_rows.cu"], constants, _ARCHITECTURE)
+                     "STAGES": tile.stages, "PROGRAMS": max(1, 16 // tile.warps)}
+        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / tile.source], constants, _ARCHITECTURE)
         self._cubin: Future[bytes] = _compilers().submit(source.cubin)
 
     @functools.cached_property
@@ -126,9 +129,15 @@ class _Kernel:
             return False
         return True
 
-    def launch(self, programs: int, work: _Work) -> None:
+    def _map(self, weight_OI: Tensor) -> ctypes.Array[ctypes.c_char]:
+        inputs = _SLICE // weight_OI.itemsize
+        num_outputs, num_inputs = weight_OI.shape
+        slices = weight_OI.as_strided((num_inputs // inputs, num_outputs, inputs), (inputs, num_inputs, 1))
+        return tensor_map(slices, (self._warps if self._is_a else 1, _UNIT, inputs))
+
+    def launch(self, programs: int, weight_OI: Tensor, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self._loaded.launch(programs, self._threads, [work], is_dependent=is_dependent)
+        self._loaded.launch(programs, self._threads, [self._map(weight_OI), work], is_dependent=is_dependent)
 
 
 @functools.cache
