@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import os
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -37,11 +38,16 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     programs: int = 1
-    ahead: int = 0
-    source: str = "few_rows.cu"
+    ahead: int = 0  # KB of the next weight
+    trigger: int = 0
+    room: int = 0  # KB
 
 
-TILE = Tile(4, 8, 5, 1, 0)
+TILES = {(1, 8): Tile(4, 16, 2, 1, 128), (1, 16): Tile(4, 8, 5, 1, 128), (2, 8): Tile(4, 16, 2, 1, 128), (2, 16): Tile(4, 8, 5, 1, 128)}
+
+
+def tile_of(num_rows: int, itemsize: int) -> Tile:
+    return TILES[itemsize, 8 if num_rows <= 8 else 16]
 
 
 class Kind(NamedTuple):
@@ -52,9 +58,10 @@ class Kind(NamedTuple):
 
 
 class _Work(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "row_bytes", "ahead")),
+    _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_slices", "next_units", "next_programs",
+                 "next_bytes", "next_row_bytes", "trigger")),
                 *((name, ctypes.c_longlong) for name in ("stride_x", "group_stride", "scale_stride")),
-                *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "bias", "out")))
+                *((name, ctypes.c_void_p) for name in ("x", "next", "x_scales", "scales", "bias", "out")))
 
 
 def takes(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> bool:
@@ -64,13 +71,13 @@ def takes(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: boo
         return False
     if x_MI.data_ptr() % _ALIGNMENT or x_MI.stride(0) * x_MI.itemsize % _ALIGNMENT or x_MI.stride(1) != 1:
         return False
-    return _kernel(Kind(weight_OI.dtype, dtype, in_blocks, 8 if len(x_MI) <= 8 else 16), TILE).is_there
+    return _kernel(Kind(weight_OI.dtype, dtype, in_blocks, 8 if len(x_MI) <= 8 else 16), tile_of(len(x_MI), x_MI.itemsize)).is_there
 
 
 def prepare(weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> None:
     if _takes_weight(weight_OI):
         for tokens in (8, 16):
-            _kernel(Kind(weight_OI.dtype, dtype, in_blocks, tokens), TILE)
+            _kernel(Kind(weight_OI.dtype, dtype, in_blocks, tokens), tile_of(tokens, weight_OI.itemsize))
 
 
 def _takes_weight(weight_OI: Tensor) -> bool:
@@ -87,18 +94,47 @@ def multiply(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Ten
              dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
     (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight_OI)
     in_blocks = scale is not None and scale.dim() == 2
-    tile = tile or TILE
+    tile = tile or tile_of(num_rows, x_MI.itemsize)
     kernel = _kernel(Kind(weight_OI.dtype, dtype, in_blocks, 8 if num_rows <= 8 else 16), tile)
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
-    work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // (1 if tile.source == "few_rows_a.cu" else _SLICE), tile.ahead, x_MI.stride(0) * x_MI.itemsize,
+    following = _ORDER.following(weight_OI)
+    about_next = (0, 0, 0, 0)
+    if following is not None and tile.ahead:
+        units = len(following) // _UNIT
+        programs = min(units, tile.programs * _num_sms())
+        row_bytes = following.shape[1] * following.itemsize
+        rows = min(tile.units, -(-units // programs)) * _UNIT
+        about_next = units, programs, min(row_bytes, tile.ahead * 1024 // rows // _SLICE * _SLICE), row_bytes
+    work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // _SLICE, *about_next, tile.trigger,
+                 x_MI.stride(0) * x_MI.itemsize,
                  x_scale.stride(1) if in_blocks else 0,
                  0 if scale is None or scale.numel() == 1 else scale.stride(0),
-                 x_MI.data_ptr(), None if x_scale is None else x_scale.data_ptr(),
+                 x_MI.data_ptr(), None if not about_next[0] else following.data_ptr(),
+                 None if x_scale is None else x_scale.data_ptr(),
                  None if scale is None else scale.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
                  out_MO.data_ptr())
     kernel.launch(min(num_outputs // _UNIT, tile.programs * _num_sms()), weight_OI, work)
     return out_MO
+
+
+class _Order:
+    """Which weight was multiplied behind which: it will probably be so again."""
+
+    def __init__(self) -> None:
+        self._behind: dict[int, weakref.ref[Tensor]] = {}
+        self._last: weakref.ref[Tensor] | None = None
+
+    def following(self, weight_OI: Tensor) -> Tensor | None:
+        last = self._last and self._last()
+        if last is not None:
+            self._behind[last.data_ptr()] = weakref.ref(weight_OI)
+        self._last = weakref.ref(weight_OI)
+        behind = self._behind.get(weight_OI.data_ptr())
+        return behind and behind()
+
+
+_ORDER = _Order()
 
 
 @functools.cache
@@ -108,16 +144,13 @@ def _num_sms() -> int:
 
 class _Kernel:
     def __init__(self, kind: Kind, tile: Tile):
-        self._is_a = tile.source == "few_rows_a.cu"
-        self._threads = 32 * tile.warps + 32 * self._is_a
-        stage = 16 * 128 * tile.warps
-        self._warps = tile.warps
-        self._shared_bytes = (tile.stages * (stage + 8 * tile.warps + 16)
+        self._threads = 32 * tile.warps
+        self._shared_bytes = max(tile.room * 1024, tile.stages * (stage + 8 * tile.warps + 16)
                               + 4 * tile.warps * tile.units * kind.tokens * 20 + 1024)
         constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16), "UNITS": tile.units, "WARPS": tile.warps,
                      "STAGES": tile.stages, "PROGRAMS": max(1, 16 // tile.warps)}
-        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / tile.source], constants, _ARCHITECTURE)
+        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "few_rows.cu"], constants, _ARCHITECTURE)
         self._cubin: Future[bytes] = _compilers().submit(source.cubin)
 
     @functools.cached_property
@@ -133,7 +166,7 @@ class _Kernel:
         inputs = _SLICE // weight_OI.itemsize
         num_outputs, num_inputs = weight_OI.shape
         slices = weight_OI.as_strided((num_inputs // inputs, num_outputs, inputs), (inputs, num_inputs, 1))
-        return tensor_map(slices, (self._warps if self._is_a else 1, _UNIT, inputs))
+        return tensor_map(slices, (1, _UNIT, inputs))
 
     def launch(self, programs: int, weight_OI: Tensor, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
@@ -145,6 +178,10 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-few-rows")
 
 
-@functools.cache
 def _kernel(kind: Kind, tile: Tile) -> _Kernel:
+    return _kernel_of(kind, tile._replace(ahead=0, trigger=0))
+
+
+@functools.cache
+def _kernel_of(kind: Kind, tile: Tile) -> _Kernel:
     return _Kernel(kind, tile)
