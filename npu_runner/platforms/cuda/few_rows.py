@@ -145,6 +145,7 @@ def _num_sms() -> int:
 class _Kernel:
     def __init__(self, kind: Kind, tile: Tile):
         self._threads = 32 * tile.warps
+        self._warps, stage = tile.warps, 16 * 128 * tile.warps
         self._shared_bytes = max(tile.room * 1024, tile.stages * (stage + 8 * tile.warps + 16)
                               + 4 * tile.warps * tile.units * kind.tokens * 20 + 1024)
         constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
