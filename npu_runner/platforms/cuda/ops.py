@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, experts, few_rows, grouped_products, products, quantised_experts, token_masks
+from npu_runner.platforms.cuda import (
+    draw,
+    experts,
+    grouped_products,
+    hopper_few_rows,
+    products,
+    quantised_experts,
+    token_masks,
+)
 from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
@@ -55,8 +63,8 @@ class TritonOps(Ops):
         self._compile_products(x_TD, weight_OD, bias_O)
         if len(x_TD) > products.most_rows(weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
-        if few_rows.takes(x_TD, weight_OD, x_TD.dtype, in_blocks=False):
-            return few_rows.multiply(x_TD, None, weight_OD, None, bias_O, x_TD.dtype)
+        if hopper_few_rows.takes(x_TD, weight_OD, x_TD.dtype, in_blocks=False):
+            return hopper_few_rows.multiply(x_TD, None, weight_OD, None, bias_O, x_TD.dtype)
         return products.few_rows(x_TD, weight_OD, bias_O)
 
     def _compile_products(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> None:
@@ -64,7 +72,7 @@ class TritonOps(Ops):
         kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
         if kind not in self._compiled and len(x_TD):
             self._compiled.add(kind)
-            few_rows.prepare(weight_OD, x_TD.dtype, in_blocks=False)
+            hopper_few_rows.prepare(weight_OD, x_TD.dtype, in_blocks=False)
             for num_rows in {1, min(2, products.most_rows(weight_OD))}:
                 products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
 

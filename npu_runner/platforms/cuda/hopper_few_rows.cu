@@ -24,9 +24,9 @@ constexpr u32 EXCHANGE = WARPS * STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WAR
 // x: (rows, terms), weight: (outputs, terms), both counted in bytes. Scales of x lie `group_stride` apart from group to
 // group; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, groups).
 struct Work {
-  int num_rows, num_outputs, num_slices, next_units, next_programs, next_bytes, next_row_bytes, trigger;
+  int num_rows, num_outputs, num_slices;
   i64 stride_x, group_stride, scale_stride;
-  const u8 *x, *next;
+  const u8 *x;
   const float *x_scales, *scales;
   const u16 *bias;
   u16 *out;
@@ -38,10 +38,6 @@ __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int r
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void prefetch(const u8 *from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ uint4 read_shared(u32 from) {
   uint4 piece;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -96,14 +92,12 @@ struct Place {
 struct Pieces {
   const Map &map;
   u32 shared, barriers, stage = 0, parity = 0;
-  const Work &work;
   Place place;
   u64 policy;
-  bool was_there;
 
   __device__ Pieces(const Map &map, const Work &work, u32 all)
       : map(map), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
-        barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), work(work), place(work), was_there(true) {
+        barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), place(work) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     if (threadIdx.x % 32 == 0) {
       for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
@@ -112,22 +106,8 @@ struct Pieces {
     for (int i = 0; i < STAGES; ++i) bring_next(i);
     __syncwarp();
   }
-  // All of this product's weight is asked for: the first of the next one's comes to the L2 cache.
-  __device__ void end() {
-    was_there = false;
-    if (work.trigger == 1) let_next_start();
-    if (!work.next || blockIdx.x >= work.next_programs) return;
-    const int first = (i64)work.next_units * blockIdx.x / work.next_programs;
-    const int last = (i64)work.next_units * (blockIdx.x + 1) / work.next_programs;
-    const int row = threadIdx.x / 32 + threadIdx.x % 32 * WARPS;
-    if (row < min(UNITS, last - first) * UNIT)
-      prefetch(work.next + (i64)(first * UNIT + row) * work.next_row_bytes, work.next_bytes);
-  }
   __device__ void bring_next(int to) {
-    if (!place.is_there()) {
-      if (was_there) end();
-      return;
-    }
+    if (!place.is_there()) return;
     if (threadIdx.x % 32 == 0) {
       expect(barriers + 8 * to, STAGE_BYTES);
       bring(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
@@ -303,11 +283,11 @@ struct Multiplier {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 multiply_few_rows(const __grid_constant__ Map weight_map, const __grid_constant__ Work work) {
   extern __shared__ unsigned char memory[];
   const u32 begin = (u32)__cvta_generic_to_shared(memory), shared = (begin + 1023) / 1024 * 1024;
-  if (work.trigger == 0) let_next_start();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   Pieces pieces(weight_map, work, shared);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   Multiplier(work, pieces).run(reinterpret_cast<float *>(memory + (shared - begin) + EXCHANGE));
