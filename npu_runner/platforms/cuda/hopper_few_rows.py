@@ -30,8 +30,8 @@ _FP8 = torch.float8_e4m3fn
 MOST_ROWS = 16
 # Rows from which on it is faster than Triton's kernels.
 LEAST_ROWS = {_FP8: 1, torch.bfloat16: 1, torch.float16: 1}
-# Weights with more outputs are those of heads.
-_MANY_OUTPUTS = 65_536
+# Of smaller weights some were faster by Triton's kernels; weights with more outputs are those of heads.
+_LEAST_BYTES, _MANY_OUTPUTS = 16 << 20, 65_536
 # Outputs at once, and bytes of a row that a warp has at once.
 _UNIT, _SLICE = 16, 128
 _SUM_PITCH = 20
@@ -108,7 +108,8 @@ def _takes_weight(weight_OI: Tensor) -> bool:
     return (is_hopper() and weight_OI.dtype in LEAST_ROWS and weight_OI.is_contiguous()
             and can_be_brought(weight_OI) and len(weight_OI) % _UNIT == 0
             and weight_OI.shape[1] * weight_OI.itemsize % _SLICE == 0
-            and _UNIT * _num_sms() <= len(weight_OI) <= _MANY_OUTPUTS)
+            and _UNIT * _num_sms() <= len(weight_OI) <= _MANY_OUTPUTS
+            and weight_OI.numel() * weight_OI.itemsize >= _LEAST_BYTES)
 
 
 class _Work(ctypes.Structure):
