@@ -14,7 +14,7 @@ from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.cuda import hopper_products
+from npu_runner.platforms.cuda import hopper_few_rows, hopper_products
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
@@ -115,7 +115,9 @@ def products(is_sweep: bool) -> Iterator[Case]:
                    for _ in range(num_layers)]
         for num_rows in (1, 2, 4, 8, 16):
             x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
-            ways: dict[str, Any] = {"library": F.linear, "kernel": few_rows}
+            ways: dict[str, Any] = {"library": F.linear, "triton": few_rows}
+            if hopper_few_rows.takes(x_MI, weights[0], torch.bfloat16, in_blocks=False):
+                ways["CUDA C++"] = lambda x, w, b: hopper_few_rows.multiply(x, None, w, None, b, torch.bfloat16)
             for tile in _tiles(num_rows) if is_sweep else ():
                 ways[f"{tuple(tile)}"] = lambda x, w, b, tile=tile: few_rows(x, w, b, tile)
             for way, run in ways.items():
@@ -130,17 +132,18 @@ def products(is_sweep: bool) -> Iterator[Case]:
 
 def some_rows(_: bool) -> Iterator[Case]:
     """The four weights of a layer of Qwen3-8B in FP8 one behind the other, as one call: by the library, by the kernels
-    in Triton up to their most rows, by the one in CUDA C++ (Hopper)."""
+    in Triton up to their most rows, by those in CUDA C++ (Hopper)."""
     shapes = [shape for name, shape in _WEIGHTS.items() if name.startswith("8b") and name != "8b head"]
     num_weights = sum(outputs * inputs for outputs, inputs in shapes)
     for in_blocks in (False, True):
         layers = [[_weight(*shape, in_blocks) for shape in shapes] for _ in range(3)]
-        for num_rows in (2, 8, 16, 32, 64, 96, 128, 192):
+        for num_rows in (1, 2, 8, 16, 32, 64, 96, 128, 192):
             inputs = {width: quantise_rows(torch.randn(num_rows, width, device=DEVICE).bfloat16(), torch.float8_e4m3fn,
                                            in_groups=in_blocks) for _, width in shapes}
             for way, run in _WAYS.items():
-                least, most = {"triton": (1, quantised.MOST_ROWS), "hopper": hopper_products.LIMITS[in_blocks]}.get(
-                    way, (1, num_rows))
+                limits = {"triton": (1, quantised.MOST_ROWS), "few rows": (1, hopper_few_rows.MOST_ROWS),
+                          "hopper": hopper_products.LIMITS[in_blocks]}
+                least, most = limits.get(way, (1, num_rows))
                 if not least <= num_rows <= most:
                     continue
 
@@ -167,6 +170,8 @@ _WAYS: dict[str, Callable[..., Tensor]] = {
     "library": lambda x, x_scale, weight, scale: quantised.fp8_of_the_library(x, x_scale, weight, scale, None,
                                                                              torch.bfloat16),
     "triton": lambda x, x_scale, weight, scale: quantised.few_rows(x, x_scale, weight, scale, None, torch.bfloat16),
+    "few rows": lambda x, x_scale, weight, scale: hopper_few_rows.multiply(x, x_scale, weight, scale, None,
+                                                                           torch.bfloat16),
     "hopper": _on_hopper,
 }
 

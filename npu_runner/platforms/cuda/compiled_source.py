@@ -10,8 +10,10 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ class CompiledSource:
         logger.info("%s compiled in %.1f s", name, time.perf_counter() - started)
         cache.put(cubin, file, binary=True)
         return cubin
+
+
+@functools.cache
+def compilers() -> ThreadPoolExecutor:
+    """Threads in which products are compiled, while a model is read."""
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-products")
 
 
 class _Attribute(ctypes.Structure):

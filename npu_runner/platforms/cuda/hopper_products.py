@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, tensor_map
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, compilers, tensor_map
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def taken(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: boo
     least, most = LIMITS[in_blocks]
     if not least <= num_rows <= most or is_ahead() or dtype != torch.bfloat16:
         return None
-    if not _takes_weight(weight_OI) or not _can_be_brought(x_MI):
+    if not _takes_weight(weight_OI) or not can_be_brought(x_MI):
         return None
     return _tile_of(num_rows, len(weight_OI), -(-num_inputs // _LINE), in_blocks)
 
@@ -124,15 +123,15 @@ def _num_tiles(tile: Tile, num_rows: int, num_outputs: int) -> int:
 
 
 def _takes_weight(weight_OI: Tensor) -> bool:
-    return _is_hopper() and weight_OI.dtype == _FP8 and len(weight_OI) % 4 == 0 and _can_be_brought(weight_OI)
+    return is_hopper() and weight_OI.dtype == _FP8 and len(weight_OI) % 4 == 0 and can_be_brought(weight_OI)
 
 
 @functools.cache
-def _is_hopper() -> bool:
+def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == _CAPABILITY
 
 
-def _can_be_brought(x_MI: Tensor) -> bool:
+def can_be_brought(x_MI: Tensor) -> bool:
     """Whether the copy engine takes its address and strides."""
     return (x_MI.stride(1) == 1 and x_MI.data_ptr() % _ALIGNMENT == 0
             and x_MI.stride(0) * x_MI.itemsize % _ALIGNMENT == 0)
@@ -145,7 +144,7 @@ class _Work(ctypes.Structure):
 
 
 class _Kernel:
-    """For one tile; compiled in a thread of `_compilers` from now on."""
+    """For one tile; compiled in a thread of `compilers` from now on."""
 
     def __init__(self, tile: Tile, in_blocks: bool):
         self._tile = tile
@@ -157,7 +156,7 @@ class _Kernel:
         constants = {"IS_BFLOAT16": 1, "IN_BLOCKS": int(in_blocks), "BLOCKS": tile.blocks, "ROWS": tile.rows,
                      "STAGES": stages, "PROGRAMS": tile.programs}
         source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_products.cu"], constants, _ARCHITECTURE)
-        self._cubin: Future[bytes] = _compilers().submit(source.cubin)
+        self._cubin: Future[bytes] = compilers().submit(source.cubin)
 
     @functools.cached_property
     def is_there(self) -> bool:
@@ -181,11 +180,6 @@ class _Kernel:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
         self._loaded.launch(clusters * self._tile.programs, self._threads, [*maps, work],
                             cluster=self._tile.programs, is_dependent=is_dependent)
-
-
-@functools.cache
-def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-products")
 
 
 @functools.cache

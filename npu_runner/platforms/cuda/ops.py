@@ -20,6 +20,7 @@ from npu_runner.platforms.cuda import (
     experts,
     few_outputs,
     grouped_products,
+    hopper_few_rows,
     products,
     quantised_experts,
     token_masks,
@@ -67,6 +68,8 @@ class TritonOps(Ops):
         self._compile_products(x_TD, weight_OD, bias_O)
         if len(x_TD) > products.most_rows(weight_OD):
             return F.linear(x_TD, weight_OD, bias_O)
+        if hopper_few_rows.takes(x_TD, weight_OD, x_TD.dtype, in_blocks=False):
+            return hopper_few_rows.multiply(x_TD, None, weight_OD, None, bias_O, x_TD.dtype)
         return products.few_rows(x_TD, weight_OD, bias_O)
 
     def _compile_products(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> None:
@@ -74,6 +77,7 @@ class TritonOps(Ops):
         kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
         if kind not in self._compiled and len(x_TD):
             self._compiled.add(kind)
+            hopper_few_rows.prepare(weight_OD, x_TD.dtype, in_blocks=False)
             for num_rows in {1, min(2, products.most_rows(weight_OD))}:
                 products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
 

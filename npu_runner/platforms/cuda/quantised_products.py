@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from npu_runner.platforms.cuda import hopper_products
+from npu_runner.platforms.cuda import hopper_few_rows, hopper_products
 from npu_runner.platforms.cuda.dependent_launch import (
     after_earlier_kernels,
     fetch,
@@ -65,9 +65,13 @@ def product(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bia
     num_rows, num_inputs = x_MI.shape
     if num_rows == 0:
         return torch.empty((0, len(weight_OI)), dtype=dtype, device=x_MI.device)
-    tile = hopper_products.taken(x_MI, weight_OI, dtype, in_blocks=scale.dim() == 2)
-    if tile is not None and (bias_O is None or bias_O.dtype == dtype):
-        return hopper_products.multiply(x_MI, x_scale, weight_OI, scale, bias_O, tile)
+    if bias_O is None or bias_O.dtype == dtype:
+        in_blocks = scale.dim() == 2
+        if hopper_few_rows.takes(x_MI, weight_OI, dtype, in_blocks=in_blocks):
+            return hopper_few_rows.multiply(x_MI, x_scale, weight_OI, scale, bias_O, dtype)
+        tile = hopper_products.taken(x_MI, weight_OI, dtype, in_blocks=in_blocks)
+        if tile is not None:
+            return hopper_products.multiply(x_MI, x_scale, weight_OI, scale, bias_O, tile)
     is_own = weight_OI.data_ptr() % _ALIGNMENT == 0 and num_inputs % _ALIGNMENT == 0
     if num_rows <= MOST_ROWS and is_own:
         return few_rows(x_MI, x_scale, weight_OI, scale, bias_O, dtype)
@@ -79,6 +83,7 @@ def product(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bia
 def compile_all(weight_OI: Tensor, scale: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
     """The variants that `product` takes for few rows of this weight."""
     hopper_products.prepare(weight_OI, in_blocks=scale.dim() == 2)
+    hopper_few_rows.prepare(weight_OI, dtype, in_blocks=scale.dim() == 2)
     num_inputs = weight_OI.shape[1]
     for num_rows in _COMPILED_ROWS:
         x_MI = torch.zeros((num_rows, num_inputs), dtype=dtype, device=weight_OI.device)

@@ -1,0 +1,294 @@
+// Products y = x W^T of 1 to 16 rows on Hopper: what bounds them is reading the weight.
+//
+// A program has units of 16 outputs, several of them at once. Each of its warps has slices of 128 bytes of the rows: the
+// first warp slices 0, WARPS, 2 * WARPS, ... It brings the weight's to a ring of its own in shared memory, before earlier
+// kernels are done: a weight depends on none. So the first of them are there, or on their way, when x is, of which a warp
+// reads its slices from global memory into registers. 16 outputs are the rows of a product of tensor cores, 8 rows of x
+// its columns. e4m3 is multiplied in float16, which holds it exactly. What a thread reads, 16 bytes at once, is what it
+// multiplies: terms may come in any order, if both factors have the same. At the end the sums of all warps are added, in
+// the order of the warps.
+//
+// Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the kind that IS_BFLOAT16 names), IN_BLOCKS (scales of
+// 128 x 128 and of rows of 128 terms), TOKENS (8 or 16, of x), UNITS at once, WARPS, STAGES.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef long long i64;
+
+constexpr int UNIT = 16, SLICE = 128, BLOCK_UNITS = 128 / UNIT, HALVES = TOKENS / 8, THREADS = 32 * WARPS;
+constexpr u32 STAGE_BYTES = UNIT * SLICE;
+// Sums of a warp: UNITS times TOKENS times UNIT outputs, which begin 20 banks apart.
+constexpr int SUM_PITCH = UNIT + 4, SUMS = UNITS * TOKENS * SUM_PITCH;
+constexpr u32 EXCHANGE = WARPS * STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WARPS * SUMS;
+
+// x: (rows, terms), weight: (outputs, terms), both counted in bytes. Scales of x lie `group_stride` apart from group to
+// group; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, groups).
+struct Work {
+  int num_rows, num_outputs, num_slices;
+  i64 stride_x, group_stride, scale_stride;
+  const u8 *x;
+  const float *x_scales, *scales;
+  const u16 *bias;
+  u16 *out;
+};
+
+__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint4 read_shared(u32 from) {
+  uint4 piece;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "r"(from));
+  return piece;
+}
+__device__ __forceinline__ uint4 read_global(const u8 *from) {
+  uint4 piece;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+  return piece;
+}
+// Four numbers in e4m3 as two pairs in float16.
+__device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
+  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(four));
+}
+__device__ __forceinline__ u32 word(const uint4 &piece, int i) {
+  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
+}
+// 16 rows, 8 columns, 16 terms.
+__device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
+#define PRODUCT(kind)                                                                                                  \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
+               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])              \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
+  if (IS_BFLOAT16 && ITEM == 2) PRODUCT("bf16"); else PRODUCT("f16");
+}
+
+// Pieces of a warp's part of the weight in their order: of UNITS units at once, slice after slice, unit after unit.
+struct Place {
+  int first, end, slice, num_slices, i = 0;
+  __device__ Place(const Work &work) : slice(threadIdx.x / 32), num_slices(work.num_slices) {
+    const int units = work.num_outputs / UNIT;
+    first = (i64)units * blockIdx.x / gridDim.x;
+    end = slice < num_slices ? (i64)units * (blockIdx.x + 1) / gridDim.x : first;
+  }
+  __device__ bool is_there() const { return first < end; }
+  __device__ int count() const { return min(UNITS, end - first); }
+  __device__ int row() const { return (first + i) * UNIT; }
+  __device__ void next() {
+    if (++i < count()) return;
+    i = 0;
+    slice += WARPS;
+    if (slice < num_slices) return;
+    slice = threadIdx.x / 32;
+    first += UNITS;
+  }
+};
+
+// A warp's ring; its first thread asks for what comes.
+struct Pieces {
+  const Map &map;
+  u32 shared, barriers, stage = 0, parity = 0;
+  Place place;
+  u64 policy;
+
+  __device__ Pieces(const Map &map, const Work &work, u32 all)
+      : map(map), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
+        barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), place(work) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
+      proxy_fence();
+    }
+    for (int i = 0; i < STAGES; ++i) bring_next(i);
+    __syncwarp();
+  }
+  __device__ void bring_next(int to) {
+    if (!place.is_there()) return;
+    if (threadIdx.x % 32 == 0) {
+      expect(barriers + 8 * to, STAGE_BYTES);
+      bring(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
+    }
+    place.next();
+  }
+  __device__ void await() const { wait(barriers + 8 * stage, parity); }
+  __device__ u32 at() const { return shared + stage * STAGE_BYTES; }
+  // This piece was read: the next one comes there.
+  __device__ void next() {
+    __syncwarp();
+    bring_next(stage);
+    if (++stage == STAGES) { stage = 0; parity ^= 1; }
+  }
+};
+
+// What a warp has of x for a slice: of row `group` (and 8 behind it) 2 times 16 bytes, and the scales of 2 columns.
+struct Rows {
+  uint4 pieces[HALVES][2];
+  float scales[HALVES][2];
+};
+
+struct Multiplier {
+  const Work &work;
+  Pieces &pieces;
+  const int warp, lane, group, member;
+  float sums[UNITS][HALVES][4];
+
+  __device__ Multiplier(const Work &work, Pieces &pieces)
+      : work(work), pieces(pieces), warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
+
+  __device__ void read_rows(Rows &rows, int slice) const {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const u8 *x = work.x + min(8 * h + group, work.num_rows - 1) * work.stride_x + slice * SLICE + member * 16;
+      rows.pieces[h][0] = read_global(x);
+      rows.pieces[h][1] = read_global(x + 64);
+      if (IN_BLOCKS)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          rows.scales[h][i] = work.x_scales[slice * work.group_stride + min(8 * h + 2 * member + i, work.num_rows - 1)];
+    }
+  }
+  // Of the block of the first unit and of that of the last: UNITS are no more than a block has.
+  __device__ void read_scales(float (&scales)[2], int first, int count, int slice) const {
+    scales[0] = work.scales[first / BLOCK_UNITS * work.scale_stride + slice];
+    scales[1] = work.scales[(first + count - 1) / BLOCK_UNITS * work.scale_stride + slice];
+  }
+  // This warp's slice of a unit. A row's 16-byte pieces lie in an order of its own (Hopper's swizzle of 128 bytes): 8
+  // threads read pieces of two rows that lie in different banks, if those are 4 apart.
+  __device__ int row_of_group() const { return group / 2 + group % 2 * 4; }
+  __device__ void read_piece(uint4 (&piece)[2][2]) const {
+    const int row = row_of_group();
+    const u32 from = pieces.at() + row * SLICE;
+#pragma unroll
+    for (int p = 0; p < 2; ++p)
+#pragma unroll
+      for (int below = 0; below < 2; ++below)
+        piece[p][below] = read_shared(from + below * 8 * SLICE + ((4 * p + member) ^ row) * 16);
+  }
+  __device__ void add(float (&sums)[HALVES][4], const uint4 (&piece)[2][2], const Rows &rows, float scale) {
+    float chains[2][HALVES][4] = {};
+#pragma unroll
+    for (int w = 0; w < 4; w += ITEM)
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        u32 left[4];
+        if (ITEM == 1) {
+          widen(word(piece[p][0], w), left[0], left[2]);
+          widen(word(piece[p][1], w), left[1], left[3]);
+        } else {
+          left[0] = word(piece[p][0], w);
+          left[1] = word(piece[p][1], w);
+          left[2] = word(piece[p][0], w + 1);
+          left[3] = word(piece[p][1], w + 1);
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+          u32 right[2];
+          if (ITEM == 1) widen(word(rows.pieces[h][p], w), right[0], right[1]);
+          multiply(chains[p][h], left, ITEM == 1 ? right[0] : word(rows.pieces[h][p], w),
+                   ITEM == 1 ? right[1] : word(rows.pieces[h][p], w + 1));
+        }
+      }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float both = chains[0][h][e] + chains[1][h][e];
+        sums[h][e] = IN_BLOCKS ? fmaf(both, rows.scales[h][e % 2] * scale, sums[h][e]) : sums[h][e] + both;
+      }
+  }
+  __device__ void multiply_slice(const Rows &rows, const float (&scales)[2], int first, int count) {
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i)
+      if (i < count) {
+        uint4 piece[2][2];
+        pieces.await();
+        read_piece(piece);
+        pieces.next();
+        add(sums[i], piece, rows, first % BLOCK_UNITS + i < BLOCK_UNITS ? scales[0] : scales[1]);
+      }
+  }
+  static __device__ float wide(u16 x) {
+    if (IS_BFLOAT16) return __uint_as_float((u32)x << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+  }
+  __device__ void give(float *exchange, int count) const {
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = 8 * h + 2 * member + e % 2;
+          if (i < count && row < work.num_rows)
+            exchange[warp * SUMS + (i * TOKENS + row) * SUM_PITCH + row_of_group() + e / 2 * 8] = sums[i][h][e];
+        }
+  }
+  // Two outputs of a row at once.
+  __device__ void take(const float *exchange, int first, int count) const {
+    for (int at = threadIdx.x; at < count * work.num_rows * UNIT / 2; at += 32 * WARPS) {
+      const int pair = at % (UNIT / 2), i = at / (UNIT / 2) % count, row = at / (UNIT / 2) / count;
+      const int output = (first + i) * UNIT + 2 * pair;
+      float2 sum = make_float2(0, 0);
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float2 part = *reinterpret_cast<const float2 *>(exchange + w * SUMS + (i * TOKENS + row) * SUM_PITCH
+                                                              + 2 * pair);
+        sum = make_float2(sum.x + part.x, sum.y + part.y);
+      }
+      if (ITEM == 1 && !IN_BLOCKS) {
+        const float of_row = work.x_scales[row];
+        sum.x *= work.scales[output * work.scale_stride] * of_row;
+        sum.y *= work.scales[(output + 1) * work.scale_stride] * of_row;
+      }
+      if (work.bias) sum = make_float2(sum.x + wide(work.bias[output]), sum.y + wide(work.bias[output + 1]));
+      *reinterpret_cast<u32 *>(work.out + (i64)row * work.num_outputs + output) = packed(sum.x, sum.y);
+    }
+  }
+  __device__ void multiply_units(int first, int count) {
+#pragma unroll
+    for (int e = 0; e < UNITS * HALVES * 4; ++e) sums[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
+    // x and scales of the next slice are asked for while this one's are used.
+    Rows next;
+    float next_scales[2];
+    if (warp < work.num_slices) {
+      read_rows(next, warp);
+      if (IN_BLOCKS) read_scales(next_scales, first, count, warp);
+    }
+    for (int slice = warp; slice < work.num_slices; slice += WARPS) {
+      const Rows rows = next;
+      const float scales[2] = {next_scales[0], next_scales[1]};
+      if (slice + WARPS < work.num_slices) {
+        read_rows(next, slice + WARPS);
+        if (IN_BLOCKS) read_scales(next_scales, first, count, slice + WARPS);
+      }
+      multiply_slice(rows, scales, first, count);
+    }
+  }
+  __device__ void run(float *exchange) {
+    const int units = work.num_outputs / UNIT, end = (i64)units * (blockIdx.x + 1) / gridDim.x;
+    for (int first = (i64)units * blockIdx.x / gridDim.x; first < end; first += UNITS) {
+      const int count = min(UNITS, end - first);
+      multiply_units(first, count);
+      give(exchange, count);
+      __syncthreads();
+      take(exchange, first, count);
+      __syncthreads();
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+multiply_few_rows(const __grid_constant__ Map weight_map, const __grid_constant__ Work work) {
+  extern __shared__ unsigned char memory[];
+  const u32 begin = (u32)__cvta_generic_to_shared(memory), shared = (begin + 1023) / 1024 * 1024;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  Pieces pieces(weight_map, work, shared);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  Multiplier(work, pieces).run(reinterpret_cast<float *>(memory + (shared - begin) + EXCHANGE));
+}
