@@ -84,15 +84,18 @@ class LoadedKernel:
             raise NoKernel(str(error)) from error
 
     def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
-               is_dependent: bool = False) -> None:
+               is_dependent: bool = False, shared_bytes: int | None = None) -> None:
         """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`.
 
         `cluster`: programs that read each other's shared memory. `is_dependent`: it may start while the kernel before
-        still runs, and waits by itself (dependent_launch.py).
+        still runs, and waits by itself (dependent_launch.py). `shared_bytes`: fewer than it was loaded with.
         """
         values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         how = self._how(programs, threads, cluster, is_dependent)
+        if shared_bytes is not None:
+            assert shared_bytes <= self._shared_bytes, f"{shared_bytes} bytes are more than {self._shared_bytes}"
+            how.shared_bytes = shared_bytes
         how.stream = torch.cuda.current_stream().cuda_stream
         _check(_driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
 
