@@ -28,7 +28,6 @@ _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
 MOST_ROWS = 16
 _RUN, _TILE, _PIECE = 128, 16, 64
-_WARPS, _PART_BYTES, _MOST_STAGES = 8, 1024, 32
 _SHARED_BYTES = 227 * 1024
 _LEAST_RUNS = 16  # for two programs of a cluster
 
@@ -43,16 +42,25 @@ class Variant(NamedTuple):
     blocks: int
     programs: int
 
-    @property
-    def slot_bytes(self) -> int:
-        return (1 if self.blocks > 2 else 2) * (2 if self.bits == 8 else 1) * _PART_BYTES
+
+class Shape(NamedTuple):
+    """Constants of the source that change no result but its speed."""
+
+    warps: int
+    tiles: int
+    registers: int
+    subtracts: bool
+
+
+def shape_of(variant: Variant) -> Shape:
+    return Shape(16, 4, 112, False) if variant.blocks == 1 else Shape(16, 2, 96, False)
 
 
 def variant_of(num_rows: int, weight: GroupedWeight, dtype: torch.dtype) -> Variant:
     """That multiplies so many rows of `dtype`."""
     num_runs = _num_inputs(weight) // _RUN
     return Variant(dtype == torch.bfloat16, 4 if weight.values.dtype == torch.uint8 else 8, weight.zeros is not None,
-                   len(weight.scales) == 2 * num_runs, 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4,
+                   len(weight.scales) == 2 * num_runs, 1 if num_rows <= 8 else 2,
                    2 if num_runs >= _LEAST_RUNS else 1)
 
 
@@ -79,17 +87,17 @@ def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
     return all([_kernel(variant_of(num_rows, weight, x_MI.dtype)).is_there for num_rows in (1, MOST_ROWS)])
 
 
-def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, most_bytes: int = _SHARED_BYTES) -> Tensor:
-    """x W^T + b of a `settled` weight, (M, O) of x's dtype. `most_bytes`: of shared memory."""
+def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+    """x W^T + b of a `settled` weight, (M, O) of x's dtype."""
     if x_MI.stride(0) % 8 or x_MI.stride(1) != 1 or x_MI.data_ptr() % 16:
         x_MI = x_MI.clone(memory_format=torch.contiguous_format)
     num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
     kernel = _kernel(variant_of(num_rows, weight, x_MI.dtype))
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    plan = kernel.plan(num_outputs, _num_inputs(weight), len(weight.scales), most_bytes)
+    plan = kernel.plan(num_outputs, _num_inputs(weight), len(weight.scales))
     work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
-                 plan.stages, plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
+                 plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
                  weight.values.data_ptr(), weight.scales.data_ptr(),
                  None if weight.zeros is None else weight.zeros.data_ptr(),
                  None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr())
@@ -109,7 +117,7 @@ def _is_hopper() -> bool:
 
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_runs", "runs_of_group", "x_stride",
-                                                    "stages", "tiles_of_cluster", "is_wide_bias")),
+                                                    "tiles_of_cluster", "is_wide_bias")),
                 *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")))
 
 
@@ -119,7 +127,6 @@ class _Plan(NamedTuple):
     num_runs: int
     clusters: int
     tiles: int
-    stages: int
     shared_bytes: int
 
 
@@ -127,9 +134,11 @@ class _Kernel:
     """Compiled in a thread of `_compilers` from now on."""
 
     def __init__(self, variant: Variant):
-        self._variant = variant
+        self._variant, self._shape = variant, shape_of(variant)
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
-                     "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs}
+                     "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
+                     "WARPS": self._shape.warps, "TILES": self._shape.tiles, "REGISTERS": self._shape.registers,
+                     "SUBTRACTS": self._shape.subtracts}
         source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_grouped.cu"],
                                 {name: int(value) for name, value in constants.items()}, _ARCHITECTURE)
         self._cubin: Future[bytes] = _compilers().submit(source.cubin)
@@ -149,28 +158,25 @@ class _Kernel:
         """How many run at once; a multiprocessor has one program."""
         if self._variant.programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self._loaded.most_clusters(32 * _WARPS, self._variant.programs)
+        return self._loaded.most_clusters(32 * self._shape.warps, self._variant.programs)
 
     @functools.lru_cache(maxsize=256)
-    def plan(self, num_outputs: int, num_inputs: int, num_groups: int, most_bytes: int) -> _Plan:
-        """Programs share all tiles evenly; as many stages as `most_bytes` of shared memory have room for."""
-        variant = self._variant
-        num_runs, num_tiles = num_inputs // _RUN, -(-num_outputs // _TILE)
+    def plan(self, num_outputs: int, num_inputs: int, num_groups: int) -> _Plan:
+        """Programs share all tiles evenly."""
+        variant, shape = self._variant, self._shape
+        num_tiles = -(-num_outputs // _TILE)
         clusters = min(num_tiles, self._most_clusters)
         tiles = -(-num_tiles // clusters)
         groups = min(num_groups, -(-num_groups // variant.programs) + 1)
-        sums = 128 * variant.blocks * 4
-        rest = groups * tiles * 2 * _TILE * (2 if variant.has_zeros else 1) + 2 * _WARPS * sums + tiles * sums + 8
-        items = tiles * -(-num_runs // (variant.programs * _WARPS))
-        stage = _WARPS * (variant.slot_bytes + 8)
-        stages = min(items, _MOST_STAGES, (most_bytes - rest) // stage)
-        assert stages >= 1, f"{num_outputs} x {num_inputs}: no room for a stage"
-        return _Plan(num_runs, clusters, tiles, stages, stages * stage + rest)
+        at_once = shape.tiles // (2 if variant.bits == 8 else 1)
+        scales = groups * tiles * 2 * _TILE * (2 if variant.has_zeros else 1)
+        sums = 128 * variant.blocks * 4 * (at_once * shape.warps + tiles)
+        return _Plan(num_inputs // _RUN, clusters, tiles, scales + sums + 8)
 
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
         programs = self._variant.programs
-        self._loaded.launch(plan.clusters * programs, 32 * _WARPS, [work], cluster=programs, is_dependent=is_dependent,
+        self._loaded.launch(plan.clusters * programs, 32 * self._shape.warps, [work], cluster=programs, is_dependent=is_dependent,
                             shared_bytes=plan.shared_bytes)
 
 
