@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
-_MAP_KINDS = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; e4m3: bytes
+# CUtensorMapDataType.
+_MAP_KINDS = {torch.float8_e4m3fn: 0, torch.uint8: 0, torch.int8: 0, torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -116,7 +117,7 @@ class LoadedKernel:
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
-    The tensor is e4m3 or has 16 bits, with consecutive elements in its last dimension; its address and its strides are
+    The tensor has elements of 8 or 16 bits, consecutive in its last dimension; its address and its strides are
     multiples of 16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the
     ends is 0.
     """

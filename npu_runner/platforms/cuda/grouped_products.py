@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from npu_runner.platforms.cuda import hopper_grouped
+from npu_runner.platforms.cuda import hopper_grouped, hopper_grouped_rows
 from npu_runner.platforms.cuda.dependent_launch import fetch, launch_settings, wait_for_earlier_kernels
 from npu_runner.platforms.cuda.split_sums import counters, finish
 from npu_runner.platforms.grouped import GroupedWeight, unpacked
@@ -31,6 +31,7 @@ from npu_runner.platforms.grouped import GroupedWeight, unpacked
 MOST_ROWS = 256
 """That kernels of our own take, 128 at a time: up to there they are quicker than the library (docs/benchmarks.md)."""
 _ROWS_AT_ONCE = 128
+_HOPPER_ROWS = 1024
 _PIECE_ROWS, _PIECE_BYTES = 64, 64
 _COMPILED_ROWS = (1, 2, 32, 64, _ROWS_AT_ONCE)
 # Outputs, runs of columns, and warps of a program of one row.
@@ -107,6 +108,8 @@ def product(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tenso
     num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
     if hopper_grouped.has_product(x_MI, weight):
         return hopper_grouped.multiply(x_MI, weight, bias_O)
+    if num_rows <= _HOPPER_ROWS and hopper_grouped_rows.has_product(x_MI, weight):
+        return hopper_grouped_rows.multiply(x_MI, weight, bias_O)
     if num_rows == 1 and (num_outputs <= _WIDE or weight.values.dtype == torch.int8):
         return one_row(x_MI, weight, bias_O)
     if num_rows <= MOST_ROWS:
@@ -120,6 +123,7 @@ def product(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tenso
 def compile_all(weight: GroupedWeight, bias_O: Tensor | None, dtype: torch.dtype) -> None:
     """The variants that `product` takes for this weight."""
     hopper_grouped.prepare(weight, dtype)
+    hopper_grouped_rows.prepare(weight, dtype)
     for num_rows in _COMPILED_ROWS:
         x_MI = torch.zeros((num_rows, _num_inputs(weight)), dtype=dtype, device=weight.values.device)
         product(x_MI, weight, bias_O)
@@ -152,7 +156,8 @@ def few_rows(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, out_MO:
     rows = max(16, triton.next_power_of_2(num_rows))
     _few_rows[(num_tiles, tile.splits)](
         TensorDescriptor.from_tensor(x_MI, [rows, half]),
-        TensorDescriptor.from_tensor(weight.values.view(-1, weight.values.shape[3]), [_PIECE_ROWS, half]), *_pointers(weight, bias_O), out_MO, parts,
+        TensorDescriptor.from_tensor(weight.values.view(-1, weight.values.shape[3]), [_PIECE_ROWS, half]),
+        *_pointers(weight, bias_O), out_MO, parts,
         counters(x_MI.device, num_tiles), num_rows, num_outputs, num_inputs, depth,
         **_variant(weight, bias_O, x_MI.dtype), OUTPUTS=_PIECE_ROWS, SPLITS=tile.splits, ROWS=rows,
         STAGES=tile.num_stages, num_warps=tile.num_warps, **launch_settings())

@@ -18,10 +18,6 @@ constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16 && !SUBTRACTS;
 constexpr bool HAS_ROOM = BLOCKS == 1;  // in registers, for the next pass's rows of x
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
 constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's sums
-constexpr u32 ONES = IS_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
-// Floats whose last mantissa bits count ones, and what 4 bits are larger than what they mean without zeros.
-constexpr u32 BASE_BITS = IS_BFLOAT16 ? 0x43004300 : 0x64006400;
-constexpr float BASE = IS_BFLOAT16 ? 128 : 1024, MIDDLE = 8;
 
 // x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs).
 struct Work {
@@ -33,33 +29,11 @@ struct Work {
   unsigned short *out;
 };
 
-__device__ __forceinline__ void bring_bytes(u32 to, const void *from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
 __device__ __forceinline__ void multiply_tile(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
                "{%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
-}
-__device__ __forceinline__ u32 fused(u32 x, u32 y, u32 z) {
-  u32 result;
-#if IS_BFLOAT16
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
-#else
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
-#endif
-  return result;
-}
-__device__ __forceinline__ float wide(unsigned short x) {
-#if IS_BFLOAT16
-  return __uint_as_float((u32)x << 16);
-#else
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-#endif
 }
 // What is read once, and never written by a step.
 __device__ __forceinline__ uint4 streamed(const unsigned char *from, u64 policy) {
@@ -68,29 +42,8 @@ __device__ __forceinline__ uint4 streamed(const unsigned char *from, u64 policy)
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from), "l"(policy));
   return x;
 }
-__device__ __forceinline__ unsigned short half_from_shared(u32 address) {
-  unsigned short x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
-  return x;
-}
-template <u32 MASK> __device__ __forceinline__ u32 behind_base(u32 word) {
-  u32 result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "n"(MASK), "r"(BASE_BITS));
-  return result;
-}
-// Two numbers 16 bits apart, from bit SHIFT on, less `negative` of what is above theirs; exact.
-template <int SHIFT> __device__ __forceinline__ u32 unpacked(u32 word, u32 negative) {
-#if BITS == 4
-  const u32 value = behind_base<0x000F000F>(word >> SHIFT);
-  return CORRECTS ? value : fused(value, ONES, negative);
-#elif IS_BFLOAT16
-  // 128 + the low 7 bits, less 128, or 256 where the sign is set.
-  const u32 low = behind_base<0x007F007F>(word >> SHIFT), above = behind_base<0x00800080>(word >> SHIFT);
-  const u32 value = fused(above, 0xBF80BF80, low);
-  return HAS_ZEROS ? fused(value, ONES, negative) : value;
-#else
-  return fused(behind_base<0x00FF00FF>((word ^ 0x80808080) >> SHIFT), ONES, negative);
-#endif
+template <int SHIFT> __device__ __forceinline__ u32 of_tile(u32 word, u32 negative) {
+  return CORRECTS ? behind_base<0x000F000F>(word >> SHIFT) : unpacked<SHIFT>(word, negative);
 }
 
 // A cluster has tiles `first_tile` to `last_tile`; this program runs `first_run` to `last_run` of them; this warp those
@@ -209,8 +162,7 @@ struct Warp {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scale[i] = wide(half_from_shared(room.scales + at + 16 * i));
-      const float zero = HAS_ZEROS ? wide(half_from_shared(room.zeros + at + 16 * i)) : BITS == 4 ? MIDDLE : 0;
-      above[i] = zero + (BITS == 4 ? BASE : IS_BFLOAT16 ? 0 : BASE + 128);
+      above[i] = above_zero(HAS_ZEROS ? wide(half_from_shared(room.zeros + at + 16 * i)) : MIDDLE);
     }
   }
   __device__ void add_tile(int j, int group, int tile) {
@@ -230,8 +182,8 @@ struct Warp {
           const uint4 &four = numbers[j][BITS == 8 ? half : 0][i];
           const u32 word = w == 0 ? four.x : w == 1 ? four.y : w == 2 ? four.z : four.w;
           const u32 negative = packed(-above[k][i], -above[k][i]);
-          left[i] = half ? unpacked<NEXT>(word, negative) : unpacked<0>(word, negative);
-          left[2 + i] = half ? unpacked<8 + NEXT>(word, negative) : unpacked<8>(word, negative);
+          left[i] = half ? of_tile<NEXT>(word, negative) : of_tile<0>(word, negative);
+          left[2 + i] = half ? of_tile<8 + NEXT>(word, negative) : of_tile<8>(word, negative);
         }
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) multiply_tile(products[k][b], left, x[b][half][w]);

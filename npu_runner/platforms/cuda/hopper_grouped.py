@@ -24,12 +24,13 @@ from npu_runner.platforms.grouped import GroupedWeight
 
 logger = logging.getLogger(__name__)
 
-_CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
+_CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
 MOST_ROWS = 16
-_RUN, _TILE, _PIECE = 128, 16, 64
+RUN = 128
+_TILE, _PIECE = 16, 64
 _SHARED_BYTES = 227 * 1024
-_LEAST_RUNS = 16  # for two programs of a cluster
+_LEASTRUNS = 16  # for two programs of a cluster
 
 
 class Variant(NamedTuple):
@@ -58,10 +59,10 @@ def shape_of(variant: Variant) -> Shape:
 
 def variant_of(num_rows: int, weight: GroupedWeight, dtype: torch.dtype) -> Variant:
     """That multiplies so many rows of `dtype`."""
-    num_runs = _num_inputs(weight) // _RUN
+    num_runs = num_inputs_of(weight) // RUN
     return Variant(dtype == torch.bfloat16, 4 if weight.values.dtype == torch.uint8 else 8, weight.zeros is not None,
                    len(weight.scales) == 2 * num_runs, 1 if num_rows <= 8 else 2,
-                   2 if num_runs >= _LEAST_RUNS else 1)
+                   2 if num_runs >= _LEASTRUNS else 1)
 
 
 def prepare(weight: GroupedWeight, dtype: torch.dtype) -> None:
@@ -73,9 +74,9 @@ def prepare(weight: GroupedWeight, dtype: torch.dtype) -> None:
 
 def takes_weight(weight: GroupedWeight) -> bool:
     """Whether it has a product here: groups are 64 inputs, or a multiple of 128."""
-    num_inputs = _num_inputs(weight)
+    num_inputs = num_inputs_of(weight)
     group_size = num_inputs // len(weight.scales)
-    return (_is_hopper() and num_inputs % _RUN == 0 and (group_size == _RUN // 2 or group_size % _RUN == 0)
+    return (_is_hopper() and num_inputs % RUN == 0 and (group_size == RUN // 2 or group_size % RUN == 0)
             and weight.values.shape[3] == _PIECE)
 
 
@@ -89,13 +90,12 @@ def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
 
 def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
     """x W^T + b of a `settled` weight, (M, O) of x's dtype."""
-    if x_MI.stride(0) % 8 or x_MI.stride(1) != 1 or x_MI.data_ptr() % 16:
-        x_MI = x_MI.clone(memory_format=torch.contiguous_format)
+    x_MI = aligned(x_MI)
     num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
     kernel = _kernel(variant_of(num_rows, weight, x_MI.dtype))
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    plan = kernel.plan(num_outputs, _num_inputs(weight), len(weight.scales))
+    plan = kernel.plan(num_outputs, num_inputs_of(weight), len(weight.scales))
     work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
                  plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
                  weight.values.data_ptr(), weight.scales.data_ptr(),
@@ -105,7 +105,19 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     return out_MO
 
 
-def _num_inputs(weight: GroupedWeight) -> int:
+def aligned(x_MI: Tensor) -> Tensor:
+    """Rows of 16 bits that begin at multiples of 16 bytes."""
+    if x_MI.stride(0) % 8 or x_MI.stride(1) != 1 or x_MI.data_ptr() % 16:
+        return x_MI.clone(memory_format=torch.contiguous_format)
+    return x_MI
+
+
+def sources(name: str) -> list[Path]:
+    """What a kernel of these weights consists of."""
+    return [_FOLDER / each for each in ("hopper.cu", "hopper_integers.cu", name)]
+
+
+def num_inputs_of(weight: GroupedWeight) -> int:
     width = weight.values.shape[1] * weight.values.shape[3]
     return 2 * width if weight.values.dtype == torch.uint8 else width
 
@@ -131,7 +143,7 @@ class _Plan(NamedTuple):
 
 
 class _Kernel:
-    """Compiled in a thread of `_compilers` from now on."""
+    """Compiled in a thread of `compilers` from now on."""
 
     def __init__(self, variant: Variant):
         self._variant, self._shape = variant, shape_of(variant)
@@ -139,9 +151,9 @@ class _Kernel:
                      "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
                      "WARPS": self._shape.warps, "TILES": self._shape.tiles, "REGISTERS": self._shape.registers,
                      "SUBTRACTS": self._shape.subtracts}
-        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_grouped.cu"],
-                                {name: int(value) for name, value in constants.items()}, _ARCHITECTURE)
-        self._cubin: Future[bytes] = _compilers().submit(source.cubin)
+        source = CompiledSource(sources("hopper_grouped.cu"),
+                                {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
+        self._cubin: Future[bytes] = compilers().submit(source.cubin)
 
     @functools.cached_property
     def is_there(self) -> bool:
@@ -160,7 +172,6 @@ class _Kernel:
             return torch.cuda.get_device_properties().multi_processor_count
         return self._loaded.most_clusters(32 * self._shape.warps, self._variant.programs)
 
-    @functools.lru_cache(maxsize=256)
     def plan(self, num_outputs: int, num_inputs: int, num_groups: int) -> _Plan:
         """Programs share all tiles evenly."""
         variant, shape = self._variant, self._shape
@@ -171,17 +182,17 @@ class _Kernel:
         at_once = shape.tiles // (2 if variant.bits == 8 else 1)
         scales = groups * tiles * 2 * _TILE * (2 if variant.has_zeros else 1)
         sums = 128 * variant.blocks * 4 * (at_once * shape.warps + tiles)
-        return _Plan(num_inputs // _RUN, clusters, tiles, scales + sums + 8)
+        return _Plan(num_inputs // RUN, clusters, tiles, scales + sums + 8)
 
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
         programs = self._variant.programs
-        self._loaded.launch(plan.clusters * programs, 32 * self._shape.warps, [work], cluster=programs, is_dependent=is_dependent,
-                            shared_bytes=plan.shared_bytes)
+        self._loaded.launch(plan.clusters * programs, 32 * self._shape.warps, [work], cluster=programs,
+                            is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
 
 
 @functools.cache
-def _compilers() -> ThreadPoolExecutor:
+def compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-grouped")
 
 
