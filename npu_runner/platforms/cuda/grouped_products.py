@@ -31,7 +31,8 @@ from npu_runner.platforms.grouped import GroupedWeight, unpacked
 MOST_ROWS = 256
 """That kernels of our own take, 128 at a time: up to there they are quicker than the library (docs/benchmarks.md)."""
 _ROWS_AT_ONCE = 128
-_HOPPER_ROWS = 1024
+# That products of warpgroups take on Hopper, where they are quicker than both (docs/benchmarks.md).
+_HOPPER_ROWS = (129, 256)
 _PIECE_ROWS, _PIECE_BYTES = 64, 64
 _COMPILED_ROWS = (1, 2, 32, 64, _ROWS_AT_ONCE)
 # Outputs, runs of columns, and warps of a program of one row.
@@ -108,7 +109,7 @@ def product(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tenso
     num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
     if hopper_grouped.has_product(x_MI, weight):
         return hopper_grouped.multiply(x_MI, weight, bias_O)
-    if num_rows <= _HOPPER_ROWS and hopper_grouped_rows.has_product(x_MI, weight):
+    if _HOPPER_ROWS[0] <= num_rows <= _HOPPER_ROWS[1] and hopper_grouped_rows.has_product(x_MI, weight):
         return hopper_grouped_rows.multiply(x_MI, weight, bias_O)
     if num_rows == 1 and (num_outputs <= _WIDE or weight.values.dtype == torch.int8):
         return one_row(x_MI, weight, bias_O)

@@ -8,13 +8,13 @@
 // warps, then of programs, are added in their order, so a result does not depend on which was first.
 //
 // Constants of the host: IS_BFLOAT16, BITS, BLOCKS of 8 rows of x, HAS_ZEROS, IN_HALVES (groups of 64: each half of a
-// run has its own scale), PROGRAMS of a cluster.
+// run has its own scale), PROGRAMS of a cluster, WARPS, TILES whose four bits a warp has at once, REGISTERS of a thread.
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = 1024;
 constexpr int AT_ONCE = TILES / PIECES;  // tiles of which a warp has numbers
 // Numbers of 4 bits stay 128 larger in bfloat16, and sums are corrected: that is less than taking it from each.
-constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16 && !SUBTRACTS;
+constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16;
 constexpr bool HAS_ROOM = BLOCKS == 1;  // in registers, for the next pass's rows of x
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
 constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's sums

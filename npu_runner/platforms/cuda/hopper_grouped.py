@@ -30,6 +30,10 @@ MOST_ROWS = 16
 RUN = 128
 _TILE, _PIECE = 16, 64
 _SHARED_BYTES = 227 * 1024
+_THREADS, _WARPS = 512, 16
+# By blocks of 8 rows: tiles whose numbers a warp has at once, and registers of a thread. They leave room for small
+# kernels beside it.
+_TILES, _REGISTERS = {1: 4, 2: 2}, {1: 112, 2: 96}
 _LEASTRUNS = 16  # for two programs of a cluster
 
 
@@ -42,19 +46,6 @@ class Variant(NamedTuple):
     in_halves: bool
     blocks: int
     programs: int
-
-
-class Shape(NamedTuple):
-    """Constants of the source that change no result but its speed."""
-
-    warps: int
-    tiles: int
-    registers: int
-    subtracts: bool
-
-
-def shape_of(variant: Variant) -> Shape:
-    return Shape(16, 4, 112, False) if variant.blocks == 1 else Shape(16, 2, 96, False)
 
 
 def variant_of(num_rows: int, weight: GroupedWeight, dtype: torch.dtype) -> Variant:
@@ -73,19 +64,22 @@ def prepare(weight: GroupedWeight, dtype: torch.dtype) -> None:
 
 
 def takes_weight(weight: GroupedWeight) -> bool:
-    """Whether it has a product here: groups are 64 inputs, or a multiple of 128."""
+    """Whether it has a product here: groups are 64 inputs, or a multiple of 128; outputs are a multiple of 8."""
     num_inputs = num_inputs_of(weight)
     group_size = num_inputs // len(weight.scales)
     return (_is_hopper() and num_inputs % RUN == 0 and (group_size == RUN // 2 or group_size % RUN == 0)
-            and weight.values.shape[3] == _PIECE)
+            and weight.scales.shape[1] % 8 == 0 and weight.values.shape[3] == _PIECE)
 
 
 def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
-    """Whether `multiply` takes it now. The first call waits until the kernel is compiled. While Triton's kernels are
-    met ahead, it has to be: False."""
+    """Whether `multiply` takes it now, its scales in shared memory. The first call waits until the kernel is compiled.
+    While Triton's kernels are met ahead, they have to be: False."""
     if not 1 <= len(x_MI) <= MOST_ROWS or is_ahead() or not takes_weight(weight):
         return False
-    return all([_kernel(variant_of(num_rows, weight, x_MI.dtype)).is_there for num_rows in (1, MOST_ROWS)])
+    kernels = [_kernel(variant_of(num_rows, weight, x_MI.dtype)) for num_rows in (1, MOST_ROWS)]
+    # Both are loaded at once: none is while a graph is captured.
+    return all([kernel.is_there for kernel in kernels]) and all(
+        kernel.plan(weight).shared_bytes <= _SHARED_BYTES for kernel in kernels)
 
 
 def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
@@ -95,7 +89,7 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     kernel = _kernel(variant_of(num_rows, weight, x_MI.dtype))
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    plan = kernel.plan(num_outputs, num_inputs_of(weight), len(weight.scales))
+    plan = kernel.plan(weight)
     work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
                  plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
                  weight.values.data_ptr(), weight.scales.data_ptr(),
@@ -107,7 +101,7 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
 
 def aligned(x_MI: Tensor) -> Tensor:
     """Rows of 16 bits that begin at multiples of 16 bytes."""
-    if x_MI.stride(0) % 8 or x_MI.stride(1) != 1 or x_MI.data_ptr() % 16:
+    if x_MI.stride(0) < x_MI.shape[1] or x_MI.stride(0) % 8 or x_MI.stride(1) != 1 or x_MI.data_ptr() % 16:
         return x_MI.clone(memory_format=torch.contiguous_format)
     return x_MI
 
@@ -146,11 +140,10 @@ class _Kernel:
     """Compiled in a thread of `compilers` from now on."""
 
     def __init__(self, variant: Variant):
-        self._variant, self._shape = variant, shape_of(variant)
+        self._variant = variant
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
                      "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
-                     "WARPS": self._shape.warps, "TILES": self._shape.tiles, "REGISTERS": self._shape.registers,
-                     "SUBTRACTS": self._shape.subtracts}
+                     "WARPS": _WARPS, "TILES": _TILES[variant.blocks], "REGISTERS": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
                                 {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
         self._cubin: Future[bytes] = compilers().submit(source.cubin)
@@ -170,24 +163,25 @@ class _Kernel:
         """How many run at once; a multiprocessor has one program."""
         if self._variant.programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self._loaded.most_clusters(32 * self._shape.warps, self._variant.programs)
+        return self._loaded.most_clusters(_THREADS, self._variant.programs)
 
-    def plan(self, num_outputs: int, num_inputs: int, num_groups: int) -> _Plan:
+    def plan(self, weight: GroupedWeight) -> _Plan:
         """Programs share all tiles evenly."""
-        variant, shape = self._variant, self._shape
+        variant = self._variant
+        num_groups, num_outputs = weight.scales.shape
         num_tiles = -(-num_outputs // _TILE)
         clusters = min(num_tiles, self._most_clusters)
         tiles = -(-num_tiles // clusters)
         groups = min(num_groups, -(-num_groups // variant.programs) + 1)
-        at_once = shape.tiles // (2 if variant.bits == 8 else 1)
+        at_once = _TILES[variant.blocks] // (2 if variant.bits == 8 else 1)
         scales = groups * tiles * 2 * _TILE * (2 if variant.has_zeros else 1)
-        sums = 128 * variant.blocks * 4 * (at_once * shape.warps + tiles)
-        return _Plan(num_inputs // RUN, clusters, tiles, scales + sums + 8)
+        sums = 128 * variant.blocks * 4 * (at_once * _WARPS + tiles)
+        return _Plan(num_inputs_of(weight) // RUN, clusters, tiles, scales + sums + 8)
 
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
         programs = self._variant.programs
-        self._loaded.launch(plan.clusters * programs, 32 * self._shape.warps, [work], cluster=programs,
+        self._loaded.launch(plan.clusters * programs, _THREADS, [work], cluster=programs,
                             is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
 
 

@@ -172,8 +172,7 @@ struct Consumer {
     u32 scale[2][2], negative[2][2];
     scales_of(scale[0], negative[0], 0);
     if (IN_HALVES) scales_of(scale[1], negative[1], 1);
-    // All are made before products begin. Warpgroups take turns: while one makes them, products of others run, and it
-    // leaves its turn when its last products have begun.
+    // All are made before products begin; products of other warpgroups may run meanwhile.
     u32 left[2][4][4];
 #pragma unroll
     for (int v = 0; v < 4; ++v)
@@ -185,20 +184,13 @@ struct Consumer {
         left[0][v][e] = multiplied(unpacked<0>(first, negative[0][i]), scale[0][i]);
         left[1][v][e] = multiplied(unpacked<0>(second, negative[k][i]), scale[k][i]);
       }
-    const int group = threadIdx.x / 128;
-    if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory");
     begin_products();
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
       add_product(sums, left[step / 4][step % 4],
                   matrix<128>(stage + step / 4 * HALF_BYTES + step % 4 * 32, 16));
-      if (TURNS && step == 5) end_products();
     }
     end_products();
-    if (TURNS) {
-      await_products<1>();
-      asm volatile("bar.arrive %0, 256;" ::"r"(2 + (group + 1) % GROUPS) : "memory");
-    }
     await_products<0>();
     release(ring.stage);
   }
@@ -261,7 +253,6 @@ struct Consumer {
     }
   }
   __device__ void run() {
-    if (TURNS && threadIdx.x / 128 == GROUPS - 1) asm volatile("bar.arrive 2, 256;" ::: "memory");
     for (Place at(work); at.is_there(); at.item += gridDim.x, at.begin()) {
       sum(at);
       asm volatile("griddepcontrol.wait;" ::: "memory");

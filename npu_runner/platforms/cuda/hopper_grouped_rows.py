@@ -39,9 +39,8 @@ _GROUPS = (2, 3)
 _PIECE_ROWS, _PIECE_BYTES = 64, 4096
 _MOST_SPLITS, _LEAST_RUNS = 8, 4
 _SHARED_BYTES = 227 * 1024
-_TURNS = 1
-# Cycles: of products of a row of x and 64 outputs with a run, of bringing the row and the outputs, of a row's sums of 64
-# outputs that are left and read again, of an item beside its runs.
+# Estimated cycles: of products of a row of x and 64 outputs with a run, of bringing the row and the outputs, of a row's
+# sums of 64 outputs that are left and read again, of an item beside its runs.
 _PRODUCT, _ROW, _OUTPUTS, _SUM, _ITEM = 5.3, 10.7, 205.0, 25.6, 2000.0
 
 
@@ -154,8 +153,7 @@ class _Kernel:
         stages = (_SHARED_BYTES - 1024 - 16) // variant.stage_bytes
         self._shared_bytes = stages * variant.stage_bytes + 16 + 1024
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
-                     "IN_HALVES": variant.in_halves, "GROUPS": variant.groups, "ROWS": variant.rows, "STAGES": stages,
-                     "TURNS": _TURNS}
+                     "IN_HALVES": variant.in_halves, "GROUPS": variant.groups, "ROWS": variant.rows, "STAGES": stages}
         source = CompiledSource(sources("hopper_grouped_rows.cu"),
                                 {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
         self._cubin: Future[bytes] = compilers().submit(source.cubin)
