@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
-_MAP_KINDS = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; e4m3: bytes
+# CUtensorMapDataType.
+_MAP_KINDS = {torch.float8_e4m3fn: 0, torch.uint8: 0, torch.int8: 0, torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -92,15 +93,18 @@ class LoadedKernel:
             raise NoKernel(str(error)) from error
 
     def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
-               is_dependent: bool = False) -> None:
+               is_dependent: bool = False, shared_bytes: int | None = None) -> None:
         """On the current stream. Arguments: tensors, ctypes values, and maps of `tensor_map`.
 
         `cluster`: programs that read each other's shared memory. `is_dependent`: it may start while the kernel before
-        still runs, and waits by itself (dependent_launch.py).
+        still runs, and waits by itself (dependent_launch.py). `shared_bytes`: fewer than it was loaded with.
         """
         values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         how = self._how(programs, threads, cluster, is_dependent)
+        if shared_bytes is not None:
+            assert shared_bytes <= self._shared_bytes, f"{shared_bytes} bytes are more than {self._shared_bytes}"
+            how.shared_bytes = shared_bytes
         how.stream = torch.cuda.current_stream().cuda_stream
         _check(_driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
 
@@ -121,7 +125,7 @@ class LoadedKernel:
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """Descriptor by which the copy engine brings boxes of a tensor to shared memory, innermost dimension first there.
 
-    The tensor is e4m3 or has 16 bits, with consecutive elements in its last dimension; its address and its strides are
+    The tensor has elements of 8 or 16 bits, consecutive in its last dimension; its address and its strides are
     multiples of 16 bytes. `box`: elements of each dimension. Its rows, of 64 or 128 bytes, are swizzled; beyond the
     ends is 0.
     """

@@ -1,0 +1,195 @@
+"""Products of a few rows with weights of 4 and 8 bit integers, in CUDA C++ for Hopper (hopper_grouped.cu), by NVRTC.
+Knows nothing of models.
+
+M rows, I input features, O output features, G groups of inputs. A run is 128 inputs, a tile 16 outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.cuda import dependent_launch
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
+from npu_runner.platforms.grouped import GroupedWeight
+
+logger = logging.getLogger(__name__)
+
+_CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
+_FOLDER = Path(__file__).parent
+MOST_ROWS = 16
+RUN = 128
+_TILE, _PIECE = 16, 64
+_SHARED_BYTES = 227 * 1024
+_THREADS, _WARPS = 512, 16
+# By blocks of 8 rows: tiles whose numbers a warp has at once, and registers of a thread. They leave room for small
+# kernels beside it.
+_TILES, _REGISTERS = {1: 4, 2: 2}, {1: 112, 2: 96}
+_LEASTRUNS = 16  # for two programs of a cluster
+
+
+class Variant(NamedTuple):
+    """Constants of the source."""
+
+    is_bfloat16: bool
+    bits: int
+    has_zeros: bool
+    in_halves: bool
+    blocks: int
+    programs: int
+
+
+def variant_of(num_rows: int, weight: GroupedWeight, dtype: torch.dtype) -> Variant:
+    """That multiplies so many rows of `dtype`."""
+    num_runs = num_inputs_of(weight) // RUN
+    return Variant(dtype == torch.bfloat16, 4 if weight.values.dtype == torch.uint8 else 8, weight.zeros is not None,
+                   len(weight.scales) == 2 * num_runs, 1 if num_rows <= 8 else 2,
+                   2 if num_runs >= _LEASTRUNS else 1)
+
+
+def prepare(weight: GroupedWeight, dtype: torch.dtype) -> None:
+    """Begins to compile what products with this weight take."""
+    if takes_weight(weight):
+        for num_rows in (1, MOST_ROWS):
+            _kernel(variant_of(num_rows, weight, dtype))
+
+
+def takes_weight(weight: GroupedWeight) -> bool:
+    """Whether it has a product here: groups are 64 inputs, or a multiple of 128; outputs are a multiple of 8."""
+    num_inputs = num_inputs_of(weight)
+    group_size = num_inputs // len(weight.scales)
+    return (_is_hopper() and num_inputs % RUN == 0 and (group_size == RUN // 2 or group_size % RUN == 0)
+            and weight.scales.shape[1] % 8 == 0 and weight.values.shape[3] == _PIECE)
+
+
+def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
+    """Whether `multiply` takes it now, its scales in shared memory. The first call waits until the kernel is compiled.
+    While Triton's kernels are met ahead, they have to be: False."""
+    if not 1 <= len(x_MI) <= MOST_ROWS or is_ahead() or not takes_weight(weight):
+        return False
+    kernels = [_kernel(variant_of(num_rows, weight, x_MI.dtype)) for num_rows in (1, MOST_ROWS)]
+    # Both are loaded at once: none is while a graph is captured.
+    return all([kernel.is_there for kernel in kernels]) and all(
+        kernel.plan(weight).shared_bytes <= _SHARED_BYTES for kernel in kernels)
+
+
+def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+    """x W^T + b of a `settled` weight, (M, O) of x's dtype."""
+    x_MI = aligned(x_MI)
+    num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
+    kernel = _kernel(variant_of(num_rows, weight, x_MI.dtype))
+    assert kernel.is_there, "callers look first"
+    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
+    plan = kernel.plan(weight)
+    work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
+                 plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
+                 weight.values.data_ptr(), weight.scales.data_ptr(),
+                 None if weight.zeros is None else weight.zeros.data_ptr(),
+                 None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr())
+    kernel.launch(plan, work)
+    return out_MO
+
+
+def aligned(x_MI: Tensor) -> Tensor:
+    """Rows of 16 bits that begin at multiples of 16 bytes."""
+    if x_MI.stride(0) < x_MI.shape[1] or x_MI.stride(0) % 8 or x_MI.stride(1) != 1 or x_MI.data_ptr() % 16:
+        return x_MI.clone(memory_format=torch.contiguous_format)
+    return x_MI
+
+
+def sources(name: str) -> list[Path]:
+    """What a kernel of these weights consists of."""
+    return [_FOLDER / each for each in ("hopper.cu", "hopper_integers.cu", name)]
+
+
+def num_inputs_of(weight: GroupedWeight) -> int:
+    width = weight.values.shape[1] * weight.values.shape[3]
+    return 2 * width if weight.values.dtype == torch.uint8 else width
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == _CAPABILITY
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_runs", "runs_of_group", "x_stride",
+                                                    "tiles_of_cluster", "is_wide_bias")),
+                *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")))
+
+
+class _Plan(NamedTuple):
+    """Tiles: the most that a cluster has."""
+
+    num_runs: int
+    clusters: int
+    tiles: int
+    shared_bytes: int
+
+
+class _Kernel:
+    """Compiled in a thread of `compilers` from now on."""
+
+    def __init__(self, variant: Variant):
+        self._variant = variant
+        constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
+                     "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
+                     "WARPS": _WARPS, "TILES": _TILES[variant.blocks], "REGISTERS": _REGISTERS[variant.blocks]}
+        source = CompiledSource(sources("hopper_grouped.cu"),
+                                {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
+        self._cubin: Future[bytes] = compilers().submit(source.cubin)
+
+    @functools.cached_property
+    def is_there(self) -> bool:
+        """The first look waits until it is compiled."""
+        try:
+            self._loaded = LoadedKernel(self._cubin.result(), "multiply_few_rows", _SHARED_BYTES)
+        except NoKernel as reason:
+            logger.info("products of a few rows: triton (%s)", reason)
+            return False
+        return True
+
+    @functools.cached_property
+    def _most_clusters(self) -> int:
+        """How many run at once; a multiprocessor has one program."""
+        if self._variant.programs == 1:
+            return torch.cuda.get_device_properties().multi_processor_count
+        return self._loaded.most_clusters(_THREADS, self._variant.programs)
+
+    def plan(self, weight: GroupedWeight) -> _Plan:
+        """Programs share all tiles evenly."""
+        variant = self._variant
+        num_groups, num_outputs = weight.scales.shape
+        num_tiles = -(-num_outputs // _TILE)
+        clusters = min(num_tiles, self._most_clusters)
+        tiles = -(-num_tiles // clusters)
+        groups = min(num_groups, -(-num_groups // variant.programs) + 1)
+        at_once = _TILES[variant.blocks] // (2 if variant.bits == 8 else 1)
+        scales = groups * tiles * 2 * _TILE * (2 if variant.has_zeros else 1)
+        sums = 128 * variant.blocks * 4 * (at_once * _WARPS + tiles)
+        return _Plan(num_inputs_of(weight) // RUN, clusters, tiles, scales + sums + 8)
+
+    def launch(self, plan: _Plan, work: _Work) -> None:
+        is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
+        programs = self._variant.programs
+        self._loaded.launch(plan.clusters * programs, _THREADS, [work], cluster=programs,
+                            is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
+
+
+@functools.cache
+def compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-grouped")
+
+
+@functools.cache
+def _kernel(variant: Variant) -> _Kernel:
+    return _Kernel(variant)
