@@ -119,13 +119,18 @@ class RingedCpu(RingedGatedDelta, CpuGatedDelta):
         return out_TVD.to(qkv_TC.dtype)
 
 
+def turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "state_ring_length", LENGTH)
+    monkeypatch.setattr(CpuPlatform, "graphs_take_state_drafts", True)
+    monkeypatch.setattr(CpuPlatform, "make_gated_delta", lambda self, shape, dtype: RingedCpu(shape))
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
+
+
 @pytest.fixture
 def with_rings(monkeypatch: pytest.MonkeyPatch, platform_name: str) -> pytest.MonkeyPatch:
     if platform_name != "cpu":
         pytest.skip("a device that has rings has its own")
-    monkeypatch.setattr(CpuPlatform, "state_ring_length", LENGTH)
-    monkeypatch.setattr(CpuPlatform, "make_gated_delta", lambda self, shape, dtype: RingedCpu(shape))
-    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
+    turn_on(monkeypatch)
     return monkeypatch
 
 
