@@ -16,8 +16,8 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 class GatedDelta(nn.Module):
-    """Convolution, then the gated delta rule. `bind_states` gives it conv_state (slots, W - 1 or more, C), state (slots,
-    Nv, V, K) and, where decode steps do not write every state, a ring."""
+    """Convolution, then the gated delta rule. `bind_states` gives it conv_state (slots, W - 1 or more, C), state
+    (slots, Nv, V, K) and, where decode steps do not write every state, a ring."""
 
     conv_state: Tensor
     state: Tensor

@@ -8,8 +8,8 @@ taken as they are, so that their products are exact, and their norms multiplied 
 float32 (S, N, (1 + A)^-1, P) goes into bfloat16 products as the sum of two bfloat16 values (PRODUCT "split"), into
 float16 models' as three TF32 products ("tf32x3"), into float32 models' as it is ("ieee").
 
-At the end the causal depthwise convolution over states by slot, in float32: a state (COLUMNS, C) holds the inputs before
-the row's tokens, that of position p in column p modulo COLUMNS, W - 1 or more.
+At the end the causal depthwise convolution over states by slot, in float32: a state (COLUMNS, C) holds the inputs
+before the row's tokens, that of position p in column p modulo COLUMNS, W - 1 or more.
 """
 # mypy: ignore-errors
 
