@@ -164,7 +164,8 @@ class Server:
             slots += [seq.slot, *spares]
         runs_T = torch.from_numpy(runs_of_tokens(np.array(lens))).to(self.device)
         plan = self.backend.plan_drafts(lens, runs_T)
-        ends = [seq.num_done + place for (seq, _, _), num in zip(rows, lens, strict=True) for place in range(1, num + 1)]
+        ends = [seq.num_done + place for (seq, _, _), num in zip(rows, lens, strict=True)
+                for place in range(1, num + 1)]
         outs = self._run(Inputs.cat(inputs), slots, ends, is_prefill=False, plan=plan).split(lens)
         for seq, spares, num in rows:
             seq.num_done += 1 + num
