@@ -81,7 +81,7 @@ class Ring(NamedTuple):
     @property
     def num_places(self) -> int:
         """P: L, and as many more as a row has drafts at most."""
-        return self.updates.shape[1]
+        return self.updates.shape[-3]
 
     def of_layer(self, layer: int) -> Ring:
         """Of rings with a dimension of layers before the others, but for `starts`."""

@@ -21,8 +21,10 @@ from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring, RingedGatedDelta, StateSave
 from npu_runner.platforms.gated_delta_plan import PrefillPlan
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.states import StatePlan, StatePool, StateShape
 from tests.oracle.running import UncompiledGraphs, greedy, runner_of
+from tests.runner.test_several_tokens import knows
 
 LENGTH = 4
 SETTINGS: dict[str, Any] = {"platform": "cpu", "max_num_seqs": 4, "max_model_len": 256, "dtype": "float32",
@@ -188,6 +190,40 @@ def test_random_traffic_gives_the_tokens_of_states_that_every_step_writes(
         for name in names:
             alone = plain.generate([plain.engine.processor.from_text(work[name][0])], greedy(work[name][1]))
             assert all(each.token_ids == alone[0].token_ids for each in found[name].completions), name
+
+
+@pytest.mark.parametrize("graphs", [{}, {"graph_mode": "reduce-overhead", "graph_batch_sizes": (2, 4, 7, 12)}],
+                         ids=["eager", "padded"])
+def test_drafts_go_into_rings_and_answers_are_those_without_either(
+        graphs: dict[str, Any], checkpoint: Any, platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with drafts beside rows without, plain steps between; preemptions, snapshots, prompts that are cut."""
+    if platform_name != "cpu":
+        pytest.skip("a device that has rings has its own")
+    path = checkpoint("qwen3_5_text")
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=num, ignore_eos=True)
+              for seed, num in enumerate((30, 7, 60, 45, 30, 33))]
+    prompts = [[*range(70), *range(index)] for index in range(4)] + [[9] * 130, [5]]
+    with LLM(path, **SETTINGS) as llm:
+        made = [llm.engine.processor.from_text(prompt) for prompt in prompts]
+        plain = llm.generate(made, params)
+    turn_on(monkeypatch)
+    config = {"method": "forced", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[4, 4, 0]]}
+    with LLM(path, speculative_config=config, **SETTINGS, **graphs) as llm:
+        pool, buckets = pool_of(llm), runner_of(llm).steps.buckets
+        assert (pool.rings.length, pool.rings.num_places, pool.plan.num_spares) == (5, 8, 0)
+        assert pool.num_bytes == pool.plan.num_bytes
+        if buckets is not None:
+            # A step with drafts has up to three rows, and twelve tokens.
+            assert [(bucket.batch_size, bucket.drafted is None, bucket.drafted is bucket.forward)
+                    for bucket in buckets.compiled()] == [(12, False, True), (7, False, True), (4, False, False),
+                                                          (2, False, False)]
+        poison(pool)
+        knows(llm, plain, 3, 0.3)
+        llm.engine._drafter._config = SpeculativeConfig.of(config)
+        drafted = llm.generate(made, params)
+        stats = llm.stats()
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 30
 
 
 def test_made_up_steps_leave_rings_alone(ringed: LLM) -> None:
