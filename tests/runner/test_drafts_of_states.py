@@ -104,8 +104,14 @@ def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any) -> N
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5", "qwen3_next"])
 def test_every_feature_answers_as_without(model_type: str, checkpoint: Any) -> None:
     """With images too, in few blocks, over prompts that are cut and prefixes that have snapshots. A state carries what
-    all tokens before it were rounded by."""
-    assert_every_feature_is_as_without(checkpoint(model_type), model_type, tolerance=5e-5)
+    all tokens before it were rounded by.
+
+    Rings are written into states at other tokens than without drafts, so sums differ in their last digits. Of 1,000
+    draws some lie that near to an edge: one of qwen3_5 4e-7 of all weights beside it.
+    """
+    has_rings = pick_platform(SETTINGS["platform"]).state_ring_length > 0
+    assert_every_feature_is_as_without(checkpoint(model_type), model_type, tolerance=5e-5,
+                                       most_at_edges=2 if has_rings else 0)
 
 
 @pytest.mark.full("more settings: few spare states, no snapshot; the usual ones stay")
