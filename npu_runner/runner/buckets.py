@@ -166,8 +166,10 @@ class DecodeBuckets:
 
     def _compile(self, size: int, forwards: Forwards) -> Forwards:
         """More rows than there are sequences have drafts: no plain step has these."""
-        forward, behind, drafted = (each and self.compiler.compile(each, size) for each in forwards)
-        return Forwards(drafted if drafted and size > self.tables.null_slot else forward, behind, drafted)
+        behind, drafted = (each and self.compiler.compile(each, size) for each in forwards[1:])
+        if drafted is not None and size > self.tables.null_slot:
+            return Forwards(drafted, behind, drafted)
+        return Forwards(self.compiler.compile(forwards.forward, size), behind, drafted)
 
     def _make(self, size: int, forwards: Forwards) -> Bucket:
         draws, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
