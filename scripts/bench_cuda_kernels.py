@@ -298,7 +298,7 @@ def _ring(delta: GatedDeltaShape, batch_size: int) -> Ring:
     return Ring(torch.randn(batch_size, _RING, *delta.state_shape[:2], device=DEVICE),
                 torch.randn(batch_size, _RING, delta.num_k_heads, delta.head_k_dim, device=DEVICE).bfloat16(),
                 -torch.rand(batch_size, delta.num_v_heads, _RING, device=DEVICE),
-                torch.zeros(batch_size, dtype=torch.int32, device=DEVICE))
+                torch.zeros(batch_size, dtype=torch.int32, device=DEVICE), _RING)
 
 
 def _expert_weights(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,8 @@ class Layer:
         plan = self.backend.plan_prefill(lens, lens, [], self.device) if is_prefill else None
         nothing = torch.empty(0)
         slots = torch.arange(batch_size, dtype=torch.int32, device=self.device)
-        self.metadata = AttentionMetadata(is_prefill, nothing, nothing, nothing, state_slots_B=slots, state_plan=plan)
+        lens_B = torch.tensor(lens, dtype=torch.int32, device=self.device)
+        self.metadata = AttentionMetadata(is_prefill, nothing, lens_B, nothing, state_slots_B=slots, state_plan=plan)
 
     def rule(self) -> Tensor:
         return self.backend.delta_rule(self.qkv, self.a, self.b, self.neg_exp_A, self.dt_bias, self.state,

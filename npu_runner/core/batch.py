@@ -86,8 +86,8 @@ class ScheduledBatch:
     them. If it has drafts it has tokens too: each row's last token and its drafts. Their successors are wanted as well.
     `state_slots`: slot of the state pool of each row (B,); where there are drafts of each token (T,), behind which that
     one's state is left. None: of each row that of its number.
-    `previous_positions`: of the tokens before a prefill's rows, (B,) or (3, B), any value where there is none; None:
-    nothing reads them.
+    `previous_positions`: of the tokens before a prefill's rows, (B,) or (3, B), any value where there is none; None in
+    other steps.
     `wants_drafts_B`: of the rows of a decode step, (B,) bool: the next step may take what a head proposes; None: of
     all.
     `new_blocks_N3` has the block table entries that no earlier step has sent: (slot, column, block), each place once,
@@ -336,7 +336,7 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         new_blocks_N3=table.tell(seq for seq, _ in chunks),
         samples_B=np.array(samples, dtype=np.bool_),
         state_slots=state_slots,
-        previous_positions=None if state_slots is None else _previous_positions(chunks, uses_mrope),
+        previous_positions=_previous_positions(chunks, uses_mrope),
         new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
         freed_slots=table.take_freed_slots(),
         images=list(images.values()),

@@ -1,9 +1,9 @@
 """Which slot of the state pool holds the state of each running sequence. Knows no sequences, states or devices.
 
-A state goes back to no earlier token. So a step with drafts leaves one behind each of its tokens: behind a row's last
-token in the row's own slot, behind each draft in a spare one. The state behind the last draft that was kept is the
-row's from then on, where it lies; the row's slot before is spare. Nothing is copied. A plain step goes on in the row's
-slot.
+A state goes back to no earlier token. So a step with drafts, where these go into no rings, leaves one behind each of
+its tokens: behind a row's last token in the row's own slot, behind each draft in a spare one. The state behind the last
+draft that was kept is the row's from then on, where it lies; the row's slot before is spare. Nothing is copied. A plain
+step goes on in the row's slot.
 
 B rows of a step, T tokens of a step.
 """

@@ -16,8 +16,8 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
 class GatedDelta(nn.Module):
-    """Convolution, then the gated delta rule. `bind_states` gives it conv_state (slots, W - 1, C), state (slots, Nv,
-    V, K) and, where decode steps do not write every state, a ring."""
+    """Convolution, then the gated delta rule. `bind_states` gives it conv_state (slots, W - 1 or more, C), state
+    (slots, Nv, V, K) and, where decode steps do not write every state, a ring."""
 
     conv_state: Tensor
     state: Tensor
@@ -69,7 +69,7 @@ def unbind_states(model: nn.Module) -> None:
 
 
 def bind_states(model: nn.Module, conv_states: Tensor, states: Tensor, rings: Ring | None = None) -> None:
-    """Give every GatedDelta of `model` its layer of the pool: (L, slots, W - 1, C) and (L, slots, Nv, V, K).
+    """Give every GatedDelta of `model` its layer of the pool: (L, slots, W - 1 or more, C) and (L, slots, Nv, V, K).
 
     `rings`: a dimension of layers before those of a Ring, except for `starts`. Backends that use none are given none.
     """
@@ -78,4 +78,4 @@ def bind_states(model: nn.Module, conv_states: Tensor, states: Tensor, rings: Ri
     for index, layer in layers.items():
         layer.conv_state, layer.state = conv_states[index], states[index]
         if rings is not None and isinstance(layer.backend, RingedGatedDelta):
-            layer.ring = Ring(rings.updates[index], rings.keys[index], rings.log_decays[index], rings.starts)
+            layer.ring = rings.of_layer(index)

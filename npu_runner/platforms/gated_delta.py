@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 CHUNK_SIZE = 64
 """Prompts are computed in chunks that begin at positions that are multiples of this; states are saved at such ones."""
@@ -62,22 +62,36 @@ class GatedDeltaShape:
 class Ring(NamedTuple):
     """The last tokens of each slot, which its state does not hold yet: a token is `update key^T` behind its decay.
 
-    L: tokens between two writes of the state, a power of two. How many there are now follows from lengths alone:
-    (context length - 1 - start) modulo L.
+    The token at position p lies in place p modulo P. How many tokens there are follows from lengths alone: (context
+    length - 1 - start) modulo L. So what lies behind a sequence's length is in no ring: drafts that were refused.
     """
 
     updates: Tensor
-    """(slots, L, Nv, Dv) float32."""
+    """(slots, P, Nv, Dv) float32."""
     keys: Tensor
-    """(slots, L, Nk, Dk) in the model's dtype."""
+    """(slots, P, Nk, Dk) in the model's dtype."""
     log_decays: Tensor
-    """(slots, Nv, L) float32."""
+    """(slots, Nv, P) float32."""
     starts: Tensor
-    """(slots,) int32, of all layers: the sequence's length when its prompt ended, or a chunk of it."""
+    """(slots,) int32, of all layers: the sequence's length at a write of its state: when its prompt ended, or a chunk
+    of it, or in a step with drafts."""
+    length: int
+    """L: steps of one token between two writes of the state."""
 
     @property
-    def length(self) -> int:
-        return self.updates.shape[1]
+    def num_places(self) -> int:
+        """P: L, and as many more as a row has drafts at most."""
+        return self.updates.shape[-3]
+
+    def of_layer(self, layer: int) -> Ring:
+        """Of rings with a dimension of layers before the others, but for `starts`."""
+        return self._replace(updates=self.updates[layer], keys=self.keys[layer], log_decays=self.log_decays[layer])
+
+
+def ring_length(least: int, most_drafts: int) -> int:
+    """L of Ring, `least` or more. A step that finds a ring empty leaves all of its tokens there, and a plain step finds
+    fewer than L. Without drafts any number will do."""
+    return max(least, most_drafts + 2) if most_drafts else least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +185,31 @@ class GatedDeltaBackend(ABC):
 
 
 class RingedGatedDelta(GatedDeltaBackend):
-    """A backend whose decode steps may keep tokens in a ring, and write a state every L tokens only."""
+    """A backend whose decode steps may keep tokens in a ring, and write a state every L tokens only.
+
+    Drafts leave no states: their tokens go into the ring, where those that are kept are counted by the next step's
+    lengths. All tokens of a sequence have its slot. Likewise the input of the convolution at position p lies in column
+    p modulo the number of columns: conv_state (slots, W - 1 + num, C), where num is 0 without drafts, and else the most
+    tokens of a row. Inputs of refused drafts are written over before a step reads their columns.
+    """
+
+    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> Any:
+        raise ConfigError(f"Gated DeltaNet through {self.name} verifies drafts beside rings only")
+
+    @abstractmethod
+    def plan_drafts_in_ring(self, inputs: StepInputs, ring: Ring) -> Any:
+        """`state_plan` of a decode step with drafts, once for all layers. Must be capturable in a graph. Sequences may
+        have one token, and padded rows may share slots.
+
+        A ring that has no room for a row's tokens and one more is written into the state in this step, as it was before
+        them: `ring.starts` says so from here on.
+        """
 
     @abstractmethod
     def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
                      state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
         """As `delta_rule` of a decode step. The token goes into the slot's ring; the L-th goes into the state, with all
         of the ring, which is empty then. A prefill finds every ring empty: no decode step comes before it in its slot.
+
+        With `metadata.state_plan` a row's tokens follow one another, and all of them go into the ring.
         """

@@ -84,7 +84,7 @@ class Platform(ABC):
     """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
     state_ring_length: int = 0
     """Tokens from one write of a Gated DeltaNet state to the next, in decode steps without drafts: its backend is a
-    RingedGatedDelta. 0: every step writes it."""
+    RingedGatedDelta, and drafts go into rings, too. 0: every step writes it."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     fp8_cache_backends: tuple[str, ...] = ()
@@ -93,9 +93,9 @@ class Platform(ABC):
     """The attention backends whose short prefills are recorded in graphs, in every graph mode but eager. Then
     `GraphCompiler.records`."""
     most_state_drafts: int | None = 0
-    """Drafts of a row that its Gated DeltaNet verifies (`GatedDeltaBackend.plan_drafts`); None: any number."""
+    """Drafts of a row that its Gated DeltaNet verifies (`plan_drafts`, or `plan_drafts_in_ring`); None: any number."""
     graphs_take_state_drafts: bool = False
-    """Such steps run in decode graphs, too (`GatedDeltaBackend.plan_drafts_in_graph`)."""
+    """Such steps run in decode graphs, too (`plan_drafts_in_graph`, or `plan_drafts_in_ring`)."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str

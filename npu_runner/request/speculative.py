@@ -87,6 +87,11 @@ class SpeculativeConfig:
         """Of all rows of a step of up to `most_rows`, together."""
         return max(num_rows * self.most_drafts(num_rows) for num_rows in range(1, most_rows + 1))
 
+    def rows_for(self, num_tokens: int, most_rows: int) -> int | None:
+        """The fewest rows, up to `most_rows`, of a step with drafts that has so many tokens; None: no step has."""
+        return next((num_rows for num_rows in range(1, min(most_rows, num_tokens - 1) + 1)
+                     if self.most_drafts(num_rows) and num_rows * (1 + self.most_drafts(num_rows)) >= num_tokens), None)
+
     def to_json(self) -> dict[str, Any]:
         """What `of` makes the same of, without what is not there."""
         values = {name: getattr(self, name) for name in _FIELDS[self.method]}

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,14 @@ def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None, most_tok
     return (*sizes, *(size for size in more if size > max_num_seqs))
 
 
+class Forwards(NamedTuple):
+    """Of a bucket: those of the same names."""
+
+    forward: DecodeForward
+    behind: DecodeForward | None = None
+    drafted: DecodeForward | None = None
+
+
 @dataclass
 class Bucket:
     """Static buffers of one batch size, `host` and `tensors` the views of theirs, and what runs on the device's.
@@ -71,6 +80,9 @@ class Bucket:
     forward: DecodeForward
     behind: DecodeForward | None = None
     """What else runs over `inputs`, once the step's tokens are drawn."""
+    drafted: DecodeForward | None = None
+    """What runs steps with drafts, where plain ones have another graph. Where no step with drafts is so large, none
+    does."""
 
 
 class DecodeBuckets:
@@ -91,11 +103,12 @@ class DecodeBuckets:
         self._told: set[int] = set()
         self._kept: list[int] = []
 
-    def compile_all(self, forward: DecodeForward, behind: DecodeForward | None, warm_up: Callable[[int], None],
-                    agrees: Callable[[Bucket], bool], votes: Votes) -> None:
+    def compile_all(self, forwards: Forwards, warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool],
+                    votes: Votes) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
-        A bucket has a graph of `forward`, and one of `behind` if there is that; it has both or none. Those that any
+        A bucket has a graph of each of `forwards` that there is, or none at all. What `warm_up` does not run is not
+        compiled. Those that any
         rank kept from an earlier run must agree with eager steps on every rank (`agrees(bucket)`). Otherwise all ranks
         compile them anew: compiling and comparing run collectives, so all ranks must do the same.
 
@@ -104,9 +117,7 @@ class DecodeBuckets:
         """
         compiler = self.compiler
         for size in sorted(self.sizes, reverse=True):
-            bucket = self._make(size, compiler.compile(forward, size))
-            bucket.behind = behind and compiler.compile(behind, size)
-            self._buckets[size] = bucket
+            bucket = self._buckets[size] = self._make(size, forwards)
             try:
                 warm_up(size)
                 if votes.all_agree(f"a new graph of batch size {size}", not compiler.was_loaded(size)):
@@ -116,8 +127,7 @@ class DecodeBuckets:
                 else:
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
                     compiler.discard(size)
-                    bucket.forward = compiler.compile(forward, size)
-                    bucket.behind = behind and compiler.compile(behind, size)
+                    bucket.forward, bucket.behind, bucket.drafted = self._compile(size, forwards)
                     warm_up(size)
             except GraphResourceError as full:
                 del self._buckets[size]
@@ -154,13 +164,20 @@ class DecodeBuckets:
             text += f" (kept from an earlier run: {', '.join(map(str, sorted(self._kept)))})"
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
-    def _make(self, size: int, forward: DecodeForward) -> Bucket:
+    def _compile(self, size: int, forwards: Forwards) -> Forwards:
+        """More rows than there are sequences have drafts: no plain step has these."""
+        behind, drafted = (each and self.compiler.compile(each, size) for each in forwards[1:])
+        if drafted is not None and size > self.tables.null_slot:
+            return Forwards(drafted, behind, drafted)
+        return Forwards(self.compiler.compile(forwards.forward, size), behind, drafted)
+
+    def _make(self, size: int, forwards: Forwards) -> Bucket:
         draws, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
         step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
         arrays = step_arrays(step, draws, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
-        return Bucket(size, *make_buffers(arrays, beside, size), forward)
+        return Bucket(size, *make_buffers(arrays, beside, size), *self._compile(size, forwards))
 
 
 def make_buffers(arrays: dict[str, np.ndarray], beside: dict[str, Tensor], num_rows: int) -> tuple[

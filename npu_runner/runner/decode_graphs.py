@@ -12,7 +12,7 @@ import functools
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,8 +26,8 @@ from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
-from npu_runner.runner.buckets import Bucket, DecodeBuckets, bucket_sizes
-from npu_runner.runner.dummy import dummy_decode
+from npu_runner.runner.buckets import Bucket, DecodeBuckets, Forwards, bucket_sizes
+from npu_runner.runner.dummy import dummy_decode, dummy_drafts
 from npu_runner.runner.prefill_graphs import PrefillBuckets
 from npu_runner.runner.settings import Settings
 from npu_runner.runner.step import StepRunner
@@ -61,6 +61,8 @@ class DecodeParts:
     """After which a rank that does not vote is given up."""
     run_bucket: Callable[[int], None]
     """Two made-up decode steps of so many rows: the first compiles or captures, the second proves that it stays."""
+    run_made_up: Callable[[Sequence[ScheduledBatch]], None]
+    """Other made-up steps."""
 
     def reset_states(self) -> None:
         if self.steps.states is not None:
@@ -76,8 +78,9 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     steps, settings = parts.steps, parts.settings
     compiler = steps.platform.make_graph_compiler(_graph_settings(parts))
     most_rows, max_padding = settings.most_graph_rows, None
-    if steps.states is not None:
+    if steps.states is not None and steps.states.draft_slots is not None:
         most_rows = min(most_rows, settings.max_num_seqs + steps.states.plan.num_spares)
+    if steps.states is not None:
         max_padding = None if most_rows else steps.states.plan.num_padding
     sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
     buckets = DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
@@ -89,7 +92,8 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
     def warm_up(batch_size: int) -> None:
         progress("compiling", f"bucket {batch_size} (graph {order.index(batch_size) + 1} of {len(order)})")
-        own = _why_no_graph(parts, lambda: parts.run_bucket(batch_size))
+        bucket, below = buckets.compiled()[-1], max((size for size in order if size < batch_size), default=1)
+        own = _why_no_graph(parts, lambda: _warm_up(parts, bucket, below))
         if own:
             progress("compiling", f"no graph for bucket {batch_size} ({own}), if all ranks do without")
         # No rank can go without alone: the others would wait for it in that graph's collectives.
@@ -101,11 +105,27 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
         progress("comparing the kept graph of", f"bucket {bucket.batch_size}")
         return _agrees_with_eager(parts, bucket)
 
-    behind = None if steps.head_step is None else steps.head_step.forward
-    buckets.compile_all(steps.graph_step.forward, behind, warm_up, agrees, votes)
+    behind, drafted = steps.head_step, steps.drafted_graph_step
+    forwards = Forwards(steps.graph_step.forward, behind and behind.forward, drafted and drafted.forward)
+    buckets.compile_all(forwards, warm_up, agrees, votes)
     _record_draws(steps, buckets)
     if settings.prefill_sizes:
         _record_prefills(parts, compiler, votes, progress)
+
+
+def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
+    """Run the graphs of a bucket. That of steps with drafts, where plain steps have another one, is left out if no such
+    step has as many tokens, and more than `below`."""
+    parts.run_bucket(bucket.batch_size)
+    speculative = parts.settings.speculative
+    if bucket.drafted is None or bucket.drafted is bucket.forward or speculative is None:
+        return
+    for num_tokens in range(bucket.batch_size, below, -1):
+        num_rows = speculative.rows_for(num_tokens, parts.settings.max_num_seqs)
+        if num_rows is not None:
+            parts.run_made_up([dummy_drafts(num_tokens, num_rows)] * 2)
+            return
+    bucket.drafted = None
 
 
 def _record_prefills(parts: DecodeParts, compiler: GraphCompiler, votes: Votes, progress: Progress) -> None:

@@ -80,19 +80,27 @@ def dummy_decode(batch_size: int, context_len: int) -> ScheduledBatch:
 
 def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int, spares: range | None = None) -> ScheduledBatch:
     """`dummy_decode`, for more rows than sequences, too: then they have drafts, and all of their tokens are rows. Where
-    there are states there are as many drafts as `spares`, at most: slots that they leave theirs in."""
+    drafts leave states there are as many as `spares`, at most: slots that they leave theirs in."""
     if spares is not None:
         num_rows = min(num_rows, max_num_seqs + len(spares))
     if num_rows <= max_num_seqs:
         return dummy_decode(num_rows, context_len)
-    query_lens = np.full(max_num_seqs, num_rows // max_num_seqs, dtype=np.int32)
-    query_lens[: num_rows % max_num_seqs] += 1
+    step = dummy_drafts(num_rows, max_num_seqs)
+    if spares is not None:
+        state_slots_T = spares.start + np.cumsum(step.positions > 0, dtype=np.int32) - 1
+        state_slots_T[step.positions == 0] = np.arange(max_num_seqs)
+        step.state_slots = state_slots_T
+    return step
+
+
+def dummy_drafts(num_tokens: int, batch_size: int) -> ScheduledBatch:
+    """A step of `batch_size` sequences and their drafts, of so many tokens together."""
+    query_lens = np.full(batch_size, num_tokens // batch_size, dtype=np.int32)
+    query_lens[: num_tokens % batch_size] += 1
     places_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])
-    state_slots_T = (spares.start if spares else 0) + np.cumsum(places_T > 0, dtype=np.int32) - 1
-    state_slots_T[places_T == 0] = np.arange(max_num_seqs)
     return replace(
-        dummy_decode(max_num_seqs, 1), token_ids_T=np.zeros(num_rows, dtype=np.int32), query_lens_B=query_lens,
-        positions=places_T, context_lens_B=query_lens, state_slots=state_slots_T,
+        dummy_decode(batch_size, 1), token_ids_T=np.zeros(num_tokens, dtype=np.int32), query_lens_B=query_lens,
+        positions=places_T, context_lens_B=query_lens,
     )
 
 

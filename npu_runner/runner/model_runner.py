@@ -36,9 +36,9 @@ from npu_runner.runner.kv_cache import KVCacheShape, cache_window, check_kv_cach
 from npu_runner.runner.memory import MemoryGuard, MemoryMeter, weights_bytes
 from npu_runner.runner.mtp_step import MTPStepRunner
 from npu_runner.runner.pooling_step import PoolingStepRunner
-from npu_runner.runner.settings import model_needs, resolve_settings, state_needs
+from npu_runner.runner.settings import model_needs, resolve_settings, state_needs, state_shape
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
-from npu_runner.runner.states import StatePool, state_shape
+from npu_runner.runner.states import StatePool
 from npu_runner.runner.step import StepRunner, StepUnderWay
 from npu_runner.runner.weights import load, with_proven_forms
 from npu_runner.sampling.sampler import Sampler
@@ -197,7 +197,7 @@ class ModelRunner(ModelRunnerBase):
         if self.delta_shape is None:
             return
         self._progress("allocating states")
-        shape = state_shape(self.model_config, self.delta_shape, self.dtype, self.settings.state_ring_length)
+        shape = state_shape(self.settings, self.model_config, self.delta_shape, self._wanted_num_seqs)
         needs = state_needs(self.config, self.settings, self._wanted_num_seqs)
         plan = fit_states(
             shape, needs, profile, is_measured=self.platform.memory.info() is not None,
@@ -241,6 +241,7 @@ class ModelRunner(ModelRunnerBase):
             graph_batch_sizes=self.config.graphs.graph_batch_sizes,
             step_timeout_seconds=self.config.parallel.step_timeout_seconds,
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
+            run_made_up=self._run_made_up,
         )
         compile_decode_graphs(parts, self._progress)
         self.k_cache.zero_()
@@ -258,11 +259,14 @@ class ModelRunner(ModelRunnerBase):
         )]
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
         num_decodes = 0 if self.model_config.pooling is not None else expected_decode_len  # those pool their prefills
-        max_num_seqs, spares = self.settings.max_num_seqs, self.states.plan.spares if self.states else None
+        max_num_seqs, spares = self.settings.max_num_seqs, self.states.draft_slots if self.states else None
         steps += [dummy_rows(batch_size, min(context_len, self.max_model_len), max_num_seqs, spares)
                   for context_len in range(first_len, first_len + num_decodes)]
         if self.settings.most_drafted_rows and not in_capturing and self.platform.memory.info() is not None:
             steps.append(dummy_rows(self.settings.most_drafted_rows, 1, max_num_seqs, spares))
+        self._run_made_up(steps)
+
+    def _run_made_up(self, steps: Sequence[ScheduledBatch]) -> None:
         with torch.inference_mode(), self._serving_state_aside(steps):
             for step in steps:
                 self.execute_model(step)

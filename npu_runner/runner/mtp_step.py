@@ -7,6 +7,7 @@ of its tokens, also in prompts and where nothing is drafted:
 - A prefill has the pairs that end in its rows' tokens. The first of them begins in the step before, or in a cached
   prefix, whose last hidden state lies beside the row's states (states.py). A row whose prompt ends has one more, with
   the token that was just drawn. So a pair is computed where its second token is embedded, pictures included.
+- Where the settings give steps of no size any drafts, there are no pairs.
 - A decode step has the pairs that begin in its rows' tokens. Behind a draft that was not kept a pair is of no use; the
   next step writes over it.
 
@@ -125,6 +126,7 @@ class MTPStepRunner(SpeculativeStepRunner):
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
         self.head_step: HeadStep = HeadStep(self.model, self.states, self.gated_delta)
+        self._never_drafts = not self.speculative.most_drafts_of_step(self.max_num_seqs)
         self._prompts: _Prompts | None = None
         self._proposed: _Proposed | None = None
         self._may_replay: set[int] = set()
@@ -142,6 +144,8 @@ class MTPStepRunner(SpeculativeStepRunner):
 
     def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Also leaves the last hidden state of each row beside its states, and of each snapshot."""
+        if self._never_drafts:
+            return
         batch, head = step.batch, self.head_step
         ends_B = np.cumsum(batch.query_lens_B)
         firsts_B = ends_B - batch.query_lens_B
@@ -155,6 +159,8 @@ class MTPStepRunner(SpeculativeStepRunner):
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
         result = super().make_result(step, logits_BV, of_rows)
+        if self._never_drafts:
+            return result
         prompts, self._prompts = self._prompts, None
         self._proposed = self._behind_tokens(step) if prompts is None else self._behind_prompts(step, prompts)
         return result

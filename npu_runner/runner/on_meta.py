@@ -30,8 +30,8 @@ from npu_runner.runner.kv_cache import KVCacheShape
 from npu_runner.runner.memory import MemoryGuard, weights_bytes
 from npu_runner.runner.mtp_step import MTPStepRunner
 from npu_runner.runner.pooling_step import PoolingStepRunner
-from npu_runner.runner.settings import Settings
-from npu_runner.runner.states import StatePlan, StatePool, state_shape
+from npu_runner.runner.settings import Settings, state_shape
+from npu_runner.runner.states import StatePlan, StatePool
 from npu_runner.runner.step import StepRunner
 from npu_runner.sampling.sampler import Sampler
 from npu_runner.strategies import LoadStrategy
@@ -92,8 +92,7 @@ class NetworkOnMeta:
         self._num_kv_heads = self._tp.kv_head_share(model_config.num_kv_heads)[1]
         self.kv_shape = KVCacheShape(len(model_config.attention_layers), settings.block_size,
                                      self._num_kv_heads * model_config.head_dim, self._kv_dtype.itemsize)
-        self.state_shape = None if delta is None else state_shape(model_config, delta, self._dtype,
-                                                                  settings.state_ring_length)
+        self.state_shape = None if delta is None else state_shape(settings, model_config, delta, settings.max_num_seqs)
 
     def worst_step(self, max_num_seqs: int, states: StatePlan | None) -> StepBytes:
         """Of the steps that the runner measures on a device: a prefill as large as settings allow, and a decode step.

@@ -12,10 +12,11 @@ from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.gated_delta import GatedDeltaShape, ring_length
 from npu_runner.platforms.platform import ModelNeeds, Platform
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.buckets import bucket_sizes, most_padding
-from npu_runner.runner.states import StateNeeds
+from npu_runner.runner.states import StateNeeds, StateShape
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 FP8_CACHE = "float8_e4m3fn"
@@ -48,7 +49,7 @@ class Settings:
     prefill_sizes: tuple[int, ...] = ()
     """Tokens of the prefills that graphs are made for."""
     state_ring_length: int = 0
-    """As Platform's; 0 where nothing with states is decoded, or drafts need every token's state."""
+    """Of Ring; 0: there are none."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -61,6 +62,11 @@ class Settings:
         if self.speculative is None:
             return 0
         return min(self.max_num_batched_tokens, self.speculative.most_tokens(self.max_num_seqs))
+
+    @property
+    def ring_drafts(self) -> int:
+        """Of a row: drafts go into its ring, and leave no states. 0 without rings."""
+        return self.speculative.num_speculative_tokens if self.speculative and self.state_ring_length else 0
 
     @property
     def most_graph_rows(self) -> int:
@@ -122,7 +128,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
         graphs_take_drafts=graphs_take_drafts,
-        state_ring_length=_state_ring_length(model_config, platform) if speculative is None else 0,
+        state_ring_length=_state_ring_length(model_config, platform, speculative),
     )
 
 
@@ -140,9 +146,20 @@ def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> 
     needs = StateNeeds(max_num_seqs=max_num_seqs, is_given=config.scheduler.max_num_seqs is not None,
                        padding_of=padding_of,
                        max_snapshots=cache.max_state_snapshots if cache.enable_prefix_caching else 0)
-    return needs if speculative is None else replace(
+    return needs if speculative is None or settings.ring_drafts else replace(
         needs, drafts_of_row=min(most_tokens - 1, speculative.num_speculative_tokens),
         drafts_of=lambda num_seqs: min(most_tokens - 1, speculative.most_drafts_of_step(num_seqs)))
+
+
+def state_shape(settings: Settings, config: ModelConfig, layer: GatedDeltaShape, max_num_seqs: int) -> StateShape:
+    """Of a model whose layers have the rank's share `layer`, and at most so many sequences."""
+    num_beside, speculative = 0, settings.speculative
+    if config.mtp is not None and speculative is not None and settings.ring_drafts:
+        num_beside = min(settings.max_num_batched_tokens, speculative.most_drafts_of_step(max_num_seqs))
+    return StateShape(
+        num_layers=len(config.state_layers), layer=layer, element_bytes=settings.torch_dtypes[0].itemsize,
+        ring_length=settings.state_ring_length, ring_drafts=settings.ring_drafts,
+        hidden_size=0 if config.mtp is None else config.hidden_size, num_beside=num_beside)
 
 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
@@ -195,9 +212,10 @@ def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batche
                           f"multiples of {state_alignment(block_size)} tokens (64 and block_size); raise it to that")
 
 
-def _state_ring_length(model_config: ModelConfig, platform: Platform) -> int:
-    decodes = model_config.pooling is None
-    return platform.state_ring_length if model_config.state_layers and decodes else 0
+def _state_ring_length(model_config: ModelConfig, platform: Platform, speculative: SpeculativeConfig | None) -> int:
+    if not model_config.state_layers or model_config.pooling is not None or not platform.state_ring_length:
+        return 0
+    return ring_length(platform.state_ring_length, speculative.num_speculative_tokens if speculative else 0)
 
 
 def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:

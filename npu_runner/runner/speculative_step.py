@@ -16,7 +16,7 @@ B sequences in the step, T tokens in the step, R rows that still draw.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,14 @@ from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
-from npu_runner.runner.step import DecodeStep, DraftedDecodeStep, PreparedStep, StepRunner, StepUnderWay
+from npu_runner.runner.step import (
+    DecodeStep,
+    DraftedDecodeStep,
+    Launched,
+    PreparedStep,
+    StepRunner,
+    StepUnderWay,
+)
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 
@@ -116,9 +123,21 @@ class SpeculativeStepRunner(StepRunner):
         self._verified: VerifiedStep | None = None
 
     @property
+    def _has_rings(self) -> bool:
+        return self.states is not None and self.states.rings is not None
+
+    @property
     def graph_step(self) -> DecodeStep:
-        if self.gated_delta is None or not self.graphs_take_drafts:
+        if self.gated_delta is None or self._has_rings or not self.graphs_take_drafts:
             return self.decode_step
+        return self._drafted_step
+
+    @property
+    def drafted_graph_step(self) -> DecodeStep | None:
+        return self._drafted_step if self._has_rings and self.graphs_take_drafts else None
+
+    @property
+    def _drafted_step(self) -> DecodeStep:
         return DraftedDecodeStep(self.model, self.states, self.gated_delta)
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
@@ -129,6 +148,7 @@ class SpeculativeStepRunner(StepRunner):
         """A step with drafts is a decode step whose rows are the batch's tokens."""
         if not batch.has_drafts:
             return super().prepare(batch, number, of_rows)
+        batch = self._with_state_slots(batch)
         self.tables.learn(batch.new_blocks_N3)
         rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
         query_lens, context_lens = batch.query_lens_B.tolist(), batch.context_lens_B.tolist()
@@ -136,6 +156,8 @@ class SpeculativeStepRunner(StepRunner):
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW) | {
             "context_lens": ends_of_tokens(query_lens, context_lens), "token_slots": token_slots_T}
         bucket = self.buckets.find(len(rows_T)) if self.buckets and self.graphs_take_drafts else None
+        if bucket is not None and self._has_rings and bucket.drafted is None:
+            bucket = None  # only where graphs of other sizes did not fit
         if bucket is not None:
             arrays["token_slots"] = self.max_num_seqs + token_slots_T  # behind those of sequences
             if self.gated_delta is None:
@@ -148,8 +170,25 @@ class SpeculativeStepRunner(StepRunner):
         tensors["block_tables"] = tables_BW.index_select(0, tensors["rows"])
         on_host_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
         plan = self.attention.plan_drafts(query_lens, context_lens, on_host_BW, self.device)
-        state_plan = self.gated_delta and self.gated_delta.plan_drafts(query_lens, tensors["runs"])
+        state_plan = None
+        if self.gated_delta is not None and not self._has_rings:
+            state_plan = self.gated_delta.plan_drafts(query_lens, tensors["runs"])
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
+
+    def launch(self, step: PreparedStep) -> Launched:
+        if step.bucket is None and step.batch.has_drafts and self._has_rings:
+            return Launched(self._drafted_step(step.inputs, step.plan))
+        return super().launch(step)
+
+    def _with_state_slots(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The tokens of a row have its slot where drafts leave no states. Hidden states of drafts lie beside slots."""
+        if self.states is None or batch.state_slots is not None:
+            return batch
+        is_draft_T = np.arange(batch.num_tokens) != np.repeat(
+            np.cumsum(batch.query_lens_B) - batch.query_lens_B, batch.query_lens_B)
+        slots_T = np.repeat(batch.slots_B, batch.query_lens_B)
+        slots_T[is_draft_T] = self.states.plan.num_slots + np.arange(int(is_draft_T.sum()))
+        return replace(batch, state_slots=slots_T.astype(np.int32))
 
     def _prepare_graph(self, batch: ScheduledBatch, number: int, bucket: Bucket, arrays: dict[str, np.ndarray],
                        slots_T: np.ndarray) -> PreparedStep:

@@ -1,9 +1,9 @@
 """The states of Gated DeltaNet layers, in slots beside the KV cache: how many fit, and the pool that holds them.
 
 Slots [0, max_num_seqs) are those of sequences, then come those of padded rows in decode graphs, spare ones for what
-drafts leave, and snapshots. Spare ones change places with those of sequences (core/state_slots.py). A state is not
-written twice the same way, as keys and values are: made-up steps keep those that serve aside. Knows slots and bytes,
-not sequences.
+drafts leave where they leave states, and snapshots. Spare ones change places with those of sequences
+(core/state_slots.py). A state is not written twice the same way, as keys and values are: made-up steps keep those that
+serve aside. Knows slots and bytes, not sequences.
 
 Where a head drafts, a slot also has the final hidden state of the last token that its states have seen: the head reads
 it together with the next one.
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.layers.gated_delta import bind_states
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
@@ -38,21 +37,39 @@ _SNAPSHOT_SHARE, _SPARE_SHARE = 8, 4
 class StateShape:
     """The states of all layers: convolution tails in the model's dtype, recurrent states in float32.
 
-    `ring_length`: tokens of the rings beside the states (platforms/gated_delta.py); 0: there are none. `hidden_size`:
-    of the hidden state that a head reads, in the model's dtype; 0: none does.
+    `ring_length`: steps of one token between two writes of a state beside a ring (platforms/gated_delta.py); 0: there
+    are no rings. `ring_drafts`: of a row, that rings and tails have room for. `hidden_size`: of the hidden state that a
+    head reads, in the model's dtype; 0: none does. `num_beside`: such ones beside those of slots, of drafts in rings.
     """
 
     num_layers: int
     layer: GatedDeltaShape
     element_bytes: int
     ring_length: int = 0
+    ring_drafts: int = 0
     hidden_size: int = 0
+    num_beside: int = 0
+
+    @property
+    def num_places(self) -> int:
+        """Of a ring."""
+        return self.ring_length + self.ring_drafts if self.ring_length else 0
+
+    @property
+    def conv_state_shape(self) -> tuple[int, int]:
+        """Of a slot: with drafts in rings a step's tokens have columns of their own."""
+        before, channels = self.layer.conv_state_shape
+        return before + (1 + self.ring_drafts if self.ring_drafts else 0), channels
+
+    @property
+    def bytes_beside(self) -> int:
+        return self.num_beside * self.hidden_size * self.element_bytes
 
     @property
     def bytes_per_slot(self) -> int:
-        before, channels = self.layer.conv_state_shape
+        columns, channels = self.conv_state_shape
         heads, values, keys = self.layer.state_shape
-        state = before * channels * self.element_bytes + heads * values * keys * 4
+        state = columns * channels * self.element_bytes + heads * values * keys * 4
         of_layers = self.num_layers * (state + self._ring_bytes) + (4 if self.ring_length else 0)
         return of_layers + self.hidden_size * self.element_bytes
 
@@ -60,13 +77,7 @@ class StateShape:
     def _ring_bytes(self) -> int:
         """Of a slot and layer; its start, which all layers share, left out."""
         layer = self.layer
-        return self.ring_length * (4 * layer.value_size + self.element_bytes * layer.key_size + 4 * layer.num_v_heads)
-
-
-def state_shape(config: ModelConfig, layer: GatedDeltaShape, dtype: torch.dtype, ring_length: int) -> StateShape:
-    """Of a model whose layers have the rank's share `layer`."""
-    return StateShape(num_layers=len(config.state_layers), layer=layer, element_bytes=dtype.itemsize,
-                      ring_length=ring_length, hidden_size=0 if config.mtp is None else config.hidden_size)
+        return self.num_places * (4 * layer.value_size + self.element_bytes * layer.key_size + 4 * layer.num_v_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +110,15 @@ class StateNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Slots of each kind. `lowered_from`: the default max_num_seqs that did not fit."""
+    """Slots of each kind. `bytes_beside`: what stands beside slots. `lowered_from`: the default max_num_seqs that did
+    not fit."""
 
     max_num_seqs: int
     num_padding: int
     num_snapshots: int
     bytes_per_slot: int
     num_spares: int = 0
+    bytes_beside: int = 0
     lowered_from: int | None = None
 
     @property
@@ -126,7 +139,7 @@ class StatePlan:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.bytes_per_slot
+        return self.num_slots * self.bytes_per_slot + self.bytes_beside
 
     def describe(self) -> list[str]:
         spares = f"{self.num_spares} for drafts, " if self.num_spares else ""
@@ -144,8 +157,9 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
     A plan of no sequences means that not even one fits, or fewer than requested; the caller reports it.
     """
     if budget is None:
-        budget = max(UNMEASURED_STATE_BYTES, needs.asked() * shape.bytes_per_slot if needs.is_given else 0)
-    total, max_snapshots = max(0, budget) // shape.bytes_per_slot, needs.max_snapshots
+        asked = needs.asked() * shape.bytes_per_slot + shape.bytes_beside
+        budget = max(UNMEASURED_STATE_BYTES, asked if needs.is_given else 0)
+    total, max_snapshots = max(0, budget - shape.bytes_beside) // shape.bytes_per_slot, needs.max_snapshots
     share = total // _SNAPSHOT_SHARE if max_snapshots is None else min(total // _SNAPSHOT_SHARE, max_snapshots)
     kept, wanted = 0 if needs.is_given else share, needs.max_num_seqs
     fits = wanted
@@ -158,29 +172,37 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
     spares = min(needs.drafts_of(fits), max(needs.least_spares(fits, total), left - share))
     return StatePlan(
         max_num_seqs=fits, num_padding=padding, bytes_per_slot=shape.bytes_per_slot, num_spares=spares,
+        bytes_beside=shape.bytes_beside,
         num_snapshots=min(left - spares, fits if max_snapshots is None else max_snapshots),
         lowered_from=wanted if fits < wanted else None,
     )
 
 
 class StatePool:
-    """conv_states (L, slots, W - 1, C), states (L, slots, Nv, V, K), rings; bound to the layers of `model`. Beside them
-    hidden_SD (slots, D), None where no head reads it. Zeros."""
+    """conv_states (L, slots, W - 1 or more, C), states (L, slots, Nv, V, K), rings; bound to the layers of `model`.
+    Beside them hidden_SD (slots and what is beside, D), None where no head reads it. Zeros."""
 
     def __init__(self, plan: StatePlan, shape: StateShape, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.plan = plan
-        self.conv_states = zeros((shape.num_layers, plan.num_slots, *shape.layer.conv_state_shape), dtype, device)
+        self.conv_states = zeros((shape.num_layers, plan.num_slots, *shape.conv_state_shape), dtype, device)
         self.states = zeros((shape.num_layers, plan.num_slots, *shape.layer.state_shape), torch.float32, device)
         size = shape.hidden_size
-        self.hidden_SD = zeros((plan.num_slots, size), dtype, device) if size else None
+        self.hidden_SD = zeros((plan.num_slots + shape.num_beside, size), dtype, device) if size else None
         self.rings = _make_rings(plan.num_slots, shape, dtype, device) if shape.ring_length else None
         bind_states(model, self.conv_states, self.states, self.rings)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that is kept, (L or 1, slots, ...)."""
-        rings = [] if self.rings is None else [*self.rings[:-1], self.rings.starts[None]]
-        return [*self._of_snapshots, *rings]
+        rings = self.rings
+        if rings is None:
+            return self._of_snapshots
+        return [*self._of_snapshots, rings.updates, rings.keys, rings.log_decays, rings.starts[None]]
+
+    @property
+    def draft_slots(self) -> range | None:
+        """That drafts leave states in; None: they leave none."""
+        return self.plan.spares if self.rings is None else None
 
     @property
     def _of_snapshots(self) -> list[Tensor]:
@@ -213,6 +235,7 @@ class StatePool:
         ones. It waits in host memory: a device may have no room for it."""
         num_seqs = max(batch.batch_size for batch in made_up)
         num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in made_up)
+        num_drafts = min(num_drafts, self.plan.num_spares)  # drafts in rings leave no states
         parts = [tensor.narrow(1, first, num) for tensor in self.tensors
                  for first, num in ((0, num_seqs), (self.plan.first_spare, num_drafts))]
         kept = [part.to(HOST, copy=True) for part in parts]
@@ -227,8 +250,9 @@ def _make_rings(num_slots: int, shape: StateShape, dtype: torch.dtype, device: t
     """(L, slots, ...) of each, but for the starts."""
     layer, many = shape.layer, (shape.num_layers, num_slots)
     return Ring(
-        updates=zeros((*many, shape.ring_length, layer.num_v_heads, layer.head_v_dim), torch.float32, device),
-        keys=zeros((*many, shape.ring_length, layer.num_k_heads, layer.head_k_dim), dtype, device),
-        log_decays=zeros((*many, layer.num_v_heads, shape.ring_length), torch.float32, device),
+        updates=zeros((*many, shape.num_places, layer.num_v_heads, layer.head_v_dim), torch.float32, device),
+        keys=zeros((*many, shape.num_places, layer.num_k_heads, layer.head_k_dim), dtype, device),
+        log_decays=zeros((*many, layer.num_v_heads, shape.num_places), torch.float32, device),
         starts=zeros((num_slots,), torch.int32, device),
+        length=shape.ring_length,
     )

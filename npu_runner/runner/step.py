@@ -21,7 +21,7 @@ from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.models.contract import LanguageModel, ModelOfEnds
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, RingedGatedDelta, StateSave
 from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.platforms.transfers import Download
@@ -60,11 +60,18 @@ class DecodeStep(nn.Module):
 
 
 class DraftedDecodeStep(DecodeStep):
-    """A graph's step of a model with states: a row is a token, and several may follow one another in a sequence."""
+    """A step of a model with states, whose plan for these is part of it: a row is a token, and several may follow one
+    another in a sequence."""
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
         assert self.gated_delta is not None, "made with it"
-        return super().forward(inputs, plan, self.gated_delta.plan_drafts_in_graph(inputs.runs))
+        rings = self.states.rings if self.states is not None else None
+        if rings is None:
+            state_plan = self.gated_delta.plan_drafts_in_graph(inputs.runs)
+        else:
+            assert isinstance(self.gated_delta, RingedGatedDelta), "no other has rings"
+            state_plan = self.gated_delta.plan_drafts_in_ring(inputs, rings)
+        return super().forward(inputs, plan, state_plan)
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,11 @@ class StepRunner:
     def graph_step(self) -> DecodeStep:
         """What decode graphs are made of."""
         return self.decode_step
+
+    @property
+    def drafted_graph_step(self) -> DecodeStep | None:
+        """What graphs of steps with drafts are made of, where these are others."""
+        return None
 
     def describe_graphs(self) -> str:
         """Which there are."""
@@ -333,7 +345,8 @@ class StepRunner:
         if isinstance(step.bucket, PrefillBucket):
             return self._read_prompts(step, step.bucket.run())
         if step.bucket is not None:
-            return Launched(step.bucket.forward(step.inputs)[: step.batch.num_tokens])
+            drafted = step.bucket.drafted if step.batch.has_drafts else None
+            return Launched((drafted or step.bucket.forward)(step.inputs)[: step.batch.num_tokens])
         if not step.batch.is_prefill:
             return Launched(self.decode_step(step.inputs, step.plan, step.state_plan))
         return self._prefill(step)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, StateSave
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, Ring, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -29,7 +29,8 @@ class Step:
         slots = torch.tensor(self.slots, dtype=torch.int32, device=device)
         totals = [context + length for context, length in zip(self.contexts, self.lengths, strict=True)]
         plan = backend.plan_prefill(self.lengths, totals, self.saves, device) if is_prefill else None
-        return AttentionMetadata(is_prefill, empty, empty, empty, state_slots_B=slots, state_plan=plan)
+        lens = torch.tensor(totals, dtype=torch.int32, device=device)
+        return AttentionMetadata(is_prefill, empty, lens, empty, state_slots_B=slots, state_plan=plan)
 
 
 def gates(a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,19 +41,20 @@ def gates(a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor) ->
 
 
 def convolve(x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """(outputs, states) in float64."""
+    """(outputs, states) in float64. In a state the input of position p lies in column p modulo their number."""
     outputs, states = [], conv_state.double().clone()
     rows = zip(x_TC.double().split(step.lengths), step.contexts, step.slots, strict=True)
-    tail = weight_CW.shape[1] - 1
+    tail, columns = weight_CW.shape[1] - 1, conv_state.shape[1]
     for row, (x_LC, context, slot) in enumerate(rows):
-        before = states[slot] if context else torch.zeros_like(states[slot])
+        places = torch.arange(context - tail, context + len(x_LC)) % columns
+        before = states[slot, places[:tail]] if context else torch.zeros_like(states[slot, :tail])
         inputs = torch.cat([before, x_LC])
         windows = inputs.unfold(0, tail + 1, 1)
         outputs.append(torch.nn.functional.silu((windows * weight_CW.double()).sum(-1)))
         for save in step.saves:
             if save.row == row:
-                states[save.slot] = inputs[save.offset:save.offset + tail]
-        states[slot] = inputs[len(x_LC):]
+                states[save.slot, places[save.offset:save.offset + tail]] = inputs[save.offset:save.offset + tail]
+        states[slot, places[len(x_LC):]] = inputs[len(x_LC):]
     return torch.cat(outputs), states
 
 
@@ -79,6 +81,17 @@ def delta_rule(qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, ste
             token += 1
         states[slot] = s
     return out_TVD, states
+
+
+def state_in_ring(state: Tensor, ring: Ring, slot: int, length: int) -> Tensor:
+    """What a slot's state (Nv, Dv, Dk) and its ring make of a sequence of so many tokens, in float64 on the CPU."""
+    made, group = state.double().cpu(), ring.log_decays.shape[1] // ring.keys.shape[2]
+    num = (length - int(ring.starts[slot])) % ring.length
+    for place in (position % ring.num_places for position in range(length - num, length)):
+        key = ring.keys[slot, place].double().cpu().repeat_interleave(group, dim=0)
+        made = made * ring.log_decays[slot, :, place].double().cpu().exp()[:, None, None]
+        made = made + ring.updates[slot, place].double().cpu()[:, :, None] * key[:, None, :]
+    return made
 
 
 def normalised(x: Tensor) -> Tensor:

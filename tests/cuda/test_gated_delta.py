@@ -107,12 +107,13 @@ def test_shapes(device: torch.device, num_k_heads: int, num_v_heads: int, head_k
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_prefill", [True, False], ids=["prompts", "one token a row"])
-def test_convolution(device: torch.device, dtype: torch.dtype, is_prefill: bool, width: int) -> None:
+@pytest.mark.parametrize("num_more", [0, 5], ids=["", "room for drafts"])
+def test_convolution(device: torch.device, dtype: torch.dtype, is_prefill: bool, width: int, num_more: int) -> None:
     shape = GatedDeltaShape(num_k_heads=1, num_v_heads=2, head_k_dim=40, head_v_dim=40, conv_kernel_size=width)
     step = MIXED if is_prefill else Step(lengths=[1] * 5, contexts=[9] * 5, slots=[3, 0, 12, 1, 7])
     x_TC, _, _ = draw_inputs(shape, sum(step.lengths), dtype)
     weight_CW = torch.randn(shape.num_channels, width).to(dtype)
-    pool = torch.randn(NUM_SLOTS, 2, *shape.conv_state_shape).to(dtype)
+    pool = torch.randn(NUM_SLOTS, 2, width - 1 + num_more, shape.num_channels).to(dtype)
     expected, expected_states = convolve(x_TC, weight_CW, pool[:, 1], step)
     backend = make_backend(shape, dtype)
     metadata: AttentionMetadata = step.metadata(backend, device, is_prefill=is_prefill)

@@ -1,21 +1,23 @@
-"""Decode steps with drafts through Gated DeltaNet's Triton kernels, against the definition in float64.
+"""Decode steps with drafts beside rings, over many steps, against the definition in float64 of what is kept.
 
 Run it on a GPU (--platform cuda) or in triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import random
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, StateSave
-from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring, RingedGatedDelta, ring_length
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.step_arrays import runs_of_tokens
-from tests.cuda.gated_delta_work import Step, convolve, delta_rule, draw_inputs, gates
+from tests.cuda.gated_delta_work import Step, convolve, delta_rule, draw_inputs, gates, state_in_ring
 from tests.cuda.test_gated_delta import (
     DTYPES,
     SMALL,
@@ -25,85 +27,137 @@ from tests.cuda.test_gated_delta import (
     decays,
     make_backend,
 )
+from tests.cuda.test_gated_delta_ring import make_ring
 
-# 3, 0, 2 and 7 drafts; each leaves its state in a spare slot.
-LENGTHS, SLOTS = [4, 1, 3, 8], [3, 0, 7, 1]
-SPARES = [23, 4, 9, 2, 5, 22, 6, 8, 10, 21, 12, 11]
-STEP = Step(lengths=LENGTHS, contexts=[9] * 4, slots=SLOTS, saves=tuple(
-    StateSave(row=row, offset=offset, slot=slot) for (row, offset), slot in zip(
-        ((row, offset) for row, length in enumerate(LENGTHS) for offset in range(2, length + 1)), SPARES, strict=True)))
-# Two padded rows behind them, which share a slot.
-PADDING_SLOT, NUM_SLOTS = 20, 24
-SHAPES = {
-    "small": SMALL,
-    "odd": GatedDeltaShape(num_k_heads=1, num_v_heads=3, head_k_dim=24, head_v_dim=40, conv_kernel_size=3),
-}
+# Of four sequences; two padded rows behind them share a slot. PROMPTS: how long the sequences were at first.
+SLOTS, PROMPTS, PADDING_SLOT, NUM_SLOTS = [3, 0, 12, 7], [9, 64, 130, 1], 5, 13
 
 
-def metadata(backend: GatedDeltaBackend, device: torch.device) -> AttentionMetadata:
-    slots = {(row, 1): slot for row, slot in enumerate(SLOTS)} | {
-        (save.row, save.offset): save.slot for save in STEP.saves}
-    slots_T = [slots[row, offset] for row, length in enumerate(LENGTHS) for offset in range(1, length + 1)]
-    lengths = [*LENGTHS, 1, 1]
-    runs_T = torch.from_numpy(runs_of_tokens(np.array(lengths))).to(device)
-    assert runs_T.tolist()[:8] == [4, -1, -2, -3, 1, 3, -1, -2]
-    nothing = torch.zeros(0, dtype=torch.int32, device=device)
-    return AttentionMetadata(
-        False, nothing, nothing, nothing, state_plan=backend.plan_drafts(lengths, runs_T),
-        state_slots_B=torch.tensor([*slots_T, PADDING_SLOT, PADDING_SLOT], dtype=torch.int32, device=device))
+@dataclass
+class Rows:
+    """Sequences whose steps have up to `most_drafts` drafts, or none; what is refused leaves nothing that counts."""
+
+    shape: GatedDeltaShape
+    dtype: torch.dtype
+    device: torch.device
+    most_drafts: int
+    kind: str = "usual"
+    lens: list[int] = field(default_factory=lambda: [*PROMPTS])
+    num_written: int = 0
+    """Steps that have written a state."""
+
+    def __post_init__(self) -> None:
+        shape, backend = self.shape, make_backend(self.shape, self.dtype)
+        assert isinstance(backend, RingedGatedDelta)
+        self.backend = backend
+        self.gates = decays(shape, self.kind)
+        pool = torch.randn(NUM_SLOTS, 2, *shape.state_shape)
+        self.state, self.expected = pool.to(self.device)[:, 1], pool[:, 1].double()
+        length = ring_length(8, self.most_drafts)
+        ring = make_ring(shape, self.dtype, length, self.most_drafts)
+        self.ring = Ring(*(tensor.to(self.device) for tensor in ring[:4]), length)
+        self.ring.starts[SLOTS] = torch.tensor(PROMPTS, dtype=torch.int32, device=self.device)
+        columns = shape.conv_kernel_size + self.most_drafts
+        tails = torch.randn(NUM_SLOTS, columns, shape.num_channels).to(self.dtype)
+        self.tails, self.expected_tails = tails.to(self.device), tails.double()
+        self.weight_CW = torch.randn(shape.num_channels, shape.conv_kernel_size).to(self.dtype)
+        for tensor in (*self.ring[:3], self.state, self.tails):
+            tensor[PADDING_SLOT] = 0
+
+    def step(self, counts: list[int], kept: list[int], seed: int, *, is_plain: bool = False) -> None:
+        """`counts` drafts of each row, of which `kept` stay."""
+        query_lens = [1 + count for count in counts]
+        num_tokens = sum(query_lens)
+        inputs = draw_inputs(self.shape, num_tokens + 2, self.dtype, seed=seed)
+        if self.kind == "abrupt":
+            inputs[1][::7] += 30
+        metadata = self._metadata(query_lens, is_plain)
+        before = self.state.clone()
+        qkv_TC, a_TV, b_TV = (x.to(self.device) for x in inputs)
+        conv_TC = self.backend.convolve(qkv_TC, self.weight_CW.to(self.device), self.tails, metadata)
+        out_TVD = self.backend.step_in_ring(qkv_TC, a_TV, b_TV, *(x.to(self.device) for x in self.gates), self.state,
+                                            self.ring, metadata)
+        self.num_written += not torch.equal(before[SLOTS], self.state[SLOTS])
+        self._compare(inputs, query_lens, kept, out_TVD[:num_tokens], conv_TC[:num_tokens])
+        self.lens = [length + 1 + num for length, num in zip(self.lens, kept, strict=True)]
+
+    def _metadata(self, query_lens: list[int], is_plain: bool) -> AttentionMetadata:
+        slots_T = [slot for slot, num in zip(SLOTS, query_lens, strict=True) for _ in range(num)]
+        lens_T = [length + place for length, num in zip(self.lens, query_lens, strict=True)
+                  for place in range(1, num + 1)]
+        runs_T = runs_of_tokens(np.array([*query_lens, 1, 1]))
+        slots, lens, runs = (torch.tensor(numbers, dtype=torch.int32, device=self.device) for numbers in (
+            [*slots_T, PADDING_SLOT, PADDING_SLOT], [*lens_T, 1, 1], runs_T))
+        # A later token's slot is read by nobody: a step has its hidden state there.
+        slots = torch.where(runs > 0, slots, 10**6)
+        nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
+        given: dict[str, Any] = dict.fromkeys(StepInputs._fields, nothing)
+        given |= {"state_slots": slots, "context_lens": lens, "runs": runs}
+        plan = None if is_plain else self.backend.plan_drafts_in_ring(StepInputs(**given), self.ring)
+        return AttentionMetadata(False, nothing, lens, nothing, state_slots_B=slots, state_plan=plan)
+
+    def _compare(self, inputs: tuple[Tensor, ...], query_lens: list[int], kept: list[int], out_TVD: Tensor,
+                 conv_TC: Tensor) -> None:
+        """Each row's outputs; on it goes from its last token that is kept."""
+        qkv_TC, a_TV, b_TV = inputs
+        first = 0
+        for row, (slot, num, stays) in enumerate(zip(SLOTS, query_lens, kept, strict=True)):
+            own = slice(first, first + num)
+            beta_TV, g_TV = gates(a_TV[own], b_TV[own], *self.gates)
+            whole = Step(lengths=[num], contexts=[self.lens[row]], slots=[slot])
+            part = Step(lengths=[1 + stays], contexts=[self.lens[row]], slots=[slot])
+            expected, _ = delta_rule(qkv_TC[own], beta_TV, g_TV, self.expected, whole, self.shape)
+            assert_close(out_TVD[own], expected, TOLERANCE[self.dtype])
+            x_TC = qkv_TC[own]
+            expected, _ = convolve(x_TC, self.weight_CW, self.expected_tails, whole)
+            assert_close(conv_TC[own], expected, 2 * TOLERANCE[self.dtype])
+            _, self.expected = delta_rule(x_TC[: 1 + stays], beta_TV[: 1 + stays], g_TV[: 1 + stays], self.expected,
+                                          part, self.shape)
+            _, self.expected_tails = convolve(x_TC[: 1 + stays], self.weight_CW, self.expected_tails, part)
+            first += num
+
+    def assert_states(self) -> None:
+        """State and ring make the state by definition; nothing was written where nobody is."""
+        for slot, length in zip(SLOTS, self.lens, strict=True):
+            made = state_in_ring(self.state[slot], self.ring, slot, length)
+            assert_close(made, self.expected[slot], STATE_TOLERANCE[self.dtype])
+        others = sorted(set(range(NUM_SLOTS)) - {*SLOTS, PADDING_SLOT})
+        assert torch.equal(self.state[others].cpu().double(), self.expected[others])
+        assert torch.equal(self.tails[others].cpu().double(), self.expected_tails[others])
+        for tensor in self.ring[:3]:
+            assert bool(tensor[others].isnan().all()), "a ring of nobody's was written"
 
 
-def first_tokens(x_TX: Tensor) -> Tensor:
-    return torch.cat([part[:1] for part in x_TX.split(LENGTHS)])
+def run(rows: Rows, num_steps: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for step in range(num_steps):
+        is_plain = rng.random() < 0.3
+        counts = [0 if is_plain else rng.choice([0, rng.randint(0, rows.most_drafts), rows.most_drafts]) for _ in SLOTS]
+        rows.step(counts, [rng.randint(0, count) for count in counts], seed=100 * seed + step, is_plain=is_plain)
+    rows.assert_states()
 
 
-FIRST = dataclasses.replace(STEP, lengths=[1] * 4, saves=())
-
-
-def assert_states(state: Tensor, before: Tensor, expected: Tensor, behind_first: Tensor, tolerance: float) -> None:
-    """In a sequence's own slot the state behind its first token lies, and no other slot was touched."""
-    expected = expected.clone()
-    expected[SLOTS] = behind_first[SLOTS]
-    compared = [slot for slot in range(NUM_SLOTS) if slot != PADDING_SLOT]
-    assert_close(state[compared], expected[compared], tolerance)
-    untouched = sorted(set(compared) - {*SLOTS, *SPARES})
-    assert torch.equal(state[untouched].cpu(), before[untouched])
-
-
-@pytest.mark.parametrize("kind", ["usual", "abrupt"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_delta_rule_leaves_a_state_behind_each_token(device: torch.device, shape: GatedDeltaShape,
-                                                         dtype: torch.dtype, kind: str) -> None:
-    num_tokens = sum(LENGTHS)
-    inputs = draw_inputs(shape, num_tokens + 2, dtype)
-    if kind == "abrupt":
-        inputs[1][::7] += 30
-    of_heads = decays(shape, kind)
-    before = torch.randn(NUM_SLOTS, *shape.state_shape)
-    state = before.to(device)
-    qkv_TC, a_TV, b_TV = (x[:num_tokens] for x in inputs)
-    expected, states = delta_rule(qkv_TC, *gates(a_TV, b_TV, *of_heads), before, STEP, shape)
-    first_gates = gates(first_tokens(a_TV), first_tokens(b_TV), *of_heads)
-    _, behind_first = delta_rule(first_tokens(qkv_TC), *first_gates, before, FIRST, shape)
-    backend = make_backend(shape, dtype)
-    out_TVD = backend.delta_rule(*(x.to(device) for x in (*inputs, *of_heads)), state, metadata(backend, device))
-    assert_close(out_TVD[:num_tokens], expected, TOLERANCE[dtype])
-    assert_states(state, before, states, behind_first, STATE_TOLERANCE[dtype])
+@pytest.mark.parametrize("most_drafts", [1, 3, 7])
+def test_drafts_that_are_kept_count_and_others_leave_nothing(device: torch.device, dtype: torch.dtype,
+                                                             most_drafts: int) -> None:
+    rows = Rows(SMALL, dtype, device, most_drafts)
+    run(rows, 14, seed=most_drafts)
+    assert rows.num_written > 1, "rings must fill up"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_convolution_leaves_its_inputs_behind_each_token(device: torch.device, shape: GatedDeltaShape,
-                                                             dtype: torch.dtype) -> None:
-    num_tokens = sum(LENGTHS)
-    x_TC = torch.randn(num_tokens + 2, shape.num_channels).to(dtype)
-    weight_CW = torch.randn(shape.num_channels, shape.conv_kernel_size).to(dtype)
-    before = torch.randn(NUM_SLOTS, *shape.conv_state_shape).to(dtype)
-    conv_state = before.to(device)
-    expected, states = convolve(x_TC[:num_tokens], weight_CW, before, STEP)
-    _, behind_first = convolve(first_tokens(x_TC[:num_tokens]), weight_CW, before, FIRST)
-    backend = make_backend(shape, dtype)
-    out_TC = backend.convolve(x_TC.to(device), weight_CW.to(device), conv_state, metadata(backend, device))
-    assert_close(out_TC[:num_tokens], expected, TOLERANCE[dtype])
-    assert_states(conv_state, before, states, behind_first, 1e-7)
+@pytest.mark.parametrize("kind", ["near 0", "abrupt", "small step"])
+def test_gates_near_zero_and_very_negative(device: torch.device, kind: str) -> None:
+    run(Rows(SMALL, torch.float32, device, 3, kind), 8, seed=2)
+
+
+@pytest.mark.parametrize(("num_k_heads", "num_v_heads"), [(1, 1), (2, 6)])
+@pytest.mark.parametrize(("head_k_dim", "head_v_dim"), [(128, 128), (64, 32), (24, 40)])
+def test_shapes(device: torch.device, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int) -> None:
+    shape = GatedDeltaShape(num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=head_k_dim,
+                            head_v_dim=head_v_dim, conv_kernel_size=3)
+    run(Rows(shape, torch.bfloat16, device, 4), 6, seed=3)
+
+
+def test_as_many_drafts_as_may_be(device: torch.device) -> None:
+    run(Rows(SMALL, torch.float32, device, 32), 4, seed=4)

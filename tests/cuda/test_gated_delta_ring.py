@@ -25,15 +25,16 @@ SLOTS, PROMPTS, PADDED = [3, 0, 12, 7], [9, 64, 130, 0], 3
 LENGTH = 8
 
 
-def make_ring(shape: GatedDeltaShape, dtype: torch.dtype, length: int = LENGTH) -> Ring:
+def make_ring(shape: GatedDeltaShape, dtype: torch.dtype, length: int = LENGTH, most_drafts: int = 0) -> Ring:
     """Of the second of two layers. All that lies in it is what sequences before have left, and may be no number."""
     starts = torch.full((NUM_SLOTS,), 5, dtype=torch.int32)
     starts[SLOTS] = torch.tensor(PROMPTS, dtype=torch.int32)
+    places = length + most_drafts
     updates, keys, log_decays = (
         torch.full((2, NUM_SLOTS, *sizes), torch.nan, dtype=kind)[1] for sizes, kind in (
-            ((length, shape.num_v_heads, shape.head_v_dim), torch.float32),
-            ((length, shape.num_k_heads, shape.head_k_dim), dtype), ((shape.num_v_heads, length), torch.float32)))
-    return Ring(updates, keys, log_decays, starts)
+            ((places, shape.num_v_heads, shape.head_v_dim), torch.float32),
+            ((places, shape.num_k_heads, shape.head_k_dim), dtype), ((shape.num_v_heads, places), torch.float32)))
+    return Ring(updates, keys, log_decays, starts, length)
 
 
 def metadata(context_lens: list[int], slots: list[int], device: torch.device) -> AttentionMetadata:
@@ -48,7 +49,7 @@ def check_steps(device: torch.device, shape: GatedDeltaShape, dtype: torch.dtype
     pool = torch.randn(NUM_SLOTS, 2, *shape.state_shape)  # of two layers, a layer's states not together
     pool[4] = torch.nan  # nobody's
     state, expected_states = pool.to(device)[:, 1], pool[:, 1].double()
-    ring = Ring(*(tensor.to(device) for tensor in make_ring(shape, dtype, length)))
+    ring = Ring(*(tensor.to(device) for tensor in make_ring(shape, dtype, length)[:4]), length)
     gate_tensors = decays(shape, kind)
     for step in range(1, num_steps + 1):
         qkv_TC, a_TV, b_TV = draw_inputs(shape, len(SLOTS), dtype, seed=step)
@@ -99,7 +100,7 @@ def test_shapes(device: torch.device, num_k_heads: int, num_v_heads: int, head_k
     check_steps(device, shape, torch.bfloat16, num_steps=9)
 
 
-@pytest.mark.parametrize("length", [1, 2, 32])
+@pytest.mark.parametrize("length", [1, 2, 10, 32])
 def test_rings_of_other_lengths(device: torch.device, length: int) -> None:
     check_steps(device, SMALL, torch.bfloat16, length=length, num_steps=min(2 * length + 1, 34))
 
@@ -108,15 +109,15 @@ def test_lengths_that_no_prompt_led_to_write_nowhere_else(device: torch.device) 
     """Made-up steps: any context length over any start, above it and below."""
     backend = make_backend(SMALL, torch.float32)
     state = torch.zeros(NUM_SLOTS, *SMALL.state_shape, device=device)
-    ring = Ring(*(tensor.to(device) for tensor in make_ring(SMALL, torch.float32)))
+    ring = Ring(*(tensor.to(device) for tensor in make_ring(SMALL, torch.float32)[:4]), LENGTH)
     for tensor in ring[:3]:
         tensor[SLOTS] = 0
-    before = [tensor.clone() for tensor in ring]
+    before = [tensor.clone() for tensor in ring[:4]]
     for contexts in ([1, 1, 1, 1], [4096, 3, 77, 2]):
         qkv_TC, a_TV, b_TV = draw_inputs(SMALL, len(SLOTS), torch.float32)
         tensors = (x.to(device) for x in (qkv_TC, a_TV, b_TV, *decays(SMALL, "usual")))
         out_TVD = backend.step_in_ring(*tensors, state, ring, metadata(contexts, SLOTS, device))
         assert bool(out_TVD.isfinite().all())
     others = sorted(set(range(NUM_SLOTS)) - set(SLOTS))
-    for tensor, old in zip(ring, before, strict=True):
+    for tensor, old in zip(ring[:4], before, strict=True):
         assert_same(tensor[others], old[others])

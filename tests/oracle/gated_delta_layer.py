@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, StateSave
+from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaBackend, GatedDeltaShape, RingedGatedDelta, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.runner.step_arrays import runs_of_tokens
 
@@ -136,7 +136,7 @@ class Server:
         context_lens = [seq.num_done + num for seq, num in rows]
         plan = self.backend.plan_prefill(query_lens, context_lens, list(saves), self.device)
         inputs = Inputs.cat([seq.inputs.part(seq.num_done, seq.num_done + num) for seq, num in rows])
-        out_TVD = self._run(inputs, [seq.slot for seq, _ in rows], is_prefill=True, plan=plan)
+        out_TVD = self._run(inputs, [seq.slot for seq, _ in rows], context_lens, is_prefill=True, plan=plan)
         for seq, num in rows:
             seq.num_done += num
         return list(out_TVD.split(query_lens))
@@ -145,7 +145,8 @@ class Server:
         """One token of each, (1, Nv, V); `padding_slots` are of rows that nobody asked for, behind them."""
         inputs = Inputs.cat([seq.inputs.part(seq.num_done, seq.num_done + 1) for seq in rows]
                             + [Inputs.random(1, self.shape) for _ in padding_slots])
-        out_TVD = self._run(inputs, [*(seq.slot for seq in rows), *padding_slots], is_prefill=False, plan=None)
+        lens = [*(seq.num_done + 1 for seq in rows), *(1 for _ in padding_slots)]
+        out_TVD = self._run(inputs, [*(seq.slot for seq in rows), *padding_slots], lens, is_prefill=False, plan=None)
         for seq in rows:
             seq.num_done += 1
         return list(out_TVD[: len(rows)].split(1))
@@ -163,16 +164,19 @@ class Server:
             slots += [seq.slot, *spares]
         runs_T = torch.from_numpy(runs_of_tokens(np.array(lens))).to(self.device)
         plan = self.backend.plan_drafts(lens, runs_T)
-        outs = self._run(Inputs.cat(inputs), slots, is_prefill=False, plan=plan).split(lens)
+        ends = [seq.num_done + place for (seq, _, _), num in zip(rows, lens, strict=True)
+                for place in range(1, num + 1)]
+        outs = self._run(Inputs.cat(inputs), slots, ends, is_prefill=False, plan=plan).split(lens)
         for seq, spares, num in rows:
             seq.num_done += 1 + num
             seq.slot = [seq.slot, *spares][num]
         return [out[: 1 + num] for out, (_, _, num) in zip(outs, rows, strict=True)]
 
-    def _run(self, inputs: Inputs, slots: Sequence[int], *, is_prefill: bool, plan: object) -> Tensor:
+    def _run(self, inputs: Inputs, slots: Sequence[int], lens: Sequence[int], *, is_prefill: bool,
+             plan: object) -> Tensor:
         nothing = torch.empty(0)
-        slots_B = torch.tensor(slots, dtype=torch.int32, device=self.device)
-        metadata = AttentionMetadata(is_prefill, nothing, nothing, nothing, state_slots_B=slots_B, state_plan=plan)
+        slots_B, lens_B = (torch.tensor(numbers, dtype=torch.int32, device=self.device) for numbers in (slots, lens))
+        metadata = AttentionMetadata(is_prefill, nothing, lens_B, nothing, state_slots_B=slots_B, state_plan=plan)
         here = inputs.to(self.dtype)
         conv_CW, neg_exp_A_V, dt_bias_V = (x.to(self.device) for x in (
             self.weights.conv_CW, self.weights.neg_exp_A_V, self.weights.dt_bias_V))
@@ -182,6 +186,12 @@ class Server:
                                               neg_exp_A_V, dt_bias_V, self.state, metadata)
         assert out_TVD.dtype == self.dtype
         return out_TVD.cpu()
+
+    def tail(self, slot: int, length: int) -> Tensor:
+        """The convolution's inputs before position `length`, oldest first."""
+        before = self.shape.conv_kernel_size - 1
+        places = torch.arange(length - before, length) % before
+        return self.conv_state[slot, places if isinstance(self.backend, RingedGatedDelta) else slice(None)]
 
     def copy_slot(self, source: int, target: int) -> None:
         for tensor in (self.conv_state, self.state):

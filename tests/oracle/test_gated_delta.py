@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as peer
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, StateSave
+from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, RingedGatedDelta, StateSave
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
 from tests.full_set import only_full
 from tests.oracle.gated_delta_layer import (
@@ -58,7 +58,7 @@ def assert_close(mine: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
 def assert_slot(server: Server, slot: int, defined: Defined, length: int) -> None:
     """The slot holds the states after `length` tokens."""
     assert_close(server.state[slot], defined.states[length])
-    assert_close(server.conv_state[slot], defined.tail(length, server.shape.conv_kernel_size), 1e-6)
+    assert_close(server.tail(slot, length), defined.tail(length, server.shape.conv_kernel_size), 1e-6)
 
 
 @pytest.mark.parametrize("gates", [
@@ -115,8 +115,8 @@ def test_each_draft_leaves_its_state_in_a_slot_of_its_own(shape: GatedDeltaShape
     server = make_server(platform_name, shape)
     if is_plain:
         server.backend = TorchGatedDelta(shape)
-    elif pick_platform(platform_name).most_state_drafts == 0:
-        pytest.skip("it verifies no drafts")
+    elif pick_platform(platform_name).most_state_drafts == 0 or isinstance(server.backend, RingedGatedDelta):
+        pytest.skip("it verifies no drafts, or leaves no states behind them")
     rng = random.Random(0)
     seqs = [Request(Inputs.random(80, shape, gates), slot=slot)
             for gates, slot in (("usual", 7), ("mixed", 0), ("open", 3), ("shut", 9))]

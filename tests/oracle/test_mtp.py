@@ -33,6 +33,7 @@ from tests.oracle.test_async_scheduling import few_blocks
 from tests.oracle.test_families import prompts_of
 from tests.oracle.test_hybrid_models import KeptGraphs
 from tests.oracle.test_qwen3_vl import make_prompts
+from tests.runner.test_rings import turn_on
 from tests.runner.test_several_tokens import assert_same, knows, requests
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -195,6 +196,29 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path,
     assert found[0] == found[1]
     assert stats.num_mtp_drafted > stats.num_mtp_accepted > 20
     assert stats.num_draft_tokens == stats.num_mtp_drafted + stats.num_forced_drafted
+
+
+def test_drafts_of_the_head_go_into_rings(checkpoint: Any, tmp_path: Path, platform_name: str,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of drafts lie beside those of slots then."""
+    if platform_name != "cpu":
+        pytest.skip("a device that has rings has its own")
+    turn_on(monkeypatch)
+    test_a_head_that_agrees_has_its_drafts_kept(
+        checkpoint, tmp_path, {"platform": "cpu", "graph_mode": "reduce-overhead"})
+
+
+def test_a_head_that_never_drafts_is_not_computed(checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    off = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2,
+                                  "num_speculative_tokens_per_batch_size": [[1, 64, 0]]}}
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        plain = run(llm, {"a-0": PromptInputs(LONG)})
+    with LLM(path, platform=platform_name, **off, **SMALL) as llm:
+        found: list[Any] = []
+        runner_of(llm).model.draft = lambda *arguments: found.append(arguments)
+        assert run(llm, {"a-0": PromptInputs(LONG)})["a-0"].token_ids == plain["a-0"].token_ids
+    assert not found
 
 
 def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path, where: dict[str, Any]) -> None:

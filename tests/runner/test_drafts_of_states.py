@@ -16,6 +16,7 @@ from torch import Tensor
 from npu_runner import LLM, SamplingParams
 from npu_runner.platforms import pick_platform
 from npu_runner.request.outputs import RequestOutput
+from tests.cuda.gated_delta_work import state_in_ring
 from tests.oracle.running import runner_of
 from tests.oracle.test_async_scheduling import few_blocks
 from tests.runner import test_several_tokens
@@ -42,7 +43,8 @@ def on_the_platform(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def states_of(llm: LLM) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
-    """Of each running sequence, by request, index and tokens that its state has seen: what lies in its slot."""
+    """Of each running sequence, by request, index and tokens that its state has seen: what lies in its slot, and what
+    the ring beside it adds."""
     pool: Any = runner_of(llm).states
     rows = llm.engine.scheduler._table.states
     found: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
@@ -50,7 +52,14 @@ def states_of(llm: LLM) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
         assert seq.slot is not None
         slot = seq.slot if rows is None else int(rows._slot_of_row[seq.slot])
         key = seq.request_id, seq.index, seq.num_computed_tokens
-        found[key] = pool.states[:, slot].clone(), pool.conv_states[:, slot].clone()
+        if pool.rings is None:
+            found[key] = pool.states[:, slot].clone(), pool.conv_states[:, slot].clone()
+            continue
+        length, columns = seq.num_computed_tokens, pool.conv_states.shape[2]
+        tail = [position % columns for position in range(length - runner_of(llm).delta_shape.conv_kernel_size + 1,
+                                                         length)]
+        found[key] = (torch.stack([state_in_ring(state[slot], pool.rings.of_layer(layer), slot, length)
+                                   for layer, state in enumerate(pool.states)]), pool.conv_states[:, slot, tail].cpu())
     return found
 
 
@@ -67,12 +76,8 @@ def answers_and_states(llm: LLM, pairs: list[tuple[Any, SamplingParams]]) -> tup
     return [outputs[f"r-{index}"] for index in range(len(pairs))], states
 
 
-def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and drawn rows with penalties, schemas and several answers, in few blocks: some are preempted.
-
-    Plain steps write every state here, as those with drafts do: there are no rings.
-    """
-    monkeypatch.setattr(type(pick_platform(SETTINGS["platform"])), "state_ring_length", 0)
+def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any) -> None:
+    """Greedy and drawn rows with penalties, schemas and several answers, in few blocks: some are preempted."""
     path: Path = checkpoint("qwen3_5_text")
     settings = SETTINGS | few_blocks(path, SETTINGS["platform"])
     long = DRAWN.replace(max_tokens=60, ignore_eos=True)
@@ -99,8 +104,14 @@ def test_the_states_behind_drafts_are_those_of_plain_steps(checkpoint: Any, monk
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5", "qwen3_next"])
 def test_every_feature_answers_as_without(model_type: str, checkpoint: Any) -> None:
     """With images too, in few blocks, over prompts that are cut and prefixes that have snapshots. A state carries what
-    all tokens before it were rounded by."""
-    assert_every_feature_is_as_without(checkpoint(model_type), model_type, tolerance=5e-5)
+    all tokens before it were rounded by.
+
+    Rings are written into states at other tokens than without drafts, so sums differ in their last digits. Of 1,000
+    draws some lie that near to an edge: one of qwen3_5 4e-7 of all weights beside it.
+    """
+    has_rings = pick_platform(SETTINGS["platform"]).state_ring_length > 0
+    assert_every_feature_is_as_without(checkpoint(model_type), model_type, tolerance=5e-5,
+                                       most_at_edges=2 if has_rings else 0)
 
 
 @pytest.mark.full("more settings: few spare states, no snapshot; the usual ones stay")
@@ -115,9 +126,10 @@ def test_few_spare_states_and_snapshots_change_no_answer(settings: dict[str, Any
     with LLM(path, speculative_config=FORCED, **settings) as llm:
         knows(llm, plain, 4)
         states: Any = llm.engine.scheduler._table.states
-        states._free = states._free[:5]
+        if states is not None:  # else drafts leave no states
+            states._free = states._free[:5]
         assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
-        assert (len(states._free), states._lent) == (5, {})
+        assert states is None or (len(states._free), states._lent) == (5, {})
         assert llm.stats().num_accepted_tokens > 0
 
 
@@ -160,9 +172,12 @@ def test_the_ledger_has_the_states_of_drafts_and_a_step_has_no_more_drafts(check
     """Where 1 GiB does not hold so many, a row's own stay at least."""
     path: Path = checkpoint("qwen3_5_text")
     with LLM(path, speculative_config=NGRAM, **SETTINGS) as llm:
-        plan = runner_of(llm).states.plan  # type: ignore[union-attr]
-        assert plan.num_spares == 3 * SETTINGS["max_num_seqs"]
-        assert f"{plan.num_padding} padded rows, {plan.num_spares} for drafts, " in llm.engine.ledger
+        pool: Any = runner_of(llm).states
+        plan, has_rings = pool.plan, pool.rings is not None
+        assert plan.num_spares == (0 if has_rings else 3 * SETTINGS["max_num_seqs"])
+        spares = "" if has_rings else f"{plan.num_spares} for drafts, "
+        assert f"{plan.num_padding} padded rows, {spares}{plan.num_snapshots} snapshots" in llm.engine.ledger
+        assert pool.num_bytes == plan.num_bytes
         assert llm.engine.info.state is not None
         assert llm.engine.info.state.spares == plan.spares
         llm.generate(["a b a b a b a b"] * 9, DRAWN.replace(temperature=0.0, ignore_eos=True, max_tokens=40))
@@ -170,7 +185,7 @@ def test_the_ledger_has_the_states_of_drafts_and_a_step_has_no_more_drafts(check
 
 
 def test_made_up_steps_leave_the_states_of_moved_sequences_alone(checkpoint: Any) -> None:
-    """Their states may lie where drafts left them."""
+    """Their states may lie where drafts left them, or in part in rings."""
     path: Path = checkpoint("qwen3_5_text")
     params = DRAWN.replace(temperature=0.0, ignore_eos=True, max_tokens=30)
     with LLM(path, **SETTINGS) as llm:
@@ -180,7 +195,9 @@ def test_made_up_steps_leave_the_states_of_moved_sequences_alone(checkpoint: Any
         for index, text in enumerate(("a b", "which of")):
             llm.engine.add_request(f"r-{index}", llm.engine.processor.from_text(text), params)
         rows: Any = llm.engine.scheduler._table.states
-        while max(rows._slot_of_row) < SETTINGS["max_num_seqs"]:
+        for _ in range(4):
+            llm.engine.step()
+        while rows is not None and max(rows._slot_of_row) < SETTINGS["max_num_seqs"]:
             llm.engine.step()
         assert len(llm.engine.scheduler.running) == 2
         before = states_of(llm)

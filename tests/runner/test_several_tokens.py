@@ -102,6 +102,22 @@ def assert_same(drafted: list[RequestOutput], plain: list[RequestOutput], tolera
         assert (ours.prompt_logprobs is None) == (theirs.prompt_logprobs is None)
 
 
+def assert_same_but_at_edges(drafted: list[RequestOutput], plain: list[RequestOutput], tolerance: float,
+                             most: int) -> None:
+    """The same for all but `most` requests at most. Their first other token is the next one by number, as where the
+    uniform number of a draw lies within rounding of the edge between two tokens; what follows is another text."""
+    others = [index for index, both in enumerate(zip(drafted, plain, strict=True))
+              if without_logprobs(both[0]) != without_logprobs(both[1])]
+    assert len(others) <= most, f"requests {others} have other tokens"
+    for index in others:
+        pairs = zip(drafted[index].completions, plain[index].completions, strict=True)
+        firsts = [next(((mine, theirs) for mine, theirs in zip(one.token_ids, two.token_ids, strict=False)
+                        if mine != theirs), None) for one, two in pairs]
+        assert all(abs(first[0] - first[1]) == 1 for first in firsts if first is not None), (index, firsts)
+    assert_same(*([output for index, output in enumerate(outputs) if index not in others]
+                  for outputs in (drafted, plain)), tolerance)
+
+
 def test_every_feature_with_drafts_answers_as_without(checkpoint: Any) -> None:
     assert_every_feature_is_as_without(checkpoint("qwen3"), "qwen3")
 
@@ -111,10 +127,11 @@ def test_every_feature_with_images_and_drafts_answers_as_without(checkpoint: Any
     assert_every_feature_is_as_without(checkpoint("qwen3_vl"), "qwen3_vl")
 
 
-def assert_every_feature_is_as_without(path: Path, model_type: str, tolerance: float = 2e-5) -> None:
+def assert_every_feature_is_as_without(path: Path, model_type: str, tolerance: float = 2e-5,
+                                       most_at_edges: int = 0) -> None:
     """In few blocks, over prompts that are cut; with a prefix cache, in which blocks of drafts would be found."""
     plain, drafted, stats = both(path, model_type, 3, **few_blocks(path, SETTINGS["platform"]))
-    assert_same(drafted, plain, tolerance)
+    assert_same_but_at_edges(drafted, plain, tolerance, most_at_edges)
     reasons = {completion.finish_reason for output in drafted for completion in output.completions}
     assert reasons == {"stop", "length"}
     assert stats.kv_blocks_used == 0

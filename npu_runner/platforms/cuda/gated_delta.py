@@ -16,8 +16,12 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import gated_delta_kernels as kernels
-from npu_runner.platforms.cuda.gated_delta_drafts import convolve_run, delta_run
-from npu_runner.platforms.cuda.gated_delta_ring import delta_step_in_ring
+from npu_runner.platforms.cuda.gated_delta_ring import (
+    delta_run_in_ring,
+    delta_step_in_ring,
+    plan_runs,
+    tokens_in_products,
+)
 from npu_runner.platforms.gated_delta import (
     CHUNK_SIZE,
     GatedDeltaShape,
@@ -26,7 +30,7 @@ from npu_runner.platforms.gated_delta import (
     StateSave,
     check_saves,
 )
-from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.transfers import upload_together
 
 # How a float32 value goes into a product with the model's: see gated_delta_kernels.
@@ -43,6 +47,7 @@ class Launch(NamedTuple):
 
 _CONVOLVE_STEP, _CONVOLVE_CHUNKS, _KEEP_INPUTS = Launch(128, 1), Launch(64, 4), Launch(64, 1)
 _STEP, _PRODUCTS_OF_CHUNKS, _INVERT, _SCAN = Launch(16, 1), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
+_PLAN = Launch(128, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +61,10 @@ class ChunkPlan:
 
 @dataclass(kw_only=True)
 class DraftRuns:
-    """Of a decode step with drafts: StepInputs.runs."""
+    """Of a decode step with drafts, int32: StepInputs.runs, and what `plan_runs` makes of rings."""
 
     runs_T: Tensor
+    fillings_T: Tensor
 
 
 class TritonGatedDelta(RingedGatedDelta):
@@ -85,12 +91,15 @@ class TritonGatedDelta(RingedGatedDelta):
         ends = [(0, 0)]
         first = 0
         for row, (query_len, context_len) in enumerate(zip(query_lens_B, context_lens_B, strict=True)):
-            end, base = first + query_len, first - (context_len - query_len) % CHUNK_SIZE
+            end = first + query_len
+            shift = context_len - end
+            base = first - (first + shift) % CHUNK_SIZE
             is_fresh = int(context_len == query_len)
             slots = {first + offset: slot for offset, slot in saves_by_row.get(row, {}).items()}
-            row_chunks = [(row, first, end, start, is_fresh, slots.get(min(start + CHUNK_SIZE, end), -1), 0, 0)
+            row_chunks = [(row, first, end, start, is_fresh, slots.get(min(start + CHUNK_SIZE, end), -1), shift, 0)
                           for start in range(base, end, CHUNK_SIZE)]
-            rows.append((row, first, end, base, len(chunks), len(row_chunks), is_fresh, len(ends), len(slots), 0, 0, 0))
+            rows.append((row, first, end, base, len(chunks), len(row_chunks), is_fresh, len(ends), len(slots), shift,
+                         0, 0))
             chunks += row_chunks
             ends += slots.items()
             first = end
@@ -99,11 +108,12 @@ class TritonGatedDelta(RingedGatedDelta):
         tables = upload_together([np.array(table, dtype=np.int32) for table in (rows, chunks, ends)], device)
         return ChunkPlan(rows=tables[0], chunks=tables[1], saves=tables[2])
 
-    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> DraftRuns:
-        return DraftRuns(runs_T=runs_T)
-
-    def plan_drafts_in_graph(self, runs_T: Tensor) -> DraftRuns:
-        return DraftRuns(runs_T=runs_T)
+    def plan_drafts_in_ring(self, inputs: StepInputs, ring: Ring) -> DraftRuns:
+        num_tokens, fillings_T = len(inputs.runs), torch.empty_like(inputs.runs)
+        plan_runs[(triton.cdiv(num_tokens, _PLAN.size),)](
+            inputs.runs, inputs.state_slots, inputs.context_lens, ring.starts, fillings_T, num_tokens,
+            LENGTH=ring.length, SIZE=_PLAN.size, num_warps=_PLAN.num_warps)
+        return DraftRuns(runs_T=inputs.runs, fillings_T=fillings_T)
 
     def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert x_TC.stride(1) == weight_CW.stride(1) == 1, "channels lie together"
@@ -112,22 +122,22 @@ class TritonGatedDelta(RingedGatedDelta):
         width = self.shape.conv_kernel_size
         out_TC = torch.empty((num_tokens, num_channels), dtype=x_TC.dtype, device=x_TC.device)
         strides = (x_TC.stride(0), conv_state.stride(0), num_channels)
-        slots_B = metadata.state_slots_B
+        slots_B, sizes = metadata.state_slots_B, {"WIDTH": width, "COLUMNS": conv_state.shape[1]}
         if not metadata.is_prefill:
-            runs = () if metadata.state_plan is None else (metadata.state_plan.runs_T,)
-            kernel = convolve_run if runs else kernels.convolve_step
-            kernel[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
-                x_TC, weight_CW, conv_state, out_TC, slots_B, *runs, *strides, CHANNELS=_CONVOLVE_STEP.size,
-                WIDTH=width, num_warps=_CONVOLVE_STEP.num_warps,
+            runs_T = None if metadata.state_plan is None else metadata.state_plan.runs_T
+            kernels.convolve_step[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
+                x_TC, weight_CW, conv_state, out_TC, slots_B, metadata.context_lens_B,
+                slots_B if runs_T is None else runs_T, *strides, CHANNELS=_CONVOLVE_STEP.size, **sizes,
+                HAS_RUNS=runs_T is not None, num_warps=_CONVOLVE_STEP.num_warps,
             )
             return out_TC
         plan: ChunkPlan = metadata.state_plan
         kernels.convolve_chunks[(len(plan.chunks), triton.cdiv(num_channels, _CONVOLVE_CHUNKS.size))](
             x_TC, weight_CW, conv_state, out_TC, plan.chunks, slots_B, *strides, CHANNELS=_CONVOLVE_CHUNKS.size,
-            WIDTH=width, num_warps=_CONVOLVE_CHUNKS.num_warps,
+            **sizes, num_warps=_CONVOLVE_CHUNKS.num_warps,
         )
         kernels.keep_inputs[(len(plan.rows), triton.cdiv(num_channels, _KEEP_INPUTS.size))](
-            x_TC, conv_state, plan.rows, plan.saves, slots_B, *strides, CHANNELS=_KEEP_INPUTS.size, WIDTH=width,
+            x_TC, conv_state, plan.rows, plan.saves, slots_B, *strides, CHANNELS=_KEEP_INPUTS.size, **sizes,
             TAIL=triton.next_power_of_2(width - 1), num_warps=_KEEP_INPUTS.num_warps,
         )
         return out_TC
@@ -139,10 +149,8 @@ class TritonGatedDelta(RingedGatedDelta):
             self._chunks(qkv_TC, (a_TV, b_TV, neg_exp_A_V, dt_bias_V), state, out_TVD, metadata)
             return out_TVD
         grid, heads, sizes = self._step_layout(len(qkv_TC))
-        runs = () if metadata.state_plan is None else (metadata.state_plan.runs_T,)
-        kernel = delta_run if runs else kernels.delta_step
-        kernel[grid](
-            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B, *runs,
+        kernels.delta_step[grid](
+            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, out_TVD, metadata.state_slots_B,
             qkv_TC.stride(0), a_TV.stride(0), b_TV.stride(0), state.stride(0), *heads, **sizes,
             num_warps=_STEP.num_warps,
         )
@@ -150,15 +158,21 @@ class TritonGatedDelta(RingedGatedDelta):
 
     def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
                      state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
-        assert ring.length & (ring.length - 1) == 0, "places in a ring are lengths modulo a power of two"
-        assert all(tensor[0].is_contiguous() for tensor in ring), "a slot's ring lies together"
+        rings = ring.updates, ring.keys, ring.log_decays
+        assert all(tensor[0].is_contiguous() for tensor in rings), "a slot's ring lies together"
         out_TVD = self._make_output(qkv_TC, a_TV, b_TV, state)
         grid, heads, sizes = self._step_layout(len(qkv_TC))
-        delta_step_in_ring[grid](
-            qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, *ring, out_TVD, metadata.state_slots_B,
-            metadata.context_lens_B, qkv_TC.stride(0), a_TV.stride(0), b_TV.stride(0), state.stride(0), *heads, **sizes,
-            LENGTH=ring.length, PRODUCT=self._product, num_warps=_STEP.num_warps,
-        )
+        given = (qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, *rings)
+        rows = out_TVD, metadata.state_slots_B, metadata.context_lens_B
+        strides = qkv_TC.stride(0), a_TV.stride(0), b_TV.stride(0), state.stride(0)
+        sizes |= {"PLACES": ring.num_places, "TOKENS": tokens_in_products(ring.length), "PRODUCT": self._product}
+        plan: DraftRuns | None = metadata.state_plan
+        if plan is None:
+            delta_step_in_ring[grid](*given, ring.starts, *rows, *strides, *heads, **sizes, LENGTH=ring.length,
+                                     num_warps=_STEP.num_warps)
+        else:
+            delta_run_in_ring[grid](*given, *rows, plan.runs_T, plan.fillings_T, *strides, *heads, **sizes,
+                                    num_warps=_STEP.num_warps)
         return out_TVD
 
     def _make_output(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, state: Tensor) -> Tensor:

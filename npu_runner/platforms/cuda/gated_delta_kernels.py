@@ -8,8 +8,8 @@ taken as they are, so that their products are exact, and their norms multiplied 
 float32 (S, N, (1 + A)^-1, P) goes into bfloat16 products as the sum of two bfloat16 values (PRODUCT "split"), into
 float16 models' as three TF32 products ("tf32x3"), into float32 models' as it is ("ieee").
 
-At the end the causal depthwise convolution over states by slot, in float32: a state (W - 1, C) holds the inputs before
-the row's tokens.
+At the end the causal depthwise convolution over states by slot, in float32: a state (COLUMNS, C) holds the inputs
+before the row's tokens, that of position p in column p modulo COLUMNS, W - 1 or more.
 """
 # mypy: ignore-errors
 
@@ -22,9 +22,10 @@ import triton.language as tl
 CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
 # int32 columns of the tables that a prefill is planned in. A chunk's tokens begin at `base`, which may lie before the
-# row's first token, because chunks begin at positions that are multiples of 64.
-ROW_FIELDS = tl.constexpr(12)  # row, first token, end, base, first chunk, number of chunks, is fresh, first save, saves
-CHUNK_FIELDS = tl.constexpr(8)  # row, first token of the row, its end, base, is fresh, slot to save into or -1
+# row's first token, because chunks begin at positions that are multiples of 64. `shift`: what a token's place in the
+# step lacks of its position.
+ROW_FIELDS = tl.constexpr(12)  # row, first token, end, base, first chunk, chunks, is fresh, first save, saves, shift
+CHUNK_FIELDS = tl.constexpr(8)  # row, first token of the row, its end, base, is fresh, slot to save into or -1, shift
 SAVE_FIELDS = tl.constexpr(2)  # end, slot
 COEFFICIENTS = tl.constexpr(5)  # rows of CHUNK values: E |k|^-1, E |q|^-1 scale, D_last |k|^-1, beta, exp(sum of g)
 _L2_EPS = tl.constexpr(1e-6)
@@ -273,33 +274,46 @@ def _store_line(out, row, x0, x1, x2, x3, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def convolve_step(x, weight, conv_state, out, state_slots, stride_x, stride_slot, num_channels, CHANNELS: tl.constexpr,
-                  WIDTH: tl.constexpr):
-    """One token of a sequence, some channels; the state moves on by it."""
-    row = tl.program_id(1).to(tl.int64)
+def _modulo(x, M: tl.constexpr):
+    """In [0, M) for any x."""
+    return ((x % M) + M) % M
+
+
+@triton.jit
+def convolve_step(x, weight, conv_state, out, state_slots, context_lens, runs, stride_x, stride_slot, num_channels,
+                  CHANNELS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HAS_RUNS: tl.constexpr):
+    """One token, some channels. HAS_RUNS: tokens of a sequence follow one another, and read each other's inputs from
+    `x`; `runs` has minus the place of a token among them. Their columns are none that a token of theirs reads."""
+    token = tl.program_id(1).to(tl.int64)
+    num_before = tl.maximum(-tl.load(runs + token), 0) if HAS_RUNS else 0
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channels < num_channels
-    old = conv_state + tl.load(state_slots + row).to(tl.int64) * stride_slot + channels
-    newest = tl.load(x + row * stride_x + channels, mask=mask, other=0.0)
+    old = conv_state + tl.load(state_slots + token - num_before).to(tl.int64) * stride_slot + channels
+    position = tl.load(context_lens + token).to(tl.int32) - 1
+    newest = tl.load(x + token * stride_x + channels, mask=mask, other=0.0)
     weights = weight + channels * WIDTH
     total = newest.to(tl.float32) * tl.load(weights + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     for tap in tl.static_range(WIDTH - 1):
-        value = tl.load(old + tap * num_channels, mask=mask, other=0.0)
+        column = _modulo(position + tap - (WIDTH - 1), COLUMNS)
+        if HAS_RUNS:
+            is_new = num_before + tap >= WIDTH - 1
+            value = tl.load(old + column * num_channels, mask=mask & (is_new == 0), other=0.0)
+            value += tl.load(x + (token + tap - (WIDTH - 1)) * stride_x + channels, mask=mask & is_new, other=0.0)
+        else:
+            value = tl.load(old + column * num_channels, mask=mask, other=0.0)
         total += value.to(tl.float32) * tl.load(weights + tap, mask=mask, other=0.0).to(tl.float32)
-        if tap > 0:
-            tl.store(old + (tap - 1) * num_channels, value, mask=mask)
-    tl.store(old + (WIDTH - 2) * num_channels, newest, mask=mask)
-    tl.store(out + row * num_channels + channels, _silu(total, out.dtype.element_ty), mask=mask)
+    tl.store(old + _modulo(position, COLUMNS) * num_channels, newest, mask=mask)
+    tl.store(out + token * num_channels + channels, _silu(total, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def convolve_chunks(x, weight, conv_state, out, chunks, state_slots, stride_x, stride_slot, num_channels,
-                    CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+                    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """The tokens of one chunk, some channels. Leaves the state as it is."""
     fields = chunks + tl.program_id(0).to(tl.int64) * CHUNK_FIELDS
     first, end, base = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     slot = tl.load(state_slots + tl.load(fields)).to(tl.int64)
-    is_continued = tl.load(fields + 4) == 0
+    is_continued, shift = tl.load(fields + 4) == 0, tl.load(fields + 6)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channels < num_channels
     tokens = base + tl.arange(0, CHUNK)
@@ -311,7 +325,7 @@ def convolve_chunks(x, weight, conv_state, out, chunks, state_slots, stride_x, s
         values = tl.load(x + place.to(tl.int64)[:, None] * stride_x + channels[None, :],
                          mask=mask & (place >= first)[:, None], other=0.0).to(tl.float32)
         if (base < first + WIDTH - 1) & is_continued:
-            old = conv_state + slot * stride_slot + (place - first + WIDTH - 1)[:, None] * num_channels
+            old = conv_state + slot * stride_slot + _modulo(place + shift, COLUMNS)[:, None] * num_channels
             values += tl.load(old + channels[None, :], mask=mask & (place < first)[:, None], other=0.0).to(tl.float32)
         weights = tl.load(weight + channels * WIDTH + tap, mask=is_channel, other=0.0).to(tl.float32)
         total += values * weights[None, :]
@@ -321,37 +335,38 @@ def convolve_chunks(x, weight, conv_state, out, chunks, state_slots, stride_x, s
 
 @triton.jit
 def keep_inputs(x, conv_state, rows, saves, state_slots, stride_x, stride_slot, num_channels, CHANNELS: tl.constexpr,
-                WIDTH: tl.constexpr, TAIL: tl.constexpr):
+                WIDTH: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr):
     """The last inputs of one row into its slot, and those before each of its saves into theirs."""
     fields = rows + tl.program_id(0) * ROW_FIELDS
     first, end = tl.load(fields + 1), tl.load(fields + 2)
     num_known = (WIDTH - 1) * (1 - tl.load(fields + 6))  # inputs before the row: none where it begins its sequence
-    first_save, num_saves = tl.load(fields + 7), tl.load(fields + 8)
+    first_save, num_saves, shift = tl.load(fields + 7), tl.load(fields + 8), tl.load(fields + 9)
     slot = tl.load(state_slots + tl.load(fields)).to(tl.int64)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    taps = tl.arange(0, TAIL)
-    place = taps[:, None] * num_channels + channels[None, :]
-    mask = (taps < WIDTH - 1)[:, None] & (channels < num_channels)[None, :]
+    tail = tl.arange(0, TAIL) - (WIDTH - 1)  # places before an end
+    mask = (tail < 0)[:, None] & (channels < num_channels)[None, :]
     old = conv_state + slot * stride_slot
     for save in range(first_save, first_save + num_saves):
-        save_end = tl.load(saves + save * SAVE_FIELDS)
-        values = _inputs_before(save_end, first, x, old, stride_x, num_channels, channels, taps, mask, num_known, WIDTH)
+        places = tl.load(saves + save * SAVE_FIELDS) + tail
+        columns = _modulo(places + shift, COLUMNS)[:, None] * num_channels + channels[None, :]
+        values = _inputs_at(places, columns, first, x, old, stride_x, channels, mask, num_known)
         save_slot = tl.load(saves + save * SAVE_FIELDS + 1).to(tl.int64)
-        tl.store(conv_state + save_slot * stride_slot + place, values, mask=mask)
-    values = _inputs_before(end, first, x, old, stride_x, num_channels, channels, taps, mask, num_known, WIDTH)
-    tl.debug_barrier()  # a short row moves what is in its slot: all of it is read by now
-    tl.store(old + place, values, mask=mask)
+        tl.store(conv_state + save_slot * stride_slot + columns, values, mask=mask)
+    places = end + tail
+    columns = _modulo(places + shift, COLUMNS)[:, None] * num_channels + channels[None, :]
+    values = _inputs_at(places, columns, first, x, old, stride_x, channels, mask, num_known)
+    tl.debug_barrier()  # with as few columns as taps a new input lies where one of before lay: that is read by now
+    tl.store(old + columns, values, mask=mask)
 
 
 @triton.jit
-def _inputs_before(end, first, x, old, stride_x, num_channels, channels, taps, mask, num_known, WIDTH: tl.constexpr):
-    """The WIDTH - 1 inputs before token `end` of a row that begins at `first`: its own, or of its slot."""
-    place = end - (WIDTH - 1) + taps
-    new = tl.load(x + place.to(tl.int64)[:, None] * stride_x + channels[None, :],
-                  mask=mask & (place >= first)[:, None], other=0.0)
-    kept = tl.load(old + (place - first + WIDTH - 1)[:, None] * num_channels + channels[None, :],
-                   mask=mask & (place < first)[:, None] & (place >= first - num_known)[:, None], other=0.0)
-    return tl.where((place >= first)[:, None], new, kept)
+def _inputs_at(places, columns, first, x, old, stride_x, channels, mask, num_known):
+    """Inputs of a row that begins at `first`: its own, or, before it, of its slot's columns."""
+    new = tl.load(x + places.to(tl.int64)[:, None] * stride_x + channels[None, :],
+                  mask=mask & (places >= first)[:, None], other=0.0)
+    kept = tl.load(old + columns, mask=mask & (places < first)[:, None] & (places >= first - num_known)[:, None],
+                   other=0.0)
+    return tl.where((places >= first)[:, None], new, kept)
 
 
 @triton.jit
