@@ -207,8 +207,10 @@ def test_drafts_of_the_head_go_into_rings(checkpoint: Any, tmp_path: Path, platf
     # Draws are recorded over what is in the buffers of plain graphs: every slot there is one of the pool.
     monkeypatch.setattr(UncompiledGraphs, "records", True)
     monkeypatch.setattr(UncompiledGraphs, "record", lambda self, run: run)
-    test_a_head_that_agrees_has_its_drafts_kept(
-        checkpoint, tmp_path, {"platform": "cpu", "graph_mode": "reduce-overhead"})
+    where = {"platform": "cpu", "graph_mode": "reduce-overhead"}
+    test_a_head_that_agrees_has_its_drafts_kept(checkpoint, tmp_path, where)
+    with LLM(tmp_path / "head", **where, **mtp(1), **SMALL) as llm:  # no pass ahead fills the buffers anew
+        assert llm.engine.info.graphs != "none"
 
 
 def test_a_head_that_never_drafts_is_not_computed(checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
