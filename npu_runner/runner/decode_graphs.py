@@ -116,16 +116,24 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
     """Run the graphs of a bucket. That of steps with drafts, where plain steps have another one, is left out if no such
     step has as many tokens, and more than `below`."""
+    if bucket.drafted is not None and bucket.drafted is not bucket.forward:
+        step = _dummy_drafts(parts, bucket.batch_size, below)
+        if step is None:
+            bucket.drafted = None
+        else:
+            parts.run_made_up([step, step])
+    # Last: draws are recorded behind the plain graph over what its buffers hold, where drafts have no slots of states.
     parts.run_bucket(bucket.batch_size)
-    speculative = parts.settings.speculative
-    if bucket.drafted is None or bucket.drafted is bucket.forward or speculative is None:
-        return
-    for num_tokens in range(bucket.batch_size, below, -1):
-        num_rows = speculative.rows_for(num_tokens, parts.settings.max_num_seqs)
+
+
+def _dummy_drafts(parts: DecodeParts, most: int, below: int) -> ScheduledBatch | None:
+    """The largest step with drafts of up to `most` tokens, and more than `below`, if there is one."""
+    speculative, max_num_seqs = parts.settings.speculative, parts.settings.max_num_seqs
+    for num_tokens in range(most, below, -1) if speculative is not None else ():
+        num_rows = speculative.rows_for(num_tokens, max_num_seqs)
         if num_rows is not None:
-            parts.run_made_up([dummy_drafts(num_tokens, num_rows)] * 2)
-            return
-    bucket.drafted = None
+            return dummy_drafts(num_tokens, num_rows)
+    return None
 
 
 def _record_prefills(parts: DecodeParts, compiler: GraphCompiler, votes: Votes, progress: Progress) -> None:

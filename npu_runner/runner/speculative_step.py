@@ -187,7 +187,8 @@ class SpeculativeStepRunner(StepRunner):
         is_draft_T = np.arange(batch.num_tokens) != np.repeat(
             np.cumsum(batch.query_lens_B) - batch.query_lens_B, batch.query_lens_B)
         slots_T = np.repeat(batch.slots_B, batch.query_lens_B)
-        slots_T[is_draft_T] = self.states.plan.num_slots + np.arange(int(is_draft_T.sum()))
+        if self.states.hidden_SD is not None:
+            slots_T[is_draft_T] = self.states.plan.num_slots + np.arange(int(is_draft_T.sum()))
         return replace(batch, state_slots=slots_T.astype(np.int32))
 
     def _prepare_graph(self, batch: ScheduledBatch, number: int, bucket: Bucket, arrays: dict[str, np.ndarray],
