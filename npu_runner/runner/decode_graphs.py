@@ -129,7 +129,9 @@ def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
 def _dummy_drafts(parts: DecodeParts, most: int, below: int) -> ScheduledBatch | None:
     """The largest step with drafts of up to `most` tokens, and more than `below`, if there is one."""
     speculative, max_num_seqs = parts.settings.speculative, parts.settings.max_num_seqs
-    for num_tokens in range(most, below, -1) if speculative is not None else ():
+    if speculative is None:
+        return None
+    for num_tokens in range(most, below, -1):
         num_rows = speculative.rows_for(num_tokens, max_num_seqs)
         if num_rows is not None:
             return dummy_drafts(num_tokens, num_rows)

@@ -40,8 +40,9 @@ from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.buckets import Bucket
+from npu_runner.runner.decode_forward import DecodeStep
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
-from npu_runner.runner.step import DecodeStep, PreparedStep, StepUnderWay
+from npu_runner.runner.step import PreparedStep, StepUnderWay
 from npu_runner.runner.step_arrays import slot_mapping, to_device
 from npu_runner.sampling.sampling_ops import most_probable
 

@@ -28,14 +28,8 @@ from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
-from npu_runner.runner.step import (
-    DecodeStep,
-    DraftedDecodeStep,
-    Launched,
-    PreparedStep,
-    StepRunner,
-    StepUnderWay,
-)
+from npu_runner.runner.decode_forward import DecodeStep, DraftedDecodeStep
+from npu_runner.runner.step import Launched, PreparedStep, StepRunner, StepUnderWay
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
 

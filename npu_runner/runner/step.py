@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.models.contract import LanguageModel, ModelOfEnds
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.gated_delta import GatedDeltaBackend, RingedGatedDelta, StateSave
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
 from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.platforms.transfers import Download
@@ -29,6 +29,7 @@ from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
 from npu_runner.runner.clocks import PhaseClock
+from npu_runner.runner.decode_forward import DecodeStep
 from npu_runner.runner.images import ImageEncoder, StepImages
 from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets
@@ -36,42 +37,6 @@ from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import Sampler, SamplerOutput
-
-
-class DecodeStep(nn.Module):
-    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name. `states` keep
-    the final hidden states of the tokens where a head reads them; `gated_delta` writes these."""
-
-    def __init__(self, model: LanguageModel, states: StatePool | None, gated_delta: GatedDeltaBackend | None):
-        super().__init__()
-        self.model = model
-        self.states = states
-        self.gated_delta = gated_delta
-
-    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
-        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
-        Gated DeltaNet backend for one with drafts."""
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False, state_plan=state_plan)
-        input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
-        hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
-        if self.states is not None and self.states.hidden_SD is not None and self.gated_delta is not None:
-            self.gated_delta.write(self.states.hidden_SD, inputs.state_slots.long(), hidden_BD)
-        return self.model.compute_logits(hidden_BD)
-
-
-class DraftedDecodeStep(DecodeStep):
-    """A step of a model with states, whose plan for these is part of it: a row is a token, and several may follow one
-    another in a sequence."""
-
-    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
-        assert self.gated_delta is not None, "made with it"
-        rings = self.states.rings if self.states is not None else None
-        if rings is None:
-            state_plan = self.gated_delta.plan_drafts_in_graph(inputs.runs)
-        else:
-            assert isinstance(self.gated_delta, RingedGatedDelta), "no other has rings"
-            state_plan = self.gated_delta.plan_drafts_in_ring(inputs, rings)
-        return super().forward(inputs, plan, state_plan)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""The forward of a decode step, from slots to logits: what decode graphs record.
+
+B sequences in the step, D hidden size, S slots, padding's included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from npu_runner.models.contract import LanguageModel
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, RingedGatedDelta
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.runner.states import StatePool
+
+
+class DecodeStep(nn.Module):
+    """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name. `states` keep
+    the final hidden states of the tokens where a head reads them; `gated_delta` writes these."""
+
+    def __init__(self, model: LanguageModel, states: StatePool | None, gated_delta: GatedDeltaBackend | None):
+        super().__init__()
+        self.model = model
+        self.states = states
+        self.gated_delta = gated_delta
+
+    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
+        Gated DeltaNet backend for one with drafts."""
+        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False, state_plan=state_plan)
+        input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
+        hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
+        if self.states is not None and self.states.hidden_SD is not None and self.gated_delta is not None:
+            self.gated_delta.write(self.states.hidden_SD, inputs.state_slots.long(), hidden_BD)
+        return self.model.compute_logits(hidden_BD)
+
+
+class DraftedDecodeStep(DecodeStep):
+    """A step of a model with states, whose plan for these is part of it: a row is a token, and several may follow one
+    another in a sequence."""
+
+    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        assert self.gated_delta is not None, "made with it"
+        rings = self.states.rings if self.states is not None else None
+        if rings is None:
+            state_plan = self.gated_delta.plan_drafts_in_graph(inputs.runs)
+        else:
+            assert isinstance(self.gated_delta, RingedGatedDelta), "no other has rings"
+            state_plan = self.gated_delta.plan_drafts_in_ring(inputs, rings)
+        return super().forward(inputs, plan, state_plan)
