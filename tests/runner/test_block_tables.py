@@ -17,7 +17,7 @@ from npu_runner.core.block_manager import first_needed_block, most_blocks
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.platforms.cpu.devices import CpuMemory
 from npu_runner.runner.block_tables import BlockTables
-from npu_runner.runner.buckets import DecodeBuckets, pad_into, send
+from npu_runner.runner.buckets import DecodeBuckets, Forwards, pad_into, send
 from npu_runner.runner.step_arrays import step_arrays, to_device
 from tests.core.traffic import MAX_LEN, Step, World
 from tests.full_set import examples
@@ -39,7 +39,7 @@ class Device(World):
         if padded is not None:
             buckets = DecodeBuckets((), UncompiledGraphs(), block_size=self.block_size,
                                     last_tokens=torch.zeros(2 * num_seqs, dtype=torch.int32), tables=self.tables)
-            self.bucket = buckets._make(min(padded, num_seqs), None)  # type: ignore[arg-type]
+            self.bucket = buckets._make(min(padded, num_seqs), Forwards(None))  # type: ignore[arg-type]
         self.num_compared = 0
 
     def _run(self, step: Step) -> None:
@@ -166,7 +166,7 @@ def test_more_news_than_a_buffer_holds_come_too(num_news: int) -> None:
     tables = BlockTables(4, 512, CPU)
     buckets = DecodeBuckets((), UncompiledGraphs(), block_size=4, tables=tables,
                             last_tokens=torch.zeros(8, dtype=torch.int32))
-    bucket = buckets._make(2, None)  # type: ignore[arg-type]
+    bucket = buckets._make(2, Forwards(None))  # type: ignore[arg-type]
     bucket.host["context_lens"][:] = 3
     news = np.array([(1, column, column + 1) for column in range(num_news)], dtype=np.int32)
     tables.learn(news)

@@ -120,7 +120,7 @@ assert "torch" not in sys.modules
 """
 COMMANDS_WITHOUT = [
     ["rows", "t.jsonl", "--prompt", "?", "-o", "r.jsonl"], ["table", "a.jsonl", "-o", "t.csv"],
-    ["merge", "a.jsonl", "a.jsonl", "-o", "c.jsonl"], ["table", "a.jsonl", "-o", "u.parquet"],
+    ["merge", "a.jsonl", "b.jsonl", "-o", "c.jsonl"], ["table", "a.jsonl", "-o", "u.parquet"],
     ["rows", "t.parquet", "--prompt", "?", "-o", "s.jsonl"],
 ]  # fmt: skip
 
@@ -129,7 +129,8 @@ def test_pyarrow_is_only_needed_where_it_is_used_and_then_named(tmp_path: Path) 
     """And torch is not needed at all."""
     write_rows(tmp_path / "t.jsonl", [{"a": "b"}])
     (tmp_path / "t.parquet").write_bytes(b"")
-    (tmp_path / "a.jsonl").write_bytes(answered("a", completion("x")))
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_bytes(answered("a", completion("x")))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT],
         cwd=tmp_path,
@@ -146,6 +147,7 @@ def test_pyarrow_is_only_needed_where_it_is_used_and_then_named(tmp_path: Path) 
         "t.jsonl",
         "t.parquet",
         "a.jsonl",
+        "b.jsonl",
         "r.jsonl",
         "t.csv",
         "c.jsonl",
