@@ -77,15 +77,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     """
     steps, settings = parts.steps, parts.settings
     compiler = steps.platform.make_graph_compiler(_graph_settings(parts))
-    most_rows, max_padding = settings.most_graph_rows, None
-    if steps.states is not None and steps.states.draft_slots is not None:
-        most_rows = min(most_rows, settings.max_num_seqs + steps.states.plan.num_spares)
-    if steps.states is not None:
-        max_padding = None if most_rows else steps.states.plan.num_padding
-    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
-    buckets = DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
-                            tables=steps.tables, max_padding=max_padding)
-    steps.buckets = buckets
+    steps.buckets = buckets = _make_buckets(parts, compiler)
     votes = Votes(steps.tp, parts.step_timeout_seconds)
 
     order = sorted(buckets.sizes, reverse=True)
@@ -111,6 +103,19 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     _record_draws(steps, buckets)
     if settings.prefill_sizes:
         _record_prefills(parts, compiler, votes, progress)
+
+
+def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
+    """Those that are to be compiled: states bound the rows that steps with drafts and padding may have."""
+    steps, settings = parts.steps, parts.settings
+    most_rows, max_padding = settings.most_graph_rows, None
+    if steps.states is not None and steps.states.draft_slots is not None:
+        most_rows = min(most_rows, settings.max_num_seqs + steps.states.plan.num_spares)
+    if steps.states is not None:
+        max_padding = None if most_rows else steps.states.plan.num_padding
+    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
+    return DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
+                         tables=steps.tables, max_padding=max_padding)
 
 
 def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:

@@ -213,19 +213,6 @@ def test_drafts_of_the_head_go_into_rings(checkpoint: Any, tmp_path: Path, platf
         assert llm.engine.info.graphs != "none"
 
 
-def test_a_head_that_never_drafts_is_not_computed(checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
-    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
-    off = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2,
-                                  "num_speculative_tokens_per_batch_size": [[1, 64, 0]]}}
-    with LLM(path, platform=platform_name, **SMALL) as llm:
-        plain = run(llm, {"a-0": PromptInputs(LONG)})
-    with LLM(path, platform=platform_name, **off, **SMALL) as llm:
-        found: list[Any] = []
-        runner_of(llm).model.draft = lambda *arguments: found.append(arguments)
-        assert run(llm, {"a-0": PromptInputs(LONG)})["a-0"].token_ids == plain["a-0"].token_ids
-    assert not found
-
-
 def test_pictures_are_in_what_the_head_reads(checkpoint: Any, tmp_path: Path, where: dict[str, Any]) -> None:
     """Chunks begin and end inside one, and a prompt ends with one."""
     path = with_head(checkpoint("qwen3_5"), tmp_path / "head")

@@ -1,4 +1,5 @@
-"""More checkpoints with a head for multi-token prediction: videos in prompts, whole experts on ranks, quantised ones.
+"""More checkpoints with a head for multi-token prediction: videos in prompts, whole experts on ranks, quantised ones,
+and one whose settings never draft.
 
 The oracle is that of test_mtp.py: the head in float64, and the answers of plain steps.
 """
@@ -17,7 +18,7 @@ from npu_runner import LLM
 from npu_runner.request.prompt_inputs import PromptInputs
 from scripts.quantised.writing import quantise
 from tests.oracle.mtp_reference import with_head
-from tests.oracle.running import SMALL, need_devices
+from tests.oracle.running import SMALL, need_devices, runner_of
 from tests.oracle.test_mtp import (
     LONG,
     QUIET,
@@ -114,3 +115,16 @@ def assert_drafts_are_those_of(quantised: Path, source: Path, folder: Path) -> N
         name: each.token_ids for name, each in plain.items()}
     assert_drafts_are_the_heads(folder / "dequantised", drafts, outputs, {
         name: (prompt, []) for name, prompt in TEXTS.items()})
+
+
+def test_a_head_that_never_drafts_is_not_computed(checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
+    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
+    off = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2,
+                                  "num_speculative_tokens_per_batch_size": [[1, 64, 0]]}}
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        plain = run(llm, {"a-0": PromptInputs(LONG)})
+    with LLM(path, platform=platform_name, **off, **SMALL) as llm:
+        found: list[Any] = []
+        runner_of(llm).model.draft = lambda *arguments: found.append(arguments)
+        assert run(llm, {"a-0": PromptInputs(LONG)})["a-0"].token_ids == plain["a-0"].token_ids
+    assert not found
