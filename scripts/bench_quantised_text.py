@@ -1,8 +1,9 @@
-"""Text of Qwen3-8B's shape on one GPU, random weights, with quantised weights and keys: tokens a second of benchmark
-(a)'s requests, and where the time of a decode step at 256 sequences goes.
+"""Text of one shape on one GPU, random weights, with quantised weights and keys or without: tokens a second of
+benchmark (a)'s requests, and where the time of a decode step at 256 sequences goes.
 
     python scripts/bench_quantised_text.py [--quantization fp8] [--kv-cache-dtype fp8] [--repeats 1] [--steps 20]
     python scripts/bench_quantised_text.py --checkpoint gptq --kv-cache-dtype auto --repeats 0 --batch-sizes 1 8 64
+    python scripts/bench_quantised_text.py --model qwen3-30b-a3b --quantization auto --kv-cache-dtype auto
 
 Prints the kernels of the steps by their share of the time, then one JSON line. --steps 0 leaves them out. --batch-sizes
 adds the median of 60 decode steps of so many rows at a context of 512. --checkpoint is a form of weights that
@@ -21,12 +22,12 @@ from typing import Any
 import torch
 from bench_common import commit, versions
 from bench_device_ours import _begin_decoding, _finish, _text, _timed_steps
-from bench_device_shapes import make_text_model
+from bench_device_shapes import TEXT, make_text_model
 from bench_device_work import SIZES
 
 from npu_runner import LLM
 
-MODEL, NUM_SEQS = "qwen3-8b", 256
+NUM_SEQS = 256
 FORMS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
              "checkpoint_format": "gptq"},
@@ -38,6 +39,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=TEXT, default="qwen3-8b", help="the shape (default: %(default)s)")
     parser.add_argument("--quantization", default="fp8", help="auto, int8 or fp8 (default)")
     parser.add_argument("--kv-cache-dtype", default="fp8", help="auto or fp8 (default)")
     parser.add_argument("--repeats", type=int, default=1)
@@ -49,7 +51,7 @@ def main() -> None:
                 "kv_cache_dtype": arguments.kv_cache_dtype}
     sizes = SIZES["real"]
     with tempfile.TemporaryDirectory() as name:
-        path = make_text_model(Path(name), MODEL)
+        path = make_text_model(Path(name), arguments.model)
         if arguments.checkpoint:
             write_form(Path(path), FORMS[arguments.checkpoint])
         with LLM(path, load_format="dummy", platform="cuda", max_num_seqs=NUM_SEQS, max_model_len=2 * sizes.most_tokens,
@@ -57,7 +59,7 @@ def main() -> None:
             _text(llm, SIZES["tiny"], 0)  # warms up
             counted = [_text(llm, sizes, each) for each in range(arguments.repeats)]
             rates = [count / seconds for count, seconds in counted]
-            found = {"tokens_per_second": rates, "checkpoint": arguments.checkpoint,
+            found = {"model": arguments.model, "tokens_per_second": rates, "checkpoint": arguments.checkpoint,
                      "step_ms_by_batch_size": {size: step_ms(llm, size) for size in arguments.batch_sizes},
                      **(profiled_steps(llm, arguments.steps) if arguments.steps else {})}
     for microseconds, calls, kernel in found.get("kernels", []):
