@@ -280,6 +280,10 @@ class Ops(ABC):
         """x + sigmoid(gate) * y, (T, D): the experts that were chosen, and the one that every token sees."""
         return x_TD + torch.sigmoid(gate_T1) * y_TD
 
+    def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
+        """x * sigmoid(gate), the sigmoid rounded before the product."""
+        return x_TNH * torch.sigmoid(gate_TNH)
+
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
         return F.gelu(x, approximate=approximate)

@@ -85,7 +85,47 @@ def make_shared_prefill(device: torch.device) -> Callable[[Tensor], Tensor]:
     return step
 
 
-@pytest.mark.parametrize("make", [make_step, make_shared_prefill])
+def make_delta_step(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A sequence's next ten tokens through layers of Gated DeltaNet; each token reads what the one before left."""
+    from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+    from npu_runner.platforms.cuda.ops import TritonOps
+    from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=torch.float32).mul_(sizes[-1] ** -0.5).bfloat16()
+
+    shape = GatedDeltaShape(num_k_heads=4, num_v_heads=8, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
+    ops: Any = TritonOps()
+    backend: Any = TritonGatedDelta(shape, torch.bfloat16)
+    slots, length = 2, 8
+    layers = [(random(WIDTH, 4), random(WIDTH, 8 * 128), torch.zeros(slots, 3, WIDTH, device=device).bfloat16(),
+               torch.zeros(slots, 8, 128, 128, device=device),
+               Ring(torch.zeros(slots, length, 8, 128, device=device),
+                    torch.zeros(slots, length, 4, 128, device=device).bfloat16(),
+                    torch.zeros(slots, 8, length, device=device), torch.zeros(slots, dtype=torch.int32, device=device),
+                    length)) for _ in range(3)]
+    gain_H, slot_B = torch.ones(128, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    lens = [torch.full((1,), position + 1, dtype=torch.int32, device=device) for position in range(10)]
+    decays_V, biases_V = -torch.ones(8, device=device), torch.zeros(8, device=device)
+
+    def step(x_TD: Tensor) -> Tensor:
+        for _, _, conv_state, state, _ in layers:
+            conv_state.zero_()
+            state.zero_()
+        for lens_B in lens:
+            metadata = AttentionMetadata(False, slot_B, lens_B, slot_B[:, None], state_slots_B=slot_B)
+            for taps, out, conv_state, state, ring in layers:
+                gates_TV = x_TD[:, :8].contiguous()
+                qkv_TC = backend.convolve(x_TD, taps, conv_state, metadata)
+                x_TVD = backend.step_in_ring(qkv_TC, gates_TV, gates_TV, decays_V, biases_V, state, ring, metadata)
+                x_TVD = ops.gated_rms_norm(x_TVD, x_TD[:, :1024].unflatten(1, (8, 128)), gain_H, 1e-6)
+                x_TD = ops.linear(x_TVD.flatten(1), out, None)
+        return x_TD
+
+    return step
+
+
+@pytest.mark.parametrize("make", [make_step, make_shared_prefill, make_delta_step])
 def test_a_step_of_kernels_is_the_same(make: Callable[[torch.device], Callable[[Tensor], Tensor]],
                                        device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda import dependent_launch

@@ -128,3 +128,16 @@ def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
     assert not taken(x_MI[:1], weight_OI[:16_376])
     assert not taken(x_MI[:1], weight_OI[:8192])
     assert not taken(x_MI[:1].view(torch.int8), weight_OI.view(torch.int8))
+
+
+def test_in_16_bits_some_multiprocessors_may_be_left_without_outputs() -> None:
+    from npu_runner.platforms.cuda.hopper_few_rows import takes
+
+    def taken(num_rows: int, *shape: int) -> bool:
+        weight_OI = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        return takes(weight_OI[:1].expand(num_rows, -1).contiguous(), weight_OI, torch.bfloat16, in_blocks=False)
+
+    assert [taken(count, 2048, 4096) for count in (1, 2, 16, 17)] == [False, True, True, False]
+    assert [taken(count, 4096, 2048) for count in (1, 2)] == [True, True]
+    assert not taken(2, 1024, 8192)
+    assert not taken(2, 2048, 4032), "less than 16 MiB"

@@ -48,6 +48,25 @@ def test_gated_rms_norm(device: torch.device, dtype: torch.dtype, width: int, we
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("width", [24, 256])
+def test_heads_times_the_sigmoid_of_their_gates(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """One token, and several whose gates lie beside their queries."""
+    from npu_runner.platforms.cuda.ops import TritonOps
+
+    torch.manual_seed(0)
+    ops = TritonOps()
+    for num_tokens in (1, 7):
+        x_TNH = torch.randn(num_tokens, 5, width).to(dtype)
+        gate_TNH = (3 * torch.randn(num_tokens, 5 * 2 * width + 16)).to(dtype)[:, 8:-8].unflatten(1, (5, 2 * width))
+        gate_TNH = gate_TNH[..., width:]
+        found = ops.times_sigmoid(x_TNH.to(device), gate_TNH.to(device))
+        expected = TorchOps().times_sigmoid(x_TNH, gate_TNH)
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+        torch.testing.assert_close(found.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_a_gated_sum(device: torch.device, dtype: torch.dtype) -> None:
     from npu_runner.platforms.cuda.ops import TritonOps
 

@@ -88,3 +88,14 @@ def test_small_weights_and_float32_stay_with_the_library(device: torch.device) -
     assert has_product(x_MI, weight_OI)
     assert not has_product(x_MI, weight_OI[:1000])
     assert not has_product(x_MI.float(), weight_OI.float())
+
+
+@pytest.mark.parametrize("num_rows", [63, 64, 100, 128, 129])
+def test_long_sums_of_the_library(device: torch.device, num_rows: int) -> None:
+    """Between 64 and 128 rows another of its kernels may be chosen."""
+    from npu_runner.platforms.cuda.products import of_the_library
+
+    x_MI, weight_OI, bias_O = draw(num_rows, 2048, 4096, torch.bfloat16)
+    for bias in (None, bias_O):
+        found = of_the_library(x_MI.to(device), weight_OI.to(device), None if bias is None else bias.to(device))
+        assert_product(found, x_MI, weight_OI, bias)

@@ -210,8 +210,8 @@ class TritonAttention(AttentionBackend):
         kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
             q_BNH, _readable(k_cache), _readable(v_cache), out_BNH, parts, weights, metadata.block_tables_BW,
             metadata.context_lens_B, self._scales_or(q_BNH), q_BNH.stride(0), metadata.block_tables_BW.stride(0),
-            num_parts, FACTOR=scale * _LOG2_E, IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
-            NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
+            metadata.block_tables_BW.shape[1], len(k_cache), num_parts, FACTOR=scale * _LOG2_E,
+            IS_SCALED=self.kv_scales is not None, WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
             HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
         )

@@ -21,10 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, fetch
 
 # What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
-_CHANGES = ["stride_table", "num_parts"]
+_CHANGES = ["stride_table", "num_parts", "table_width", "num_blocks"]
 
 
 @triton.jit
@@ -234,34 +234,31 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scales, stride_q, str
 
 @triton.jit(do_not_specialize=_CHANGES)
 def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens, scales, stride_q, stride_table,
-           num_parts, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-           COLUMNS: tl.constexpr, HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+           table_width, num_blocks, num_parts, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr, WINDOW: tl.constexpr,
+           NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+           ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context; kv heads of a sequence are neighbours.
 
     With one part the result goes to `out`. With more, the part's sums go to `parts`; its highest score (times FACTOR)
     and total go to `weights`, for `combine`. An empty part leaves no sums. ROWS, at least GROUP, is what products take.
     """
     ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    after_earlier_kernels(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    context_len = tl.load(context_lens + sequence)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(context_len - WINDOW, 0)
-    aligned = first // COLUMNS * COLUMNS
-    steps = tl.cdiv(tl.cdiv(context_len - aligned, COLUMNS), num_parts)
-    begin = aligned + part * steps * COLUMNS
-    end = tl.minimum(begin + steps * COLUMNS, context_len)
+    table = block_tables + sequence * stride_table
+    if IS_DEPENDENT:
+        _fetch_first_step(table, table_width, num_blocks, context_lens + sequence, part, num_parts,
+                          k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, WINDOW, ROW, BLOCK_SIZE, COLUMNS,
+                          HEAD)
+    after_earlier_kernels(IS_DEPENDENT)
+    first, begin, end = _range_of(tl.load(context_lens + sequence), part, num_parts, WINDOW, COLUMNS)
     members = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD)
     is_member = members < GROUP
     heads = kv_head * GROUP + members
     queries = load_rows(q + sequence * stride_q + (heads * HEAD_DIM)[:, None] + dims[None, :], is_member, dims,
                          HEAD_DIM, HEAD)
-    table = block_tables + sequence * stride_table
     keys = k_cache + kv_head * HEAD_DIM
     values = v_cache + kv_head * HEAD_DIM
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -290,6 +287,38 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
         tl.store(parts + row[:, None] * HEAD_DIM + dims[None, :], sums, mask=mask & (begin < end))
         tl.store(weights + row * 2, highest * factor, mask=is_member)
         tl.store(weights + row * 2 + 1, total, mask=is_member)
+
+
+@triton.jit
+def _range_of(context_len, part, num_parts, WINDOW: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first context token that a sequence reads, and those of a part of it."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(context_len - WINDOW, 0)
+    aligned = first // COLUMNS * COLUMNS
+    steps = tl.cdiv(tl.cdiv(context_len - aligned, COLUMNS), num_parts)
+    begin = aligned + part * steps * COLUMNS
+    return first, begin, tl.minimum(begin + steps * COLUMNS, context_len)
+
+
+@triton.jit
+def _fetch_first_step(table, table_width, num_blocks, context_len, part, num_parts, k_cache, v_cache,
+                      WINDOW: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+                      HEAD: tl.constexpr):
+    """Asks for keys and values of a part's first step. What an earlier kernel still writes may be found as it was:
+    lengths and numbers of blocks may be anything then, and all of it is read once more."""
+    first, begin, end = _range_of(tl.load(context_len, cache_modifier=".cg"), part, num_parts, WINDOW, COLUMNS)
+    end = tl.minimum(end, table_width * BLOCK_SIZE)
+    if (begin >= 0) & (begin < end):
+        LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = HEAD // LINE if HEAD > LINE else 1
+        tokens = tl.minimum(tl.maximum(begin + tl.arange(0, COLUMNS), first), end - 1)
+        blocks = tl.load(table + tokens // BLOCK_SIZE, cache_modifier=".cg")
+        blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
+        places = (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * ROW
+        lines = places[:, None] + tl.arange(0, LINES)[None, :] * LINE
+        fetch(k_cache + lines)
+        fetch(v_cache + lines)
 
 
 @triton.jit

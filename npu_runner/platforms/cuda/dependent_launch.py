@@ -9,7 +9,9 @@ The wait ends when the kernel before is complete and its writes are visible. Tha
 predecessor. So all earlier kernels of the stream are complete, and memory that they read may be written again. A kernel
 launched as usual (cuBLAS, torch, a copy) waits for all before it, and a dependent kernel behind it waits for its end.
 Weights are written by copies long before, never by a kernel of a step. A graph that is captured keeps these edges. What
-only asks for lines to come into the L2 cache may come before the wait: whatever is written later is seen there.
+only asks for lines to come into the L2 cache may come before the wait: whatever is written later is seen there. A
+kernel that has waited before it calls `let_next_kernel_start` knows that all before it are complete when the next one
+starts: that one may read at once what these wrote, but nothing that this one writes.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -53,6 +55,13 @@ def wait_for_earlier_kernels(IS_DEPENDENT):
     more than once, waiting programs of the next would take the place of its later ones."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start(IS_DEPENDENT):
+    """Of a kernel that has waited."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda import gated_delta_kernels as kernels
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.gated_delta_ring import (
     delta_run_in_ring,
     delta_step_in_ring,
@@ -128,7 +129,7 @@ class TritonGatedDelta(RingedGatedDelta):
             kernels.convolve_step[(triton.cdiv(num_channels, _CONVOLVE_STEP.size), num_tokens)](
                 x_TC, weight_CW, conv_state, out_TC, slots_B, metadata.context_lens_B,
                 slots_B if runs_T is None else runs_T, *strides, CHANNELS=_CONVOLVE_STEP.size, **sizes,
-                HAS_RUNS=runs_T is not None, num_warps=_CONVOLVE_STEP.num_warps,
+                HAS_RUNS=runs_T is not None, num_warps=_CONVOLVE_STEP.num_warps, **launch_settings(),
             )
             return out_TC
         plan: ChunkPlan = metadata.state_plan
@@ -169,7 +170,7 @@ class TritonGatedDelta(RingedGatedDelta):
         plan: DraftRuns | None = metadata.state_plan
         if plan is None:
             delta_step_in_ring[grid](*given, ring.starts, *rows, *strides, *heads, **sizes, LENGTH=ring.length,
-                                     num_warps=_STEP.num_warps)
+                                     num_warps=_STEP.num_warps, **launch_settings())
         else:
             delta_run_in_ring[grid](*given, *rows, plan.runs_T, plan.fillings_T, *strides, *heads, **sizes,
                                     num_warps=_STEP.num_warps)

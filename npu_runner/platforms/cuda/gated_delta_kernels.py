@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_runner.platforms.cuda.dependent_launch import let_next_kernel_start, wait_for_earlier_kernels
+
 # Tokens of a chunk, and of the blocks on the diagonal that are inverted row by row.
 CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
@@ -281,9 +283,12 @@ def _modulo(x, M: tl.constexpr):
 
 @triton.jit
 def convolve_step(x, weight, conv_state, out, state_slots, context_lens, runs, stride_x, stride_slot, num_channels,
-                  CHANNELS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HAS_RUNS: tl.constexpr):
+                  CHANNELS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HAS_RUNS: tl.constexpr,
+                  IS_DEPENDENT: tl.constexpr):
     """One token, some channels. HAS_RUNS: tokens of a sequence follow one another, and read each other's inputs from
     `x`; `runs` has minus the place of a token among them. Their columns are none that a token of theirs reads."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
+    let_next_kernel_start(IS_DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     num_before = tl.maximum(-tl.load(runs + token), 0) if HAS_RUNS else 0
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)

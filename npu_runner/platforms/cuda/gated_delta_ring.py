@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_runner.platforms.cuda.dependent_launch import let_next_kernel_start, wait_for_earlier_kernels
 from npu_runner.platforms.cuda.gated_delta_kernels import _L2_EPS, _beta, _log_decay, _modulo
 
 # Matrix units take no fewer.
@@ -33,10 +34,13 @@ def tokens_in_products(length: int) -> int:
 def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys, log_decays, starts, out, state_slots,
                        context_lens, stride_qkv, stride_a, stride_b, stride_slot, num_k_heads, num_v_heads, head_k_dim,
                        head_v_dim, SCALE: tl.constexpr, VALUES: tl.constexpr, KEYS: tl.constexpr, LENGTH: tl.constexpr,
-                       PLACES: tl.constexpr, TOKENS: tl.constexpr, PRODUCT: tl.constexpr, IS_WHOLE: tl.constexpr):
+                       PLACES: tl.constexpr, TOKENS: tl.constexpr, PRODUCT: tl.constexpr, IS_WHOLE: tl.constexpr,
+                       IS_DEPENDENT: tl.constexpr):
     """One token of a sequence and v head; VALUES rows of its state (Dv, Dk). IS_WHOLE: KEYS and VALUES divide the dims.
 
-    As delta_step, the state is asked for first, and does not stay in the cache.
+    As delta_step, the state is asked for first, and does not stay in the cache. This kernel waits before it reads
+    `qkv`: `convolve_step`, which makes that, lets it start when all kernels before are complete. So a step must come
+    behind its convolution at once.
     """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -55,13 +59,14 @@ def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys,
     filled = _modulo(position - tl.load(starts + slot), LENGTH)
     group = num_v_heads // num_k_heads
     k_head = head // group
+    beta = _beta(tl.load(b + row * stride_b + head))
+    g = _log_decay(tl.load(a + row * stride_a + head), tl.load(neg_exp_A + head), tl.load(dt_bias + head))
+    wait_for_earlier_kernels(IS_DEPENDENT)
     q_place = qkv + row * stride_qkv + k_head * head_k_dim + keys
     q = tl.load(q_place, mask=is_key, other=0.0).to(tl.float32)
     own_key = tl.load(q_place + num_k_heads * head_k_dim, mask=is_key, other=0.0)
     v_place = qkv + row * stride_qkv + 2 * num_k_heads * head_k_dim + head * head_v_dim + values
     v = tl.load(v_place, mask=is_value, other=0.0).to(tl.float32)
-    beta = _beta(tl.load(b + row * stride_b + head))
-    g = _log_decay(tl.load(a + row * stride_a + head), tl.load(neg_exp_A + head), tl.load(dt_bias + head))
 
     update_place = updates + (slot * PLACES * num_v_heads + head) * head_v_dim + values
     key_place = ring_keys + (slot * PLACES * num_k_heads + k_head) * head_k_dim + keys
@@ -76,6 +81,7 @@ def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys,
     change = (v - tl.sum(s * k[None, :], 1)) * beta
     s += change[:, None] * k[None, :]
     result = tl.sum(s * q[None, :], 1).to(out.dtype.element_ty)
+    let_next_kernel_start(IS_DEPENDENT)
     tl.store(out + (row * num_v_heads + head) * head_v_dim + values, result, mask=is_value)
     if filled == LENGTH - 1:
         tl.store(place, s, mask=mask, eviction_policy="evict_first")

@@ -69,7 +69,7 @@ def prepare(weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> None:
 def takes(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> bool:
     """Whether this product is faster here than otherwise. The first such call waits until the kernels are compiled.
     While Triton's kernels are met ahead, they have to be: no."""
-    if is_ahead() or not _takes_weight(weight_OI) or not LEAST_ROWS[weight_OI.dtype] <= len(x_MI) <= MOST_ROWS:
+    if is_ahead() or not _takes_weight(weight_OI) or not _least_rows(weight_OI) <= len(x_MI) <= MOST_ROWS:
         return False
     if x_MI.dtype != weight_OI.dtype or not can_be_brought(x_MI):
         return False
@@ -103,13 +103,22 @@ def _num_sms() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
+def _least_rows(weight_OI: Tensor) -> int:
+    """A row alone was faster by Triton's kernel where multiprocessors are left without a unit of outputs."""
+    return LEAST_ROWS[weight_OI.dtype] if len(weight_OI) >= _UNIT * _num_sms() else max(2, LEAST_ROWS[weight_OI.dtype])
+
+
 def _takes_weight(weight_OI: Tensor) -> bool:
-    """Each multiprocessor has a unit of outputs."""
+    """Each multiprocessor has a unit of outputs, or, in 16 bits, three of four have."""
     return (is_hopper() and weight_OI.dtype in LEAST_ROWS and weight_OI.is_contiguous()
             and can_be_brought(weight_OI) and len(weight_OI) % _UNIT == 0
             and weight_OI.shape[1] * weight_OI.itemsize % _SLICE == 0
-            and _UNIT * _num_sms() <= len(weight_OI) <= _MANY_OUTPUTS
+            and _UNIT * _least_units(weight_OI) <= len(weight_OI) <= _MANY_OUTPUTS
             and weight_OI.numel() * weight_OI.itemsize >= _LEAST_BYTES)
+
+
+def _least_units(weight_OI: Tensor) -> int:
+    return _num_sms() * 3 // 4 if weight_OI.itemsize == 2 else _num_sms()
 
 
 class _Work(ctypes.Structure):

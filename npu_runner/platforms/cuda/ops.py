@@ -19,6 +19,7 @@ from npu_runner.platforms.cuda import (
     draw,
     experts,
     few_outputs,
+    gated_rows,
     grouped_products,
     hopper_few_rows,
     products,
@@ -47,7 +48,7 @@ from npu_runner.platforms.ops import (
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
 # Among what is compiled: no weight has so many features.
-_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED = -1, -2, -3, -4, -5, -6
+_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED, _SIGMOID = -1, -2, -3, -4, -5, -6, -7
 
 
 class TritonOps(Ops):
@@ -67,7 +68,7 @@ class TritonOps(Ops):
             return F.linear(x_TD, weight_OD, bias_O)
         self._compile_products(x_TD, weight_OD, bias_O)
         if len(x_TD) > products.most_rows(weight_OD):
-            return F.linear(x_TD, weight_OD, bias_O)
+            return products.of_the_library(x_TD, weight_OD, bias_O)
         if hopper_few_rows.takes(x_TD, weight_OD, x_TD.dtype, in_blocks=False):
             return hopper_few_rows.multiply(x_TD, None, weight_OD, None, bias_O, x_TD.dtype)
         return products.few_rows(x_TD, weight_OD, bias_O)
@@ -163,9 +164,18 @@ class TritonOps(Ops):
         if not torch.compiler.is_compiling() and kind not in self._compiled and len(x_TND):
             # One token alone has no stride from token to token; the kernel has a variant for that.
             self._compiled.add(kind)
-            _launch_gated_rms_norm(x_TND[:1], gate_TND[:1], weight, eps)
-        out_TND = _launch_gated_rms_norm(x_TND, gate_TND, weight, eps)
+            gated_rows.rms_norm(x_TND[:1], gate_TND[:1], weight, eps)
+        out_TND = gated_rows.rms_norm(x_TND, gate_TND, weight, eps)
         return out_TND if x.dim() == 3 else out_TND[:, 0]
+
+    def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or x_TNH.stride(2) != 1 or gate_TNH.stride(2) != 1:
+            return super().times_sigmoid(x_TNH, gate_TNH)
+        kind = (_SIGMOID, *x_TNH.shape[1:], x_TNH.dtype.itemsize)
+        if kind not in self._compiled and len(x_TNH):
+            self._compiled.add(kind)
+            gated_rows.times_sigmoid(x_TNH[:1], gate_TNH[:1])
+        return gated_rows.times_sigmoid(x_TNH, gate_TNH)
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens, num_q_heads, _ = q_TNH.shape
@@ -260,17 +270,6 @@ def _number_of(dtype: torch.dtype) -> int:
     return draw.DTYPES.index(dtype)
 
 
-def _launch_gated_rms_norm(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:
-    num_tokens, num_heads, width = x_TND.shape
-    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
-    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TND, gate_TND))
-    _gated_rms_norm[(num_tokens * num_heads,)](
-        x_TND, gate_TND, weight, out_TND, stride_x, x_TND.stride(1), stride_gate, gate_TND.stride(1), num_heads, width,
-        eps, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
-    )
-    return out_TND
-
-
 def _warps(width: int) -> int:
     return 1 if width <= 256 else 4 if width <= 2048 else 8
 
@@ -287,21 +286,6 @@ def _rms_norm(x, weight, out, stride_t, stride_n, num_heads, width, eps, BLOCK: 
     normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
     scale = tl.load(weight + columns, mask=mask, other=0.0)
     tl.store(out + row * width + columns, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, eps,
-                    BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    token, head = row // num_heads, row % num_heads
-    values = tl.load(x + token * stride_xt + head * stride_xn + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
-    scale = tl.load(weight + columns, mask=mask, other=0.0)
-    z = tl.load(gate + token * stride_gt + head * stride_gn + columns, mask=mask, other=0.0).to(tl.float32)
-    scaled = (normed.to(scale.dtype) * scale).to(tl.float32)
-    tl.store(out + row * width + columns, (scaled * (z / (1.0 + tl.exp(-z)))).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -6,15 +6,18 @@ M rows, I input features, O output features.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from npu_runner.platforms.cuda.dependent_launch import launch_settings, wait_for_earlier_kernels
+from npu_runner.platforms.cuda.hopper_products import is_hopper
 
 MOST_ROWS = 16
 # Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.
@@ -28,6 +31,8 @@ _AHEAD = 256
 _LINE = tl.constexpr(64)
 # Elements that rows of a weight must be multiples of, for whole tiles of it to be copied at once.
 _TILE_ALIGNMENT = 8
+# Rows and bytes of weights with at least twice as many inputs as outputs for which cuBLASLt was faster (H100).
+_LONG_ROWS, _LONG_BYTES = range(64, 129), 16 << 20
 # A step's number of rows is no constant of a kernel.
 _CHANGES = ["num_rows"]
 
@@ -51,6 +56,20 @@ def most_rows(weight_OI: Tensor) -> int:
     """Up to how many rows `few_rows` takes: as many as it was quicker with than cuBLAS on an H200."""
     has_tiles = weight_OI.shape[1] % _TILE_ALIGNMENT == 0 and weight_OI.data_ptr() % 16 == 0
     return MOST_ROWS if has_tiles else 1
+
+
+def of_the_library(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """`F.linear`. With a bias torch asks cuBLASLt, which knows faster kernels for long sums: then it gets one of 0."""
+    num_outputs, num_inputs = weight_OI.shape
+    is_long = num_inputs >= 2 * num_outputs and weight_OI.numel() * weight_OI.itemsize >= _LONG_BYTES
+    if bias_O is None and is_long and len(x_MI) in _LONG_ROWS and is_hopper():
+        bias_O = _zeros(num_outputs, weight_OI.dtype, weight_OI.device)
+    return F.linear(x_MI, weight_OI, bias_O)
+
+
+@functools.cache
+def _zeros(num_outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(num_outputs, dtype=dtype, device=device)
 
 
 def tile_of(num_rows: int, num_outputs: int) -> Tile:
