@@ -30,6 +30,7 @@ struct Work {
   const float *x_scales, *scales;
   const u16 *bias;
   u16 *out;
+  NextWeights next;
 };
 
 __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
@@ -37,6 +38,10 @@ __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int r
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void ask_for(const Map &map, int row, int slice) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
+               ::"l"(&map), "r"(0), "r"(row), "r"(slice) : "memory");
 }
 __device__ __forceinline__ uint4 read_shared(u32 from) {
   uint4 piece;
@@ -94,9 +99,11 @@ struct Pieces {
   u32 shared, barriers, stage = 0, parity = 0;
   Place place;
   u64 policy;
+  const NextWeights &next_weights;
+  bool has_asked = false;
 
   __device__ Pieces(const Map &map, const Work &work, u32 all)
-      : map(map), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
+      : map(map), next_weights(work.next), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
         barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), place(work) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     if (threadIdx.x % 32 == 0) {
@@ -104,7 +111,18 @@ struct Pieces {
       proxy_fence();
     }
     for (int i = 0; i < STAGES; ++i) bring_next(i);
+    Place later = place;
+    for (int i = 0; i < OWN_AHEAD && later.is_there(); ++i) {
+      if (threadIdx.x % 32 == 0) ask_for(map, later.row(), later.slice);
+      later.next();
+    }
+    if (!later.is_there()) ask_for_next();
     __syncwarp();
+  }
+  __device__ void ask_for_next() {
+    if (has_asked) return;
+    has_asked = true;
+    if (threadIdx.x % 32 == 0) ask_for(next_weights, threadIdx.x / 32, WARPS);
   }
   __device__ void bring_next(int to) {
     if (!place.is_there()) return;
@@ -250,7 +268,7 @@ struct Multiplier {
       *reinterpret_cast<u32 *>(work.out + (i64)row * work.num_outputs + output) = packed(sum.x, sum.y);
     }
   }
-  __device__ void multiply_units(int first, int count) {
+  __device__ void multiply_units(int first, int count, bool is_last) {
 #pragma unroll
     for (int e = 0; e < UNITS * HALVES * 4; ++e) sums[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
     // x and scales of the next slice are asked for while this one's are used.
@@ -267,6 +285,7 @@ struct Multiplier {
         read_rows(next, slice + WARPS);
         if (IN_BLOCKS) read_scales(next_scales, first, count, slice + WARPS);
       }
+      if (is_last && slice + WARPS >= work.num_slices) pieces.ask_for_next();
       multiply_slice(rows, scales, first, count);
     }
   }
@@ -274,7 +293,7 @@ struct Multiplier {
     const int units = work.num_outputs / UNIT, end = (i64)units * (blockIdx.x + 1) / gridDim.x;
     for (int first = (i64)units * blockIdx.x / gridDim.x; first < end; first += UNITS) {
       const int count = min(UNITS, end - first);
-      multiply_units(first, count);
+      multiply_units(first, count, first + UNITS >= end);
       give(exchange, count);
       __syncthreads();
       take(exchange, first, count);
