@@ -110,7 +110,10 @@ struct Pieces {
       for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
       proxy_fence();
     }
-    for (int i = 0; i < STAGES; ++i) bring_next(i);
+    for (int i = 0; i < STAGES; ++i) {
+      if (i >= WINDOW && place.is_there()) wait(barriers + 8 * (i - WINDOW), 0);
+      bring_next(i);
+    }
     Place later = place;
     for (int i = 0; i < OWN_AHEAD && later.is_there(); ++i) {
       if (threadIdx.x % 32 == 0) ask_for(map, later.row(), later.slice);

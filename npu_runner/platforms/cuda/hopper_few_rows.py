@@ -133,6 +133,7 @@ class _Kernel:
         exchange = 4 * tile.warps * tile.units * kind.tokens * _SUM_PITCH
         self._shared_bytes = tile.warps * tile.stages * (_UNIT * _SLICE + 8) + exchange + 1024
         constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens, "ASK_CHUNK": int(os.environ.get("NXT_CHUNK", "2048")),
+                     "WINDOW": int(os.environ.get("NXT_WINDOW", "99")),
                      "OWN_AHEAD": int(os.environ.get("NXT_OWN", "3")),
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16),
                      **{name.upper(): value for name, value in tile._asdict().items()}}

@@ -121,6 +121,10 @@ struct Warp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) numbers[j][p][i] = streamed(from + p * PIECE_BYTES + i * 512, policy);
   }
+  __device__ void await_numbers(int j, u32 nowhere) const {
+    asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9E3779B9;\n@never st.volatile.shared.u32 [%1], %0;\n}"
+                 ::"r"(numbers[j][PIECES - 1][1].w), "r"(nowhere) : "memory");
+  }
   __device__ void load_x(int pass) {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -295,7 +299,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   Warp warp{work, share, room, 0, (int)threadIdx.x % 32, (int)threadIdx.x / 32};
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(warp.policy));
 #pragma unroll
-  for (int j = 0; j < AT_ONCE; ++j) warp.load_numbers(Step(), j);
+  for (int j = 0; j < AT_ONCE; ++j) {
+    if (j >= WINDOW) warp.await_numbers(j - WINDOW, room.parts);
+    warp.load_numbers(Step(), j);
+  }
   if (threadIdx.x == 0) {
     make_barrier(room.scaled, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

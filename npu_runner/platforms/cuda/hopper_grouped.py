@@ -151,6 +151,7 @@ class _Kernel:
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
                      "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
                      "ASK_CHUNK": int(os.environ.get("NXT_CHUNK", "2048")),
+                     "WINDOW": int(os.environ.get("NXT_WINDOW4", "99")),
                      "OWN_AHEAD": int(os.environ.get("NXT_OWN4", "1")),
                      "WARPS": _WARPS, "TILES": _TILES[variant.blocks], "REGISTERS": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
