@@ -93,9 +93,6 @@ def tower_tile(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
 
 def num_decode_parts(batch_size: int, num_kv_heads: int, num_sms: int) -> int:
     """Into how many parts contexts are split: by what is known when a graph is captured, never by their lengths."""
-    import os
-    if f"NXT_PARTS{batch_size}" in os.environ:
-        return int(os.environ[f"NXT_PARTS{batch_size}"])
     undivided = batch_size * num_kv_heads
     most, least = _PROGRAMS_PER_SM * num_sms // undivided, _LEAST_PROGRAMS_PER_SM * num_sms // undivided
     wanted = max(1, min(most, max(_FEW_PARTS, least)))

@@ -30,7 +30,6 @@ struct Work {
   const float *x_scales, *scales;
   const u16 *bias;
   u16 *out;
-  NextWeights next;
 };
 
 __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
@@ -38,10 +37,6 @@ __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int r
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void ask_for(const Map &map, int row, int slice) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
-               ::"l"(&map), "r"(0), "r"(row), "r"(slice) : "memory");
 }
 __device__ __forceinline__ uint4 read_shared(u32 from) {
   uint4 piece;
@@ -93,54 +88,52 @@ struct Place {
   }
 };
 
-// A warp's ring; its first thread asks for what comes.
+// A warp's ring; its first thread asks for what comes. Of the first pieces it asks for one when the one before has come,
+// later for no more than IN_FLIGHT at once: what other kernels ask for meanwhile waits behind that.
 struct Pieces {
   const Map &map;
-  u32 shared, barriers, stage = 0, parity = 0;
+  u32 shared, barriers, stage = 0, parity = 0, next_stage = 0, next_parity = 0, held = 0;
   Place place;
   u64 policy;
-  const NextWeights &next_weights;
-  bool has_asked = false;
 
   __device__ Pieces(const Map &map, const Work &work, u32 all)
-      : map(map), next_weights(work.next), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
+      : map(map), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
         barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), place(work) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     if (threadIdx.x % 32 == 0) {
       for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
       proxy_fence();
+      for (int i = 0; i < STAGES && place.is_there(); ++i) {
+        if (i >= FIRST_IN_FLIGHT) wait(barriers + 8 * (i - FIRST_IN_FLIGHT), 0);
+        bring_next();
+      }
     }
-    for (int i = 0; i < STAGES; ++i) {
-      if (i >= WINDOW && place.is_there()) wait(barriers + 8 * (i - WINDOW), 0);
-      bring_next(i);
-    }
-    Place later = place;
-    for (int i = 0; i < OWN_AHEAD && later.is_there(); ++i) {
-      if (threadIdx.x % 32 == 0) ask_for(map, later.row(), later.slice);
-      later.next();
-    }
-    if (!later.is_there()) ask_for_next();
     __syncwarp();
   }
-  __device__ void ask_for_next() {
-    if (has_asked) return;
-    has_asked = true;
-    if (threadIdx.x % 32 == 0) ask_for(next_weights, threadIdx.x / 32, WARPS);
-  }
-  __device__ void bring_next(int to) {
-    if (!place.is_there()) return;
-    if (threadIdx.x % 32 == 0) {
-      expect(barriers + 8 * to, STAGE_BYTES);
-      bring(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
-    }
+  // By the first thread.
+  __device__ void bring_next() {
+    expect(barriers + 8 * next_stage, STAGE_BYTES);
+    bring(shared + next_stage * STAGE_BYTES, map, barriers + 8 * next_stage, place.row(), place.slice, policy);
     place.next();
+    ++held;
+    if (++next_stage == STAGES) { next_stage = 0; next_parity ^= 1; }
+  }
+  // Whether fewer than IN_FLIGHT pieces are on their way.
+  __device__ bool has_few() const {
+    if (IN_FLIGHT == STAGES) return true;
+    const bool is_before = next_stage < IN_FLIGHT;
+    return has_come(barriers + 8 * (is_before ? next_stage + STAGES - IN_FLIGHT : next_stage - IN_FLIGHT),
+                    is_before ? next_parity ^ 1 : next_parity);
   }
   __device__ void await() const { wait(barriers + 8 * stage, parity); }
   __device__ u32 at() const { return shared + stage * STAGE_BYTES; }
-  // This piece was read: the next one comes there.
+  // This piece was read: there is room for another one.
   __device__ void next() {
     __syncwarp();
-    bring_next(stage);
+    if (threadIdx.x % 32 == 0) {
+      --held;
+      while (held < STAGES && place.is_there() && has_few()) bring_next();
+    }
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
@@ -271,7 +264,7 @@ struct Multiplier {
       *reinterpret_cast<u32 *>(work.out + (i64)row * work.num_outputs + output) = packed(sum.x, sum.y);
     }
   }
-  __device__ void multiply_units(int first, int count, bool is_last) {
+  __device__ void multiply_units(int first, int count) {
 #pragma unroll
     for (int e = 0; e < UNITS * HALVES * 4; ++e) sums[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
     // x and scales of the next slice are asked for while this one's are used.
@@ -288,7 +281,6 @@ struct Multiplier {
         read_rows(next, slice + WARPS);
         if (IN_BLOCKS) read_scales(next_scales, first, count, slice + WARPS);
       }
-      if (is_last && slice + WARPS >= work.num_slices) pieces.ask_for_next();
       multiply_slice(rows, scales, first, count);
     }
   }
@@ -296,7 +288,7 @@ struct Multiplier {
     const int units = work.num_outputs / UNIT, end = (i64)units * (blockIdx.x + 1) / gridDim.x;
     for (int first = (i64)units * blockIdx.x / gridDim.x; first < end; first += UNITS) {
       const int count = min(UNITS, end - first);
-      multiply_units(first, count, first + UNITS >= end);
+      multiply_units(first, count);
       give(exchange, count);
       __syncthreads();
       take(exchange, first, count);

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import os
-from npu_runner.platforms.cuda import dependent_launch, next_weights
+from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, compilers, tensor_map
 from npu_runner.platforms.cuda.hopper_products import can_be_brought, is_hopper
@@ -94,11 +94,9 @@ def multiply(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Ten
     places = (None if each is None else each.data_ptr() for each in (x_MI, x_scale, scale, bias_O, out_MO))
     programs = min(num_outputs // _UNIT, _num_sms())
     row_bytes = num_inputs * weight_OI.itemsize
-    layout = next_weights.Layout(weight_OI, num_outputs // _UNIT, 1, programs, 1, _UNIT * row_bytes, row_bytes,
-                                 min(kernel.units, num_outputs // _UNIT // programs) * _UNIT)
     work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // _SLICE, x_MI.stride(0) * x_MI.itemsize,
                  x_scale.stride(1) if x_scale is not None and in_blocks else 0,
-                 scale.stride(0) if scale is not None and scale.numel() > 1 else 0, *places, next_weights.behind(layout))
+                 scale.stride(0) if scale is not None and scale.numel() > 1 else 0, *places)
     kernel.launch(programs, weight_OI, work)
     return out_MO
 
@@ -120,8 +118,7 @@ def _takes_weight(weight_OI: Tensor) -> bool:
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_slices")),
                 *((name, ctypes.c_longlong) for name in ("stride_x", "group_stride", "scale_stride")),
-                *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "bias", "out")),
-                ("next", next_weights.NextWeights))
+                *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "bias", "out")))
 
 
 class _Kernel:
@@ -132,12 +129,11 @@ class _Kernel:
         self.units = tile.units
         exchange = 4 * tile.warps * tile.units * kind.tokens * _SUM_PITCH
         self._shared_bytes = tile.warps * tile.stages * (_UNIT * _SLICE + 8) + exchange + 1024
-        constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens, "ASK_CHUNK": int(os.environ.get("NXT_CHUNK", "2048")),
-                     "WINDOW": int(os.environ.get("NXT_WINDOW", "99")),
-                     "OWN_AHEAD": int(os.environ.get("NXT_OWN", "3")),
+        constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens, "FIRST_IN_FLIGHT": int(os.environ.get("NXT_FIRST", "1")),
+                     "IN_FLIGHT": min(tile.stages, int(os.environ.get("NXT_FLIGHT", "99"))),
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16),
                      **{name.upper(): value for name, value in tile._asdict().items()}}
-        source = CompiledSource([_FOLDER / name for name in ("hopper.cu", "next_weights.cu", "hopper_few_rows.cu")], constants, _ARCHITECTURE)
+        source = CompiledSource([_FOLDER / name for name in ("hopper.cu", "hopper_few_rows.cu")], constants, _ARCHITECTURE)
         self._cubin: Future[bytes] = compilers().submit(source.cubin)
 
     @functools.cached_property
