@@ -210,7 +210,7 @@ class TritonAttention(AttentionBackend):
         kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
             q_BNH, _readable(k_cache), _readable(v_cache), out_BNH, parts, weights, metadata.block_tables_BW,
             metadata.context_lens_B, self._scales_or(q_BNH), q_BNH.stride(0), metadata.block_tables_BW.stride(0),
-            num_parts, len(k_cache) * int(__import__("os").environ.get("NXT_KV", "1")), FACTOR=scale * _LOG2_E, IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
+            num_parts, FACTOR=scale * _LOG2_E, IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
             NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
             HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
@@ -226,7 +226,7 @@ class TritonAttention(AttentionBackend):
     def _combine(self, parts_BNPH: Tensor, weights_BNP2: Tensor, out_BNH: Tensor) -> None:
         kernels.combine[(len(out_BNH), self.num_heads)](
             parts_BNPH, weights_BNP2, out_BNH, self.num_heads, self.head_dim, PARTS=parts_BNPH.shape[2],
-            HEAD=self._head, num_warps=int(__import__("os").environ.get("NXT_CW", "1")), **launch_settings(),
+            HEAD=self._head, num_warps=1, **launch_settings(),
         )
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:

@@ -21,10 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, fetch, wait_for_earlier_kernels
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels
 
 # What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
-_CHANGES = ["stride_table", "num_parts", "num_blocks"]
+_CHANGES = ["stride_table", "num_parts"]
 
 
 @triton.jit
@@ -232,35 +232,9 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scales, stride_q, str
              mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
 
 
-@triton.jit
-def _fetch_part(k_cache, v_cache, table, context_len, num_table_blocks, kv_head, part, num_parts, num_blocks,
-                WINDOW: tl.constexpr, ROW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                COLUMNS: tl.constexpr, HEAD: tl.constexpr):
-    """Asks for the first keys and values of a part to come into the L2 cache. An earlier kernel may still write lengths
-    and tables: they may be anything, and what they name is read once more."""
-    BYTES: tl.constexpr = HEAD * k_cache.dtype.element_ty.primitive_bitwidth // 8
-    LINES: tl.constexpr = 1 if BYTES <= 128 else BYTES // 128
-    end = tl.load(context_len)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(end - WINDOW, 0)
-    aligned = first // COLUMNS * COLUMNS
-    begin = aligned + part * tl.cdiv(tl.cdiv(end - aligned, COLUMNS), num_parts) * COLUMNS
-    context = begin + tl.arange(0, COLUMNS)
-    is_there = (context >= 0) & (context < end) & (context < num_table_blocks * BLOCK_SIZE)
-    blocks = tl.load(table + context // BLOCK_SIZE, mask=is_there, other=0)
-    blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1)
-    rows = (blocks.to(tl.int64) * BLOCK_SIZE + tl.where(is_there, context % BLOCK_SIZE, 0)) * ROW + kv_head * HEAD_DIM
-    dims = tl.minimum(tl.arange(0, LINES) * (HEAD // LINES), HEAD_DIM - 1)
-    places = rows[:, None] + dims[None, :]
-    if (begin < end) & (num_blocks > 0):
-        fetch(k_cache + places)
-        fetch(v_cache + places)
-
-
 @triton.jit(do_not_specialize=_CHANGES)
 def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens, scales, stride_q, stride_table,
-           num_parts, num_blocks, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+           num_parts, FACTOR: tl.constexpr, IS_SCALED: tl.constexpr, WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
            COLUMNS: tl.constexpr, HEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """All query heads of one kv head, one sequence, one part of its context; kv heads of a sequence are neighbours.
@@ -269,14 +243,10 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     and total go to `weights`, for `combine`. An empty part leaves no sums. ROWS, at least GROUP, is what products take.
     """
     ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    after_earlier_kernels(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        _fetch_part(k_cache, v_cache, block_tables + sequence * stride_table, context_lens + sequence, stride_table,
-                    kv_head, part, num_parts, num_blocks, WINDOW, ROW, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
-    wait_for_earlier_kernels(IS_DEPENDENT)
     context_len = tl.load(context_lens + sequence)
     first = 0
     if WINDOW:
@@ -333,8 +303,9 @@ def combine(parts, weights, out, num_heads, head_dim, PARTS: tl.constexpr, HEAD:
     mask = dims < head_dim
     highest = tl.load(weights + (row * PARTS + part) * 2)
     totals = tl.load(weights + (row * PARTS + part) * 2 + 1)
+    # Those of empty parts are read, too, whatever they are: else all would wait for the totals.
+    values = tl.load(parts + (row * PARTS + part)[:, None] * head_dim + dims[None, :], mask=mask[None, :], other=0.0)
+    values = tl.where((totals > 0)[:, None], values, 0.0)
     factors = tl.exp2(highest - tl.max(highest, 0))
-    values = tl.load(parts + (row * PARTS + part)[:, None] * head_dim + dims[None, :],
-                     mask=mask[None, :] & (totals > 0)[:, None], other=0.0)
     result = tl.sum(values * factors[:, None], 0) / tl.sum(totals * factors, 0)
     tl.store(out + row * head_dim + dims, result.to(out.dtype.element_ty), mask=mask)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.cuda import next_weights
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, own_code
 from npu_runner.platforms.step_inputs import StepInputs
 
@@ -46,13 +45,11 @@ class CudaGraphCompiler(GraphCompiler):
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with next_weights.ordered() as order:
-            with torch.cuda.stream(self._stream):
-                run()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            warmed = time.perf_counter()
-            order.end()
-            output = self._recorded(graph, run)
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        warmed = time.perf_counter()
+        output = self._recorded(graph, run)
         self._pool = self._pool or graph.pool()
         logger.debug("a graph: %.3f s to warm up, %.3f s to capture", warmed - started, time.perf_counter() - warmed)
         return graph, output

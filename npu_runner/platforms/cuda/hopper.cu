@@ -21,15 +21,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// Whether `wait` would not wait.
-__device__ __forceinline__ bool has_come(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
 __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int dim, int head, int token) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"

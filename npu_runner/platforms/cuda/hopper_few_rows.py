@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import os
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, compilers, tensor_map
@@ -49,15 +48,17 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """As in the source: units of 16 outputs at once, warps, and pieces of 16 x 128 bytes that each of them asks for."""
+    """As in the source: units of 16 outputs at once, warps, pieces of 16 x 128 bytes in a warp's ring, and how many of
+    them it asks for at once until its ring is full."""
 
     units: int
     warps: int
     stages: int
+    first: int
 
 
 # By rows of x; the quickest of those tried in layers, one program on a multiprocessor (docs/benchmarks.md).
-TILES = {8: Tile(4, 16, 3), 16: Tile(4, 8, 5)}
+TILES = {8: Tile(4, 16, 3, 1), 16: Tile(4, 8, 5, 2)}
 
 
 def prepare(weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> None:
@@ -92,12 +93,10 @@ def multiply(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Ten
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
     places = (None if each is None else each.data_ptr() for each in (x_MI, x_scale, scale, bias_O, out_MO))
-    programs = min(num_outputs // _UNIT, _num_sms())
-    row_bytes = num_inputs * weight_OI.itemsize
     work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // _SLICE, x_MI.stride(0) * x_MI.itemsize,
                  x_scale.stride(1) if x_scale is not None and in_blocks else 0,
                  scale.stride(0) if scale is not None and scale.numel() > 1 else 0, *places)
-    kernel.launch(programs, weight_OI, work)
+    kernel.launch(min(num_outputs // _UNIT, _num_sms()), weight_OI, work)
     return out_MO
 
 
@@ -125,15 +124,13 @@ class _Kernel:
     """Compiled in a thread of `compilers` from now on."""
 
     def __init__(self, kind: Kind):
-        self._tile = tile = TILES[kind.tokens]._replace(stages=int(os.environ.get('NXT_STAGES', TILES[kind.tokens].stages)))
-        self.units = tile.units
+        self._tile = tile = TILES[kind.tokens]
         exchange = 4 * tile.warps * tile.units * kind.tokens * _SUM_PITCH
         self._shared_bytes = tile.warps * tile.stages * (_UNIT * _SLICE + 8) + exchange + 1024
-        constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens, "FIRST_IN_FLIGHT": int(os.environ.get("NXT_FIRST", "1")),
-                     "IN_FLIGHT": min(tile.stages, int(os.environ.get("NXT_FLIGHT", "99"))),
+        constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16),
                      **{name.upper(): value for name, value in tile._asdict().items()}}
-        source = CompiledSource([_FOLDER / name for name in ("hopper.cu", "hopper_few_rows.cu")], constants, _ARCHITECTURE)
+        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_few_rows.cu"], constants, _ARCHITECTURE)
         self._cubin: Future[bytes] = compilers().submit(source.cubin)
 
     @functools.cached_property

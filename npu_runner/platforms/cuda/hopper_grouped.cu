@@ -27,7 +27,6 @@ struct Work {
   const unsigned short *scales, *zeros;
   const void *bias;
   unsigned short *out;
-  NextWeights next;
 };
 
 __device__ __forceinline__ void multiply_tile(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
@@ -103,27 +102,15 @@ struct Warp {
   float sums[AT_ONCE][BLOCKS][4];
 
   __device__ bool has(const Step &step, int j) const { return step.tile + j < share.tiles() && step.pass < share.count; }
-  __device__ const unsigned char *place_of(const Step &step, int j) const {
-    const u32 tile = share.first_tile + step.tile + j;
-    const u32 piece = (tile / 4 * work.num_runs + share.begin + step.pass) * PIECES;
-    return work.values + ((u64)piece * PIECE_BYTES + tile % 4 * PART_BYTES);
-  }
-  __device__ void ask_for_numbers(const Step &step, int j) const {
-    if (has(step, j) && lane < PIECES)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                   ::"l"(place_of(step, j) + lane * PIECE_BYTES), "r"(PART_BYTES) : "memory");
-  }
   __device__ void load_numbers(const Step &step, int j) {
     if (!has(step, j)) return;
-    const unsigned char *from = place_of(step, j) + lane * 16;
+    const u32 tile = share.first_tile + step.tile + j;
+    const u32 piece = (tile / 4 * work.num_runs + share.begin + step.pass) * PIECES;
+    const unsigned char *from = work.values + ((u64)piece * PIECE_BYTES + tile % 4 * PART_BYTES + lane * 16);
 #pragma unroll
     for (int p = 0; p < PIECES; ++p)
 #pragma unroll
       for (int i = 0; i < 2; ++i) numbers[j][p][i] = streamed(from + p * PIECE_BYTES + i * 512, policy);
-  }
-  __device__ void await_numbers(int j, u32 nowhere) const {
-    asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9E3779B9;\n@never st.volatile.shared.u32 [%1], %0;\n}"
-                 ::"r"(numbers[j][PIECES - 1][1].w), "r"(nowhere) : "memory");
   }
   __device__ void load_x(int pass) {
 #pragma unroll
@@ -299,10 +286,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   Warp warp{work, share, room, 0, (int)threadIdx.x % 32, (int)threadIdx.x / 32};
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(warp.policy));
 #pragma unroll
-  for (int j = 0; j < AT_ONCE; ++j) {
-    if (j >= WINDOW) warp.await_numbers(j - WINDOW, room.parts);
-    warp.load_numbers(Step(), j);
-  }
+  for (int j = 0; j < AT_ONCE; ++j) warp.load_numbers(Step(), j);
   if (threadIdx.x == 0) {
     make_barrier(room.scaled, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -310,15 +294,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   }
   __syncthreads();
   bring_scales(work, share, room, first_group, last_group - first_group, warp.policy);
-  Step later;
-  for (int i = 0; i < OWN_AHEAD; ++i) {
-    later.next(share.passes);
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) warp.ask_for_numbers(later, j);
-  }
-  later.next(share.passes);
-  bool has_asked = later.tile >= share.tiles();
-  if (has_asked && warp.lane == 0) for (int i = 0; i < 2; ++i) ask_for(work.next.weights[i], warp.warp, WARPS);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (HAS_ROOM) warp.load_x(0);
   wait(room.scaled, 0);
@@ -328,10 +303,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   while (step.tile < share.tiles()) {
     Step next = step;
     next.next(share.passes);
-    if (next.tile >= share.tiles() && !has_asked) {
-      has_asked = true;
-      if (warp.lane == 0) for (int i = 0; i < 2; ++i) ask_for(work.next.weights[i], warp.warp, WARPS);
-    }
     if (share.passes > 1 || step.tile == 0) {
       if (!HAS_ROOM) warp.load_x(step.pass);
       warp.order_x();

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.cuda import dependent_launch, next_weights
+from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
 from npu_runner.platforms.grouped import GroupedWeight
@@ -90,16 +90,11 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
     plan = kernel.plan(weight)
-    programs = kernel.programs
-    pitch = plan.num_runs * 4096 * (1 if weight.values.dtype == torch.uint8 else 2)
-    layout = next_weights.Layout(weight.values, -(-num_outputs // _TILE), 4, plan.clusters, programs, pitch, pitch,
-                                 1)
     work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
                  plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
                  weight.values.data_ptr(), weight.scales.data_ptr(),
                  None if weight.zeros is None else weight.zeros.data_ptr(),
-                 None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr(),
-                 next_weights.behind(layout))
+                 None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr())
     kernel.launch(plan, work)
     return out_MO
 
@@ -113,7 +108,7 @@ def aligned(x_MI: Tensor) -> Tensor:
 
 def sources(name: str) -> list[Path]:
     """What a kernel of these weights consists of."""
-    return [_FOLDER / each for each in ("hopper.cu", "next_weights.cu", "hopper_integers.cu", name)]
+    return [_FOLDER / each for each in ("hopper.cu", "hopper_integers.cu", name)]
 
 
 def num_inputs_of(weight: GroupedWeight) -> int:
@@ -129,8 +124,7 @@ def _is_hopper() -> bool:
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_runs", "runs_of_group", "x_stride",
                                                     "tiles_of_cluster", "is_wide_bias")),
-                *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")),
-                ("next", next_weights.NextWeights))
+                *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")))
 
 
 class _Plan(NamedTuple):
@@ -147,12 +141,8 @@ class _Kernel:
 
     def __init__(self, variant: Variant):
         self._variant = variant
-        self.programs = variant.programs
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
                      "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
-                     "ASK_CHUNK": int(os.environ.get("NXT_CHUNK", "2048")),
-                     "WINDOW": int(os.environ.get("NXT_WINDOW4", "99")),
-                     "OWN_AHEAD": int(os.environ.get("NXT_OWN4", "1")),
                      "WARPS": _WARPS, "TILES": _TILES[variant.blocks], "REGISTERS": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
                                 {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
