@@ -36,7 +36,7 @@ struct Work {
   u16 *out;
 };
 
-__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
+__device__ __forceinline__ void bring_piece(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
@@ -118,7 +118,7 @@ struct Pieces {
   __device__ void bring_next(int to) {
     if (!place.is_there()) return;
     expect(barriers + 8 * to, STAGE_BYTES);
-    bring(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
+    bring_piece(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
     place.next();
   }
   __device__ void await() const { wait(barriers + 8 * stage, parity); }
