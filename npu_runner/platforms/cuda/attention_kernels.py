@@ -303,9 +303,8 @@ def combine(parts, weights, out, num_heads, head_dim, PARTS: tl.constexpr, HEAD:
     mask = dims < head_dim
     highest = tl.load(weights + (row * PARTS + part) * 2)
     totals = tl.load(weights + (row * PARTS + part) * 2 + 1)
-    # Those of empty parts are read, too, whatever they are: else all would wait for the totals.
-    values = tl.load(parts + (row * PARTS + part)[:, None] * head_dim + dims[None, :], mask=mask[None, :], other=0.0)
-    values = tl.where((totals > 0)[:, None], values, 0.0)
     factors = tl.exp2(highest - tl.max(highest, 0))
+    values = tl.load(parts + (row * PARTS + part)[:, None] * head_dim + dims[None, :],
+                     mask=mask[None, :] & (totals > 0)[:, None], other=0.0)
     result = tl.sum(values * factors[:, None], 0) / tl.sum(totals * factors, 0)
     tl.store(out + row * head_dim + dims, result.to(out.dtype.element_ty), mask=mask)

@@ -53,23 +53,17 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
                        KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
                        IS_SCALED: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """A row is a head of a token: first programs for those of q, then of k, then of v. EPS below 0: no norm. Weights of
-    norms are read before the wait: no kernel writes them."""
+    """A row is a head of a token: first programs for those of q, then of k, then of v. EPS below 0: no norm."""
     HEAD: tl.constexpr = 2 * HALF + REST
+    after_earlier_kernels(IS_DEPENDENT)
     program = tl.program_id(0)
     num_q_programs = tl.cdiv(num_tokens * HEADS, ROWS)
     num_kv_programs = tl.cdiv(num_tokens * KV_HEADS, ROWS)
     if program < num_q_programs:
-        first_gain, second_gain, rest_gain = _gains(q_weight, HALF, REST, EPS, BLOCK, REST_BLOCK)
-    else:
-        first_gain, second_gain, rest_gain = _gains(k_weight, HALF, REST, EPS, BLOCK, REST_BLOCK)
-    after_earlier_kernels(IS_DEPENDENT)
-    if program < num_q_programs:
         rows = program * ROWS + tl.arange(0, ROWS)
         tokens, heads = (rows // HEADS).to(tl.int64), rows % HEADS
         _turn(q + tokens * stride_qt + heads * stride_qn, out + rows.to(tl.int64) * HEAD, tokens * stride_c,
-              rows < num_tokens * HEADS, first_gain, second_gain, rest_gain, cos, sin, scales, HALF, REST, EPS, BLOCK,
-              REST_BLOCK, False)
+              rows < num_tokens * HEADS, q_weight, cos, sin, scales, HALF, REST, EPS, BLOCK, REST_BLOCK, False)
     else:
         program -= num_q_programs
         is_key = program < num_kv_programs
@@ -79,8 +73,8 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
         tokens, heads = (rows // KV_HEADS).to(tl.int64), rows % KV_HEADS
         places = (tl.load(slots + tokens, mask=is_row, other=0).to(tl.int64) * KV_HEADS + heads) * HEAD
         if is_key:
-            _turn(k + tokens * stride_kt + heads * stride_kn, k_cache + places, tokens * stride_c, is_row, first_gain,
-                  second_gain, rest_gain, cos, sin, scales, HALF, REST, EPS, BLOCK, REST_BLOCK, IS_SCALED)
+            _turn(k + tokens * stride_kt + heads * stride_kn, k_cache + places, tokens * stride_c, is_row, k_weight,
+                  cos, sin, scales, HALF, REST, EPS, BLOCK, REST_BLOCK, IS_SCALED)
         else:
             dims = tl.arange(0, HEAD_BLOCK)
             mask = is_row[:, None] & (dims < HEAD)[None, :]
@@ -90,24 +84,10 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
 
 
 @triton.jit
-def _gains(weight, HALF: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-           REST_BLOCK: tl.constexpr):
-    """A norm's weights for both halves of the dims that turn, and for the rest; without a norm they are nothing."""
-    halves, rests = tl.arange(0, BLOCK), tl.arange(0, REST_BLOCK)
-    first, second, rest = halves, halves, rests
-    if EPS >= 0.0:
-        first = tl.load(weight + halves, mask=halves < HALF, other=0.0)
-        second = tl.load(weight + HALF + halves, mask=halves < HALF, other=0.0)
-        rest = tl.load(weight + 2 * HALF + rests, mask=rests < REST, other=0.0)
-    return first, second, rest
-
-
-@triton.jit
-def _turn(sources, targets, turns, is_row, first_gain, second_gain, rest_gain, cos, sin, divisor, HALF: tl.constexpr,
-          REST: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-          IS_SCALED: tl.constexpr):
+def _turn(sources, targets, turns, is_row, weight, cos, sin, divisor, HALF: tl.constexpr, REST: tl.constexpr,
+          EPS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, IS_SCALED: tl.constexpr):
     """Norm and rotary embedding of the rows that begin at `sources`; `turns`: where their cos and sin begin. `divisor`:
-    the scale of `as_stored`. All that is read is asked for before the first sum."""
+    the scale of `as_stored`."""
     halves = tl.arange(0, BLOCK)
     is_dim = halves < HALF
     mask = is_row[:, None] & is_dim[None, :]
@@ -116,9 +96,6 @@ def _turn(sources, targets, turns, is_row, first_gain, second_gain, rest_gain, c
     stored = targets.dtype.element_ty
     first = tl.load(from_first, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(from_first + HALF, mask=mask, other=0.0).to(tl.float32)
-    places = turns[:, None] + halves[None, :]
-    c = tl.load(cos + places, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + places, mask=mask, other=0.0).to(tl.float32)
     if EPS >= 0.0:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     if REST > 0:
@@ -130,10 +107,13 @@ def _turn(sources, targets, turns, is_row, first_gain, second_gain, rest_gain, c
             squares += tl.sum(rest * rest, 1)
     if EPS >= 0.0:
         scale = tl.rsqrt(squares / (2 * HALF + REST) + EPS)[:, None]
-        first = _scaled(first, scale, first_gain, kind)
-        second = _scaled(second, scale, second_gain, kind)
+        first = _scaled(first, scale, weight + halves, is_dim, kind)
+        second = _scaled(second, scale, weight + HALF + halves, is_dim, kind)
         if REST > 0:
-            rest = _scaled(rest, scale, rest_gain, kind)
+            rest = _scaled(rest, scale, weight + rests, is_rest, kind)
+    places = turns[:, None] + halves[None, :]
+    c = tl.load(cos + places, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(to_first, as_stored((first * c - second * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
     tl.store(to_first + HALF, as_stored((second * c + first * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
     if REST > 0:
@@ -142,6 +122,7 @@ def _turn(sources, targets, turns, is_row, first_gain, second_gain, rest_gain, c
 
 
 @triton.jit
-def _scaled(values, scale, gain, kind: tl.constexpr):
+def _scaled(values, scale, weights, is_dim, kind: tl.constexpr):
     """As RMS norms round: before the weight to its dtype, then to that of the values."""
-    return ((values * scale).to(gain.dtype) * gain[None, :]).to(kind).to(tl.float32)
+    weight = tl.load(weights, mask=is_dim, other=0.0)
+    return ((values * scale).to(weight.dtype) * weight[None, :]).to(kind).to(tl.float32)

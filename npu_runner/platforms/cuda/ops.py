@@ -307,17 +307,17 @@ def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, strid
 @triton.jit
 def _add_rms_norm(x, residual, weight, out, total, stride_x, stride_r, width, eps, BLOCK: tl.constexpr,
                   IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    scale = tl.load(weight + columns, mask=mask, other=0.0)  # no kernel writes it
     after_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
     first = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(residual + row * stride_r + columns, mask=mask, other=0.0).to(tl.float32)
     summed = (first + second).to(out.dtype.element_ty)
     tl.store(total + row * width + columns, summed, mask=mask)
     values = summed.to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
+    scale = tl.load(weight + columns, mask=mask, other=0.0)
     tl.store(out + row * width + columns, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=mask)
 
 
