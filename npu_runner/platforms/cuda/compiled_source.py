@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,34 @@ class LoadedKernel:
         for attribute, (name, values) in zip(attributes, wanted, strict=True):
             attribute.id, attribute.value[:len(values)] = name, values
         return _Launch((programs, 1, 1), (threads, 1, 1), self._shared_bytes, None, attributes, len(attributes))
+
+
+class KernelAhead:
+    """A kernel that a thread of `compilers` compiles from now on. `instead`: what is taken where that is not possible,
+    for the log."""
+
+    def __init__(self, source: CompiledSource, name: str, shared_bytes: int, *, instead: str):
+        self._cubin: Future[bytes] = compilers().submit(source.cubin)
+        self._name, self._shared_bytes, self._instead = name, shared_bytes, instead
+
+    @functools.cached_property
+    def _kernel(self) -> LoadedKernel | None:
+        try:
+            return LoadedKernel(self._cubin.result(), self._name, self._shared_bytes)
+        except NoKernel as reason:
+            logger.info("%s (%s)", self._instead, reason)
+            return None
+
+    @property
+    def is_there(self) -> bool:
+        """The first look waits until it is compiled."""
+        return self._kernel is not None
+
+    @property
+    def loaded(self) -> LoadedKernel:
+        """Callers look first."""
+        assert self._kernel is not None, "callers look whether it is there"
+        return self._kernel
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:

@@ -21,6 +21,12 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int column, int row, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(policy) : "memory");
+}
 __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int dim, int head, int token) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
@@ -31,6 +37,13 @@ __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int d
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "r"(block) : "memory");
 }
+// Which stage of a ring comes next, and the parity of its barriers.
+template <u32 COUNT> struct Ring {
+  u32 stage = 0, parity = 0;
+  __device__ void next() {
+    if (++stage == COUNT) { stage = 0; parity ^= 1; }
+  }
+};
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #if IS_BFLOAT16

@@ -21,14 +21,6 @@ constexpr u32 QUERY_FULL = BARRIERS, QUERY_EMPTY = BARRIERS + 8, TAIL = BARRIERS
 constexpr u32 KEY_FULL = BARRIERS + 32, KEY_EMPTY = KEY_FULL + 8 * STAGES;
 constexpr u32 VALUE_FULL = KEY_EMPTY + 8 * STAGES, VALUE_EMPTY = VALUE_FULL + 8 * STAGES;
 
-// Which stage of a ring comes next, and the parity of its barriers.
-struct Ring {
-  u32 stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
-  }
-};
-
 // Values of the last tile: those from `valid` on may be anything, and their weight of 0 would not make NaN 0.
 __device__ __forceinline__ void zero_rows(u32 tile, int valid) {
   const int a_part = (COLUMNS - valid) * (SPAN / 16);
@@ -47,7 +39,7 @@ template <class Work> struct Producer {
   const Map &q_map, &k_map, &v_map;
   const Work &work;
   u32 shared;
-  Ring keys, values;
+  Ring<STAGES> keys, values;
   u32 query_parity = 0, tail_parity = 0;
 
   __device__ void bring_queries(const Item &item, int index) {
@@ -166,7 +158,7 @@ template <class Work> struct Consumer {
   const Work &work;
   u32 shared;
   int group, row;  // of this thread: the first of its two rows
-  Ring keys, values;
+  Ring<STAGES> keys, values;
   float sums[DIMS / 2], scores[COLUMNS / 2];
   u32 weights[COLUMNS / 4];
   Softmax softmax;

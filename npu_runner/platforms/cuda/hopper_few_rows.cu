@@ -9,13 +9,17 @@
 // the order of the warps.
 //
 // Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the kind that IS_BFLOAT16 names), IN_BLOCKS (scales of
-// 128 x 128 and of rows of 128 terms), TOKENS (8 or 16, of x), UNITS at once, WARPS, STAGES.
+// 128 x 128 and of rows of 128 terms), TOKENS (8 or 16, of x), UNITS at once, WARPS, STAGES, FIRST.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef long long i64;
 
 constexpr int UNIT = 16, SLICE = 128, BLOCK_UNITS = 128 / UNIT, HALVES = TOKENS / 8, THREADS = 32 * WARPS;
+constexpr bool HAS_FACTORS = ITEM == 1 && !IN_BLOCKS;
+// Pairs of outputs that a thread ends.
+constexpr int PAIRS = (UNITS * TOKENS * UNIT / 2 + THREADS - 1) / THREADS;
+static_assert(PAIRS <= 2);
 constexpr u32 STAGE_BYTES = UNIT * SLICE;
 // Sums of a warp: UNITS times TOKENS times UNIT outputs, which begin 20 banks apart.
 constexpr int SUM_PITCH = UNIT + 4, SUMS = UNITS * TOKENS * SUM_PITCH;
@@ -32,7 +36,7 @@ struct Work {
   u16 *out;
 };
 
-__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
+__device__ __forceinline__ void bring_piece(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
@@ -88,7 +92,8 @@ struct Place {
   }
 };
 
-// A warp's ring; its first thread asks for what comes.
+// A warp's ring; its first thread asks for what comes. At first it asks for no more than FIRST pieces at once, until the
+// ring is full: the small kernels before this one, on which x waits, would wait behind more.
 struct Pieces {
   const Map &map;
   u32 shared, barriers, stage = 0, parity = 0;
@@ -102,16 +107,18 @@ struct Pieces {
     if (threadIdx.x % 32 == 0) {
       for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
       proxy_fence();
+      for (int i = 0; i < STAGES && place.is_there(); ++i) {
+        if (i >= FIRST) wait(barriers + 8 * (i - FIRST), 0);
+        bring_next(i);
+      }
     }
-    for (int i = 0; i < STAGES; ++i) bring_next(i);
     __syncwarp();
   }
+  // By the first thread.
   __device__ void bring_next(int to) {
     if (!place.is_there()) return;
-    if (threadIdx.x % 32 == 0) {
-      expect(barriers + 8 * to, STAGE_BYTES);
-      bring(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
-    }
+    expect(barriers + 8 * to, STAGE_BYTES);
+    bring_piece(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
     place.next();
   }
   __device__ void await() const { wait(barriers + 8 * stage, parity); }
@@ -119,7 +126,7 @@ struct Pieces {
   // This piece was read: the next one comes there.
   __device__ void next() {
     __syncwarp();
-    bring_next(stage);
+    if (threadIdx.x % 32 == 0) bring_next(stage);
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
@@ -128,6 +135,11 @@ struct Pieces {
 struct Rows {
   uint4 pieces[HALVES][2];
   float scales[HALVES][2];
+};
+
+// Scales of two outputs, and of a row of x.
+struct Factors {
+  float low, high, of_row;
 };
 
 struct Multiplier {
@@ -229,9 +241,21 @@ struct Multiplier {
             exchange[warp * SUMS + (i * TOKENS + row) * SUM_PITCH + row_of_group() + e / 2 * 8] = sums[i][h][e];
         }
   }
+  // What this thread scales sums with. It is asked for before they are there: the end of a product waits for no memory.
+  __device__ void read_factors(Factors (&factors)[PAIRS], int first, int count) const {
+    if (!HAS_FACTORS) return;
+#pragma unroll
+    for (int turn = 0; turn < PAIRS; ++turn) {
+      const int at = threadIdx.x + turn * THREADS;
+      if (at >= count * work.num_rows * UNIT / 2) continue;
+      const int output = (first + at / (UNIT / 2) % count) * UNIT + at % (UNIT / 2) * 2;
+      factors[turn] = {work.scales[output * work.scale_stride], work.scales[(output + 1) * work.scale_stride],
+                       work.x_scales[at / (UNIT / 2) / count]};
+    }
+  }
   // Two outputs of a row at once.
-  __device__ void take(const float *exchange, int first, int count) const {
-    for (int at = threadIdx.x; at < count * work.num_rows * UNIT / 2; at += 32 * WARPS) {
+  __device__ void take(const float *exchange, const Factors (&factors)[PAIRS], int first, int count) const {
+    for (int at = threadIdx.x, turn = 0; at < count * work.num_rows * UNIT / 2; at += THREADS, ++turn) {
       const int pair = at % (UNIT / 2), i = at / (UNIT / 2) % count, row = at / (UNIT / 2) / count;
       const int output = (first + i) * UNIT + 2 * pair;
       float2 sum = make_float2(0, 0);
@@ -241,10 +265,9 @@ struct Multiplier {
                                                               + 2 * pair);
         sum = make_float2(sum.x + part.x, sum.y + part.y);
       }
-      if (ITEM == 1 && !IN_BLOCKS) {
-        const float of_row = work.x_scales[row];
-        sum.x *= work.scales[output * work.scale_stride] * of_row;
-        sum.y *= work.scales[(output + 1) * work.scale_stride] * of_row;
+      if (HAS_FACTORS) {
+        const Factors by = turn == 0 ? factors[0] : factors[PAIRS - 1];
+        sum = make_float2(sum.x * (by.low * by.of_row), sum.y * (by.high * by.of_row));
       }
       if (work.bias) sum = make_float2(sum.x + wide(work.bias[output]), sum.y + wide(work.bias[output + 1]));
       *reinterpret_cast<u32 *>(work.out + (i64)row * work.num_outputs + output) = packed(sum.x, sum.y);
@@ -274,10 +297,12 @@ struct Multiplier {
     const int units = work.num_outputs / UNIT, end = (i64)units * (blockIdx.x + 1) / gridDim.x;
     for (int first = (i64)units * blockIdx.x / gridDim.x; first < end; first += UNITS) {
       const int count = min(UNITS, end - first);
+      Factors factors[PAIRS];
+      read_factors(factors, first, count);
       multiply_units(first, count);
       give(exchange, count);
       __syncthreads();
-      take(exchange, first, count);
+      take(exchange, factors, first, count);
       __syncthreads();
     }
   }

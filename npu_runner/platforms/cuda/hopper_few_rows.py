@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +17,8 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, compilers, tensor_map
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
 from npu_runner.platforms.cuda.hopper_products import can_be_brought, is_hopper
-
-logger = logging.getLogger(__name__)
 
 _ARCHITECTURE = "sm_90a"
 _FOLDER = Path(__file__).parent
@@ -48,15 +44,17 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """As in the source: units of 16 outputs at once, warps, and pieces of 16 x 128 bytes that each of them asks for."""
+    """As in the source: units of 16 outputs at once, warps, pieces of 16 x 128 bytes in a warp's ring, and how many of
+    them it asks for at once until its ring is full."""
 
     units: int
     warps: int
     stages: int
+    first: int
 
 
 # By rows of x; the quickest of those tried in layers, one program on a multiprocessor (docs/benchmarks.md).
-TILES = {8: Tile(4, 16, 3), 16: Tile(4, 8, 5)}
+TILES = {8: Tile(4, 16, 3, 1), 16: Tile(4, 8, 5, 2)}
 
 
 def prepare(weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> None:
@@ -88,7 +86,6 @@ def multiply(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Ten
     assert 1 <= num_rows <= MOST_ROWS, f"{num_rows} rows are not 1 to {MOST_ROWS}"
     assert bias_O is None or bias_O.dtype == dtype, f"a bias of {bias_O.dtype}"
     kernel = _kernel(Kind(weight_OI.dtype, dtype, in_blocks, next(tokens for tokens in _TOKENS if tokens >= num_rows)))
-    assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
     places = (None if each is None else each.data_ptr() for each in (x_MI, x_scale, scale, bias_O, out_MO))
     work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // _SLICE, x_MI.stride(0) * x_MI.itemsize,
@@ -127,34 +124,24 @@ class _Work(ctypes.Structure):
                 *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "bias", "out")))
 
 
-class _Kernel:
-    """Compiled in a thread of `compilers` from now on."""
+class _Kernel(KernelAhead):
+    """For one kind."""
 
     def __init__(self, kind: Kind):
         self._tile = tile = TILES[kind.tokens]
         exchange = 4 * tile.warps * tile.units * kind.tokens * _SUM_PITCH
-        self._shared_bytes = tile.warps * tile.stages * (_UNIT * _SLICE + 8) + exchange + 1024
+        shared_bytes = tile.warps * tile.stages * (_UNIT * _SLICE + 8) + exchange + 1024
         constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16),
                      **{name.upper(): value for name, value in tile._asdict().items()}}
         source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_few_rows.cu"], constants, _ARCHITECTURE)
-        self._cubin: Future[bytes] = compilers().submit(source.cubin)
-
-    @functools.cached_property
-    def is_there(self) -> bool:
-        """The first look waits until it is compiled."""
-        try:
-            self._loaded = LoadedKernel(self._cubin.result(), "multiply_few_rows", self._shared_bytes)
-        except NoKernel as reason:
-            logger.info("products of few rows: triton (%s)", reason)
-            return False
-        return True
+        super().__init__(source, "multiply_few_rows", shared_bytes, instead="products of few rows: triton")
 
     def launch(self, programs: int, weight_OI: Tensor, work: _Work) -> None:
         (num_outputs, num_inputs), inputs = weight_OI.shape, _SLICE // weight_OI.itemsize
         slices = weight_OI.as_strided((num_inputs // inputs, num_outputs, inputs), (inputs, num_inputs, 1))
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self._loaded.launch(programs, 32 * self._tile.warps, [tensor_map(slices, (1, _UNIT, inputs)), work],
+        self.loaded.launch(programs, 32 * self._tile.warps, [tensor_map(slices, (1, _UNIT, inputs)), work],
                             is_dependent=is_dependent)
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +16,8 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead
 from npu_runner.platforms.grouped import GroupedWeight
-
-logger = logging.getLogger(__name__)
 
 _CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
@@ -87,7 +82,6 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     x_MI = aligned(x_MI)
     num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
     kernel = _kernel(variant_of(num_rows, weight, x_MI.dtype))
-    assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
     plan = kernel.plan(weight)
     work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
@@ -136,8 +130,8 @@ class _Plan(NamedTuple):
     shared_bytes: int
 
 
-class _Kernel:
-    """Compiled in a thread of `compilers` from now on."""
+class _Kernel(KernelAhead):
+    """For one variant."""
 
     def __init__(self, variant: Variant):
         self._variant = variant
@@ -146,24 +140,14 @@ class _Kernel:
                      "WARPS": _WARPS, "TILES": _TILES[variant.blocks], "REGISTERS": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
                                 {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
-        self._cubin: Future[bytes] = compilers().submit(source.cubin)
-
-    @functools.cached_property
-    def is_there(self) -> bool:
-        """The first look waits until it is compiled."""
-        try:
-            self._loaded = LoadedKernel(self._cubin.result(), "multiply_few_rows", _SHARED_BYTES)
-        except NoKernel as reason:
-            logger.info("products of a few rows: triton (%s)", reason)
-            return False
-        return True
+        super().__init__(source, "multiply_few_rows", _SHARED_BYTES, instead="products of a few rows: triton")
 
     @functools.cached_property
     def _most_clusters(self) -> int:
         """How many run at once; a multiprocessor has one program."""
         if self._variant.programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self._loaded.most_clusters(_THREADS, self._variant.programs)
+        return self.loaded.most_clusters(_THREADS, self._variant.programs)
 
     def plan(self, weight: GroupedWeight) -> _Plan:
         """Programs share all tiles evenly."""
@@ -181,13 +165,8 @@ class _Kernel:
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
         programs = self._variant.programs
-        self._loaded.launch(plan.clusters * programs, _THREADS, [work], cluster=programs,
+        self.loaded.launch(plan.clusters * programs, _THREADS, [work], cluster=programs,
                             is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
-
-
-@functools.cache
-def compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-grouped")
 
 
 @functools.cache

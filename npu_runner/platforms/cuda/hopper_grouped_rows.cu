@@ -43,12 +43,6 @@ struct Work {
   int *counts;
 };
 
-__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int column, int row, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(policy) : "memory");
-}
 __device__ __forceinline__ u32 multiplied(u32 x, u32 y) {
   u32 result;
 #if IS_BFLOAT16
@@ -63,13 +57,6 @@ __device__ __forceinline__ u32 transposed(u32 pairs) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pairs));
   return result;
 }
-
-struct Ring {
-  u32 stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
-  }
-};
 
 // An item is a part of the runs of a tile. A program has items blockIdx.x, blockIdx.x + gridDim.x, ...
 struct Place {
@@ -125,7 +112,7 @@ struct Producer {
     for (int stage = 0; stage < STAGES && place.is_there(); ++stage, place.next()) bring_weight(place, stage);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int stage = 0; stage < STAGES && behind.is_there(); ++stage, behind.next()) bring_rows(behind, stage);
-    for (Ring ring; place.is_there(); place.next(), ring.next()) {
+    for (Ring<STAGES> ring; place.is_there(); place.next(), ring.next()) {
       wait(shared + EMPTY + 8 * ring.stage, ring.parity);
       bring_weight(place, ring.stage);
       bring_rows(place, ring.stage);
@@ -140,7 +127,7 @@ struct Consumer {
   u32 shared;
   int lane, output;  // the first of the thread's two, within the tile
   u32 place, swizzle;  // of its bytes in a piece
-  Ring ring;
+  Ring<STAGES> ring;
   float sums[ROWS / 2];
 
   __device__ Consumer(const Work &work, u32 shared) : work(work), shared(shared), lane(threadIdx.x % 32) {

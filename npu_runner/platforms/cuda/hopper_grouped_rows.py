@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -19,20 +17,17 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, tensor_map
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
 from npu_runner.platforms.cuda.hopper_grouped import (
     ARCHITECTURE,
     RUN,
     aligned,
-    compilers,
     num_inputs_of,
     sources,
     takes_weight,
 )
 from npu_runner.platforms.cuda.split_sums import MOST_TILES, counters
 from npu_runner.platforms.grouped import GroupedWeight
-
-logger = logging.getLogger(__name__)
 
 _ROWS = (64, 96, 128)
 _GROUPS = (2, 3)
@@ -84,7 +79,6 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None, plan: P
     num_runs = num_inputs_of(weight) // RUN
     plan = plan or _plan(num_rows, num_outputs, num_runs, torch.cuda.get_device_properties().multi_processor_count)
     kernel = _kernel(_variant(weight, x_MI.dtype, plan.groups, plan.rows))
-    assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
     parts = None
     if plan.splits > 1:
@@ -145,34 +139,24 @@ class _Work(ctypes.Structure):
                 *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out", "parts", "counts")))
 
 
-class _Kernel:
-    """Compiled in a thread of `compilers` from now on."""
+class _Kernel(KernelAhead):
+    """For one variant."""
 
     def __init__(self, variant: Variant):
         self._variant = variant
         stages = (_SHARED_BYTES - 1024 - 16) // variant.stage_bytes
-        self._shared_bytes = stages * variant.stage_bytes + 16 + 1024
+        shared_bytes = stages * variant.stage_bytes + 16 + 1024
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
                      "IN_HALVES": variant.in_halves, "GROUPS": variant.groups, "ROWS": variant.rows, "STAGES": stages}
         source = CompiledSource(sources("hopper_grouped_rows.cu"),
                                 {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
-        self._cubin: Future[bytes] = compilers().submit(source.cubin)
-
-    @functools.cached_property
-    def is_there(self) -> bool:
-        """The first look waits until it is compiled."""
-        try:
-            self._loaded = LoadedKernel(self._cubin.result(), "multiply_rows", self._shared_bytes)
-        except NoKernel as reason:
-            logger.info("products of some rows: triton and the library (%s)", reason)
-            return False
-        return True
+        super().__init__(source, "multiply_rows", shared_bytes, instead="products of some rows: triton and the library")
 
     def launch(self, programs: int, x_MI: Tensor, values: Tensor, work: _Work) -> None:
         maps = (tensor_map(x_MI, (self._variant.rows, RUN // 2)),
                 tensor_map(values.view(-1, values.shape[3]), (_PIECE_ROWS, values.shape[3])))
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self._loaded.launch(programs, 128 * self._variant.groups + 32, [*maps, work], is_dependent=is_dependent)
+        self.loaded.launch(programs, 128 * self._variant.groups + 32, [*maps, work], is_dependent=is_dependent)
 
 
 @functools.cache

@@ -39,12 +39,6 @@ ADD_PRODUCT("64", 32, "%32", "%33", "%34")
 ADD_PRODUCT("96", 48, "%48", "%49", "%50")
 ADD_PRODUCT("128", 64, "%64", "%65", "%66")
 
-__device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int column, int row, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(policy) : "memory");
-}
 __device__ __forceinline__ void bring(u32 to, const Map &map, u32 barrier, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
@@ -71,13 +65,6 @@ __device__ __forceinline__ void wait_in_cluster(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-struct Ring {
-  u32 stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
-  }
-};
 
 // x: (rows, terms), weight: (outputs, terms). Scales of x lie `group_stride` apart from group to group, with room for
 // `room` rows; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, slices).
@@ -144,7 +131,7 @@ struct Producer {
     for (int stage = 0; stage < STAGES && place.is_there(); ++stage, place.next()) bring_weight(place, stage);
     await_earlier_kernels();
     for (int stage = 0; stage < STAGES && behind.is_there(); ++stage, behind.next()) bring_rows(behind, stage);
-    for (Ring ring; place.is_there(); place.next(), ring.next()) {
+    for (Ring<STAGES> ring; place.is_there(); place.next(), ring.next()) {
       wait(shared + EMPTY + 8 * ring.stage, ring.parity);
       bring_weight(place, ring.stage);
       bring_rows(place, ring.stage);
@@ -159,7 +146,7 @@ struct Consumer {
   const Share &share;
   u32 shared;
   int group;
-  Ring ring;
+  Ring<STAGES> ring;
   u32 parity = 0;
   float sums[BLOCKS][ROWS / 2];
 

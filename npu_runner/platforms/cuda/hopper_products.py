@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +17,7 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel, compilers, tensor_map
-
-logger = logging.getLogger(__name__)
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
 
 _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
@@ -91,7 +87,6 @@ def multiply(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor, bi
     num_slices = -(-num_inputs // _LINE)
     assert tile.programs <= num_slices, f"{tile.programs} programs for {num_slices} slices"
     kernel = _kernel(tile, in_blocks)
-    assert kernel.is_there, "callers look first"
     out_MO = torch.empty((num_rows, num_outputs), dtype=torch.bfloat16, device=x_MI.device)
     room = x_scale.stride(1) if in_blocks else num_rows
     work = _Work(num_rows, num_outputs, num_slices, room, room, scale.stride(0) if scale.numel() > 1 else 0,
@@ -143,42 +138,32 @@ class _Work(ctypes.Structure):
                 *((name, ctypes.c_void_p) for name in ("x_scales", "scales", "bias", "out")))
 
 
-class _Kernel:
-    """For one tile; compiled in a thread of `compilers` from now on."""
+class _Kernel(KernelAhead):
+    """For one tile."""
 
     def __init__(self, tile: Tile, in_blocks: bool):
         self._tile = tile
         exchange = (tile.rows // 2 if tile.rows > 64 else tile.rows) * (tile.outputs + 4) * 4
         stage = _LINE * (tile.outputs + tile.rows) + (4 * tile.rows if in_blocks else 0) + 2 * 8
         stages = (_SHARED_BYTES - 1024 - exchange - 2 * 8) // stage
-        self._shared_bytes = stages * stage + exchange + 2 * 8 + 1024
+        shared_bytes = stages * stage + exchange + 2 * 8 + 1024
         self._threads = _THREADS + (_WARPGROUP if (tile.blocks + 1) * tile.rows // 2 > _FEW_SUMS else _WARP)
         constants = {"IS_BFLOAT16": 1, "IN_BLOCKS": int(in_blocks), "BLOCKS": tile.blocks, "ROWS": tile.rows,
                      "STAGES": stages, "PROGRAMS": tile.programs}
         source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_products.cu"], constants, _ARCHITECTURE)
-        self._cubin: Future[bytes] = compilers().submit(source.cubin)
-
-    @functools.cached_property
-    def is_there(self) -> bool:
-        """The first look waits until it is compiled."""
-        try:
-            self._loaded = LoadedKernel(self._cubin.result(), "multiply_rows", self._shared_bytes)
-        except NoKernel as reason:
-            logger.info("products of some rows: triton and the library (%s)", reason)
-            return False
-        return True
+        super().__init__(source, "multiply_rows", shared_bytes, instead="products of some rows: triton and the library")
 
     @functools.cached_property
     def most_clusters(self) -> int:
         """How many run at once; a multiprocessor has room for one program."""
         if self._tile.programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self._loaded.most_clusters(self._threads, self._tile.programs)
+        return self.loaded.most_clusters(self._threads, self._tile.programs)
 
     def launch(self, clusters: int, x_MI: Tensor, weight_OI: Tensor, work: _Work) -> None:
         maps = tensor_map(x_MI, (self._tile.rows, _LINE)), tensor_map(weight_OI, (self._tile.outputs, _LINE))
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self._loaded.launch(clusters * self._tile.programs, self._threads, [*maps, work],
+        self.loaded.launch(clusters * self._tile.programs, self._threads, [*maps, work],
                             cluster=self._tile.programs, is_dependent=is_dependent)
 
 

@@ -134,17 +134,17 @@ def _silu(gate):
 def _add_rms_norm_quantised(x, residual, weight, total, quantised, scales, stride_x, stride_r, stride_s, width, eps,
                             LARGEST: tl.constexpr, IN_GROUPS: tl.constexpr, IS_INT8: tl.constexpr,
                             BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    after_earlier_kernels(IS_DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
+    gain = tl.load(weight + columns, mask=mask, other=0.0)  # no kernel writes it
+    after_earlier_kernels(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
     first = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(residual + row * stride_r + columns, mask=mask, other=0.0).to(tl.float32)
     summed = (first + second).to(total.dtype.element_ty)
     tl.store(total + row * width + columns, summed, mask=mask)
     values = summed.to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
-    gain = tl.load(weight + columns, mask=mask, other=0.0)
     rounded = (normed.to(gain.dtype) * gain).to(total.dtype.element_ty).to(tl.float32)
     _store(rounded, quantised, scales, row, stride_s, width, LARGEST, IN_GROUPS, IS_INT8, BLOCK)
 
