@@ -177,12 +177,13 @@ def _rounded(x_TI: Tensor) -> Int8Rows:
 
 
 class MetaAttention(AttentionBackend):
-    """vision_head_dims: those that towers are laid out for (`Platform.vision_head_dims`)."""
+    """vision_head_dims, fp8_prompt_room: the platform's."""
 
     name = "meta"
 
-    def __init__(self, vision_head_dims: Sequence[int] | None):
-        self._vision_head_dims = vision_head_dims
+    def __init__(self, vision_head_dims: Sequence[int] | None, fp8_prompt_room: int):
+        self._vision_head_dims, self._fp8_prompt_room = vision_head_dims, fp8_prompt_room
+        self._wide: Tensor | None = None
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> None:
@@ -193,6 +194,10 @@ class MetaAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
+        room = self._fp8_prompt_room if k_cache.dtype == torch.float8_e4m3fn and window is None else 0
+        num_blocks = -(-room * len(q_TNH) // k_cache.shape[1])
+        if num_blocks > (0 if self._wide is None else self._wide.shape[1]):
+            self._wide = q_TNH.new_empty((2, num_blocks, *k_cache.shape[1:]))  # it stays, for all layers
         return q_TNH.new_empty(q_TNH.shape)
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,

@@ -78,7 +78,7 @@ class NetworkOnMeta:
         self._tp = MetaRank(rank, config.parallel.tensor_parallel_size,
                             has_whole_experts=config.parallel.enable_expert_parallel)
         self._dtype, self._kv_dtype = settings.torch_dtypes
-        self._attention = MetaAttention(platform.vision_head_dims)
+        self._attention = MetaAttention(platform.vision_head_dims, platform.fp8_prompt_room)
         delta = gated_delta_shape(model_config, self._tp)
         self._gated_delta = None if delta is None else TorchGatedDelta(delta)
         context = LayerContext(MetaOps(copies_rows_to_experts=platform.copies_rows_to_experts), self._attention,
