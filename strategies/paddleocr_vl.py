@@ -69,8 +69,7 @@ class PaddleOCRVLStrategy(Qwen3VLStrategy):
             "model.visual.patch_embed.proj.": f"{vision}embeddings.patch_embedding.",
             "model.visual.position_embedding.": f"{vision}embeddings.position_embedding.",
             "model.visual.merger.norm.": f"{projector}pre_norm.", "model.visual.merger.": projector,
-            "model.visual.": vision, "model.language_model.": text,
-        }  # fmt: skip
+            "model.visual.": vision, "model.language_model.": text}
 
 
 def _uses_bias(text: Mapping[str, Any]) -> bool:

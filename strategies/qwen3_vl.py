@@ -166,8 +166,7 @@ def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> Visio
         out_hidden_size=int(raw["out_hidden_size"]),
         num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
         deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
-        **tower_fields(raw, patch_size=16),
-    )
+        **tower_fields(raw, patch_size=16))
 
 
 def tower_fields(raw: dict[str, Any], *, patch_size: int) -> dict[str, Any]:

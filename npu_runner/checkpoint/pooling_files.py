@@ -37,9 +37,8 @@ _DEFAULT_NUM_LABELS = 2
 _REGRESSION, _ONE_LABEL, _SEVERAL_LABELS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def read_pooling(
-    folder: Path, *, runner: str, task: str, token_id: Callable[[str], int | None]
-) -> PoolingConfig | None:
+def read_pooling(folder: Path, *, runner: str, task: str,
+                 token_id: Callable[[str], int | None]) -> PoolingConfig | None:
     """What is made of prompts by the checkpoint in `folder`; None: it generates text.
 
     `runner` (auto, generate, pooling) and `task` (auto, or a PoolingConfig's) are the settings. `token_id`: the id of a

@@ -62,13 +62,11 @@ def checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """A list of them. Raises RequestError for anything else."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise RequestError(
-            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt"
-        )
+            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt")
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(
-                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
-            )
+                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt")
     return list(prompt)
 
 

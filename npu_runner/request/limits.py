@@ -161,8 +161,7 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
         f"logprobs: n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is {n * max_tokens * (num_top + 1)} "
         f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); max_tokens {most} would fit",
         "too_many_logprobs",
-        "logprobs",
-    )
+        "logprobs")
 
 
 def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> None:
@@ -172,8 +171,7 @@ def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> N
     raise RequestError(
         f"prompt_logprobs: {num_tokens} prompt tokens x ({num_top} most probable + 1) is {num_tokens * (num_top + 1)} "
         f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); shorten the prompt or ask for "
-        "fewer", "too_many_logprobs", "prompt_logprobs",
-    )  # fmt: skip
+        "fewer", "too_many_logprobs", "prompt_logprobs")
 
 
 def plain_template_kwargs(value: Any) -> dict[str, Any]:
@@ -184,8 +182,7 @@ def plain_template_kwargs(value: Any) -> dict[str, Any]:
         raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", "invalid_type", name)
     check_count(name, "entries", value, LIMITS.max_template_kwargs)
     plain: dict[str, Any] = plain_json(
-        name, value, max_nesting=LIMITS.max_template_kwargs_nesting, max_chars=LIMITS.max_template_kwargs_chars
-    )
+        name, value, max_nesting=LIMITS.max_template_kwargs_nesting, max_chars=LIMITS.max_template_kwargs_chars)
     return plain
 
 

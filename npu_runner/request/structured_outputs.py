@@ -49,7 +49,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False) or
-                 (kind == "json" and self.json is False)]  # fmt: skip
+                 (kind == "json" and self.json is False)]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise self.error(f"one of {', '.join(_KINDS)} is needed, not {found}")
@@ -85,7 +85,7 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """Which of the five it is."""
         return next(kind for kind in _KINDS if getattr(self, kind) is not None and
-                    (kind != "json_object" or self.json_object))  # fmt: skip
+                    (kind != "json_object" or self.json_object))
 
     def error(self, what: str) -> RequestError:
         """The error that names where this came from."""
@@ -130,6 +130,6 @@ class StructuredOutputsParams:
         plain = dict(schema) if isinstance(schema, Mapping) else {}
         try:
             return plain_json(self.origin, plain, max_nesting=LIMITS.max_schema_nesting,
-                              max_chars=LIMITS.max_schema_chars)  # fmt: skip
+                              max_chars=LIMITS.max_schema_chars)
         except RequestError as error:
             raise RequestError(error.message, error.code, self.origin) from error

@@ -154,8 +154,7 @@ class NetworkOnMeta:
         shared: dict[str, Any] = {
             "tp": self._tp, "block_size": self._settings.block_size, "max_num_seqs": max_num_seqs,
             "max_model_len": self._settings.max_model_len, "gated_delta": self._gated_delta, "images": encoder,
-            "guard": MemoryGuard(host.memory, lambda: None, can_retry=False), "states": pool,
-        }  # fmt: skip
+            "guard": MemoryGuard(host.memory, lambda: None, can_retry=False), "states": pool}
         pooling = self._model_config.pooling
         if pooling is not None:
             return PoolingStepRunner(*placed, pooling=pooling, hidden_size=self._model_config.hidden_size, **shared)
@@ -173,5 +172,4 @@ class NetworkOnMeta:
         return Sampler(
             vocab_size=self._model_config.vocab_size, max_num_seqs=max_num_seqs,
             eos_token_ids=self._model_config.eos_token_ids, device=META, sort_ascending=ops.sort_ascending,
-            download=memory.download, host_buffer=memory.host_buffer,
-        )  # fmt: skip
+            download=memory.download, host_buffer=memory.host_buffer)

@@ -199,8 +199,7 @@ class SamplingState:
             may_repeat=may_repeat_B,
             wants_logprobs=(features_B & Feature.LOGPROBS) != 0,
             uses_min_p=(features_B & Feature.MIN_P) != 0,
-            draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits,
-        )
+            draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits)
 
     def _make_plan(self, rows: RowsOfStep) -> StepPlan:
         staged = self._rules.stage(rows.row_of_part(len(self._features_S)), rows.adjusted_hits) \

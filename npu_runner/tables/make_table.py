@@ -113,8 +113,7 @@ def _made(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, fo
         num_failed=int(files.failed_A[there].sum()), num_cut_off=0,
         num_unanswered=None if rows is None else int((places_R < 0).sum()),
         num_strangers=len(files.keys_A) - len(np.unique(there)), num_broken_lines=files.num_broken_lines,
-        num_repeated=files.num_repeated, mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields,
-    )  # fmt: skip
+        num_repeated=files.num_repeated, mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields)
 
 
 def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, names: list[str]) -> Iterator[Cells]:

@@ -80,8 +80,7 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
     return Merged(
         output=options.output, num_failed=failed, dropped=dropped,
         kept={each.name: int(is_kept.sum()) for each, is_kept in zip(files, kept, strict=True)},
-        models={each.manifest.model_name for each in files if each.manifest is not None},
-    )  # fmt: skip
+        models={each.manifest.model_name for each in files if each.manifest is not None})
 
 
 def _refuse_two_inputs(first: AnswerFiles, second: AnswerFiles) -> None:

@@ -75,8 +75,7 @@ def read_text(option: str, path: Path) -> str:
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        trim_blocks=True, lstrip_blocks=True)
     environment.globals = {"range": environment.globals["range"]}
     environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
     return environment

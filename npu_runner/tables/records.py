@@ -102,5 +102,4 @@ class Reader:
 
 
 _READERS: dict[str, Callable[[Reader, str], Iterator[tuple[str, Columns, tuple[str, ...]]]]] = {
-    CSV: Reader._csv, JSONL: Reader._jsonl, PARQUET: Reader._parquet, ARROW: Reader._arrow,
-}  # fmt: skip
+    CSV: Reader._csv, JSONL: Reader._jsonl, PARQUET: Reader._parquet, ARROW: Reader._arrow}

@@ -117,7 +117,7 @@ class ParquetTable(TableWriter):
         if kind.startswith(LIST):
             return arrow.list_(self._type(kind.removeprefix(LIST)))
         made = {BOOL: arrow.bool_, INT64: arrow.int64, UINT64: arrow.uint64, DOUBLE: arrow.float64, TEXT: arrow.string,
-                VECTOR32: lambda: arrow.list_(arrow.float32())}  # fmt: skip
+                VECTOR32: lambda: arrow.list_(arrow.float32())}
         return made[kind]()
 
 

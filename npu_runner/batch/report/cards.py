@@ -35,7 +35,7 @@ _MOST_CHARS = 400
 _BEGINNING = 220
 _SHORT = 90
 _NOTES = {UNEXPECTED: "not as expected", EXPECTED: "as expected", CUT_OFF: "cut off at the limit",
-          REPETITION: "repeats itself", UNPARSED: "not JSON"}  # fmt: skip
+          REPETITION: "repeats itself", UNPARSED: "not JSON"}
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_
         media=[(key_of(medium), medium.is_video) for medium in asked.media[:MAX_MEDIA_PER_ROW]],
         num_more_media=max(0, len(asked.media) - MAX_MEDIA_PER_ROW),
         expected=None if expected is None or outcome == EXPECTED else of_prompt(str(expected)),
-        notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES],
-    )  # fmt: skip
+        notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES])
     error = answer["error"]
     if error is not None:
         card.code, card.message = str(error["code"]), of_answer(str(error["message"]))
@@ -165,8 +164,7 @@ def _answer(said: Said) -> Answer:
         fields=fields_of(said.text),
         reasoning=Words(said.reasoning[:MAX_TEXT], None, len(said.reasoning) if len(said.reasoning) > MAX_TEXT else 0)
         if said.reasoning else None,
-        calls=list(map(_call, said.calls)),
-    )  # fmt: skip
+        calls=list(map(_call, said.calls)))
 
 
 def _call(call: ToolCall) -> ShownCall:

@@ -27,9 +27,9 @@ _MOST_BARS = 8
 _FEW_VALUES = 12
 _UNITS = {"text": "characters", "list": "items", "object": "fields"}
 _LABELS = {FAILED: "failed", UNEXPECTED: "other than expected", CUT_OFF: "cut off", REPETITION: "repetition",
-           UNPARSED: "unparsed", EXPECTED: "as expected", ANSWERED: "answered"}  # fmt: skip
+           UNPARSED: "unparsed", EXPECTED: "as expected", ANSWERED: "answered"}
 TITLES = {UNEXPECTED: "Other than expected", CUT_OFF: "Cut off at the limit", REPETITION: "Repeats itself",
-          UNPARSED: "Not JSON", EXPECTED: "As expected", ANSWERED: "Answered"}  # fmt: skip
+          UNPARSED: "Not JSON", EXPECTED: "As expected", ANSWERED: "Answered"}
 
 
 @dataclass(frozen=True, kw_only=True)

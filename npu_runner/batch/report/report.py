@@ -52,9 +52,8 @@ class Source:
     about: About | None = None
 
 
-def write_report(
-    target: Place, source: Source, *, thumbnails: ThumbnailMaker, worker: PoolLimits, max_rows: int
-) -> None:
+def write_report(target: Place, source: Source, *, thumbnails: ThumbnailMaker, worker: PoolLimits,
+                 max_rows: int) -> None:
     """Write the report. Of a huge job it shows `max_rows` rows, some of each kind, and says so.
 
     `target`: a FolderPlace becomes a folder of pages; anything else is one file, of MAX_CARDS_OF_ONE_FILE rows at
@@ -92,7 +91,7 @@ class _Report:
         self._near, addresses = self._neighbours(leaves) if found.vectors.num_of_length else ({}, {})
         book = Book(output=self._source.outputs[0].name, num_rows=self._joined.num_rows, found=found, choice=choice,
                     has_input=self._joined.has_input, leaves=leaves, about=self._source.about, version=None,
-                    addresses=addresses)  # fmt: skip
+                    addresses=addresses)
         side = side_for(choice.num_media, self._picture_bytes)
         with PictureMaker(replace(self._thumbnails, side=side), self._worker) as maker:
             if isinstance(self._target, FolderPlace):
@@ -127,9 +126,8 @@ class _Report:
                 with version.writing_index() as file:
                     book.write(1, cards, shown, file, ids=ids if len(ids) > 1 else ())
 
-    def _cards(
-        self, leaf: Leaf, maker: PictureMaker, known: Container[str] = ()
-    ) -> tuple[dict[int, Card], dict[str, Picture]]:
+    def _cards(self, leaf: Leaf, maker: PictureMaker,
+               known: Container[str] = ()) -> tuple[dict[int, Card], dict[str, Picture]]:
         """The cards of a page by their places, in the order of the page, and their pictures but for `known` ones."""
         cards: dict[int, Card] = {}
         places = places_of(leaf)

@@ -23,8 +23,7 @@ class ClassifyBody(PooledBody):
 
     task: ClassVar[str] = CLASSIFY
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "activation": (True,), "add_special_tokens": (), "priority": (0,), "softmax": (True,),
-    }  # fmt: skip
+        "activation": (True,), "add_special_tokens": (), "priority": (0,), "softmax": (True,)}
     instead: ClassVar[Mapping[str, str]] = {
         "activation": "; use_activation is its present name",
         "add_special_tokens": "; they are added as the checkpoint's own tokenizer and processor do",

@@ -54,10 +54,8 @@ class CompletionBody(RequestBody):
     prompt: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[int], Tag("<ids>")],
         Discriminator(
-            _tag_of_prompt,
-            custom_error_type="prompt_type",
-            custom_error_message="prompt is text or a list of token ids",
-        ),
+            _tag_of_prompt, custom_error_type="prompt_type",
+            custom_error_message="prompt is text or a list of token ids"),
     ]
     echo: bool | None = None
     logprobs: int | None = None
@@ -94,9 +92,8 @@ class CompletionBody(RequestBody):
     def _echoes_logprobs(self) -> bool:
         return bool(self.echo) and self.logprobs is not None
 
-    def prepare(
-        self, processor: ChatProcessor, media: MediaRules, params: SamplingParams
-    ) -> tuple[PromptInputs, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules,
+                params: SamplingParams) -> tuple[PromptInputs, AnswerForm]:
         if self.echo and params.truncate_prompt_tokens is not None:
             message = "echo: of a prompt that truncate_prompt_tokens may cut there is no text; ask for one of them"
             raise RequestError(message, "invalid_value", "echo")
@@ -104,8 +101,7 @@ class CompletionBody(RequestBody):
         text = self.prompt if isinstance(self.prompt, str) else processor.decode(self.prompt) if self.echo else ""
         return prompt, CompletionForm(
             model=self.model, echo=text if self.echo else "", echoes_logprobs=self._echoes_logprobs,
-            has_prompt_logprobs=self.prompt_logprobs is not None,
-        )  # fmt: skip
+            has_prompt_logprobs=self.prompt_logprobs is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +147,8 @@ def _tokens(completion: CompletionOutput, prompt_logprobs: PromptLogprobs | None
     return tokens
 
 
-def _write_logprobs(
-    completion: CompletionOutput, row: AnswerRow, prompt_logprobs: PromptLogprobs | None, num_chars: int
-) -> None:
+def _write_logprobs(completion: CompletionOutput, row: AnswerRow, prompt_logprobs: PromptLogprobs | None,
+                    num_chars: int) -> None:
     """Four lists side by side; the tokens are gone through once for each, so that none of them is held."""
     tokens = _tokens(completion, prompt_logprobs)
     lists: dict[str, Iterator[Any]] = {

@@ -31,8 +31,7 @@ _BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _PRESETS: dict[str, dict[str, Any]] = {
     "W8A8": _INT8, "INT8": _INT8, "W8A16": _INT8, "W4A16": _INT4, "W4A16_ASYM": {**_INT4, "symmetric": False},
     "W4A8": _INT4, "W4A8_INT8": _INT4, "W4AFP8": _INT4, "FP8": {**_FLOAT8, "strategy": "tensor"},
-    "FP8_DYNAMIC": _FLOAT8, "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
-}  # fmt: skip
+    "FP8_DYNAMIC": _FLOAT8, "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]}}
 _FLOAT8_INPUTS = {"num_bits": 8, "type": "float"}
 _INPUTS_OF = {"W8A8": _BY_TOKEN, "INT8": _BY_TOKEN, "FP8": _FLOAT8_INPUTS, "FP8_DYNAMIC": _FLOAT8_INPUTS,
               "FP8_BLOCK": _FLOAT8_INPUTS}
@@ -114,8 +113,7 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
         block=block, inputs=_inputs(group.get("input_activations"), strategy, block, bits=bits, is_float=is_float),
         has_order=weights.get("actorder") == "group", packed=named == _PACKED,
         has_static_inputs=(strategy in ("tensor", "channel") and (bits, is_float) == (8, False)
-                           and _is_by_tensor(group.get("input_activations"))),
-    )
+                           and _is_by_tensor(group.get("input_activations"))))
 
 
 def _inputs(given: Any, strategy: str, block: tuple[int, int], *, bits: int, is_float: bool) -> Int8Inputs | str | None:

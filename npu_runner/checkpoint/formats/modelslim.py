@@ -230,5 +230,4 @@ def _num_groups(contents: Contents, module: str, scale: str, num_inputs: int, de
 
 _TYPES: dict[str, Callable[[Contents, str, dict[str, Any]], None]] = {
     "W8A8": _static, "W8A8_DYNAMIC": _dynamic, "W8A8_MIX": _dynamic, "W8A16": _int8_weights, "W4A16": _int4_weights,
-    "W4A8_DYNAMIC": _int4_dynamic,
-}  # fmt: skip
+    "W4A8_DYNAMIC": _int4_dynamic}

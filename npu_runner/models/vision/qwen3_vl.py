@@ -28,8 +28,7 @@ class VisionTower(Tower):
         self.pos_embed = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear_corners, context)
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(config, layer_norm(context), _LINEARS, context, norm_after_merge=True)
-            for _ in config.deepstack_layers
-        )
+            for _ in config.deepstack_layers)
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -129,8 +129,7 @@ class _KeptGraph:
         method = own_code(module.decode, module.name)
         assert isinstance(method, types.MethodType), "cache_compile wants a bound method"
         self._decode = torchair.load("torchair").inference.cache_compile(
-            method, config=graph_engine_config(), dynamic=False, cache_dir=str(folder.path), ge_cache=True
-        )
+            method, config=graph_engine_config(), dynamic=False, cache_dir=str(folder.path), ge_cache=True)
         self._is_ready = False
 
     def __call__(self, inputs: StepInputs) -> Tensor:

@@ -46,10 +46,8 @@ _TURNS = {
 }
 
 
-def prepare_image(
-    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels,
-    is_low: bool = False,
-) -> ImageInput:
+def prepare_image(source: bytes | Image.Image, settings: ImageSettings, *,
+                  max_source_pixels: int = LIMITS.max_source_pixels, is_low: bool = False) -> ImageInput:
     """Decode, upright, flatten and resize one image. Raises RequestError, never anything else, for a bad one.
 
     is_low: with low detail.
@@ -83,8 +81,7 @@ def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.m
         image = _open(source, max_source_pixels)
     if not isinstance(image, Image.Image):
         raise RequestError(
-            f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type"
-        )
+            f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type")
     width, height = image.size
     check_pixels(width, height, max_source_pixels)
     if width < 1 or height < 1:
@@ -104,8 +101,7 @@ def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.m
     except MemoryError as error:
         raise RequestError(
             f"the image of {width}x{height} pixels needs more memory than there is; scale it down",
-            code="image_out_of_memory",
-        ) from error
+            code="image_out_of_memory") from error
     except Exception as error:  # decoders fed with hostile bytes raise anything; only this row may fail
         raise _decoding_error(error) from error
 
@@ -152,8 +148,7 @@ def _not_recognised(head: bytes) -> RequestError:
     if known is not None and unread is None:
         return RequestError(
             f"the image starts like a {known} file but its header is cut short or broken; upload it again",
-            code="image_truncated",
-        )
+            code="image_truncated")
     unreadable = {
         f"{unread}": unread is not None,
         "SVG": b"<svg" in head or b"<?xml" in head,
@@ -163,8 +158,7 @@ def _not_recognised(head: bytes) -> RequestError:
     kind = next((f"it looks like {name}" for name, found in unreadable.items() if found), "unknown format")
     return RequestError(
         f"not an image this runner reads ({kind}); it reads {', '.join(FORMATS)}; {_REMEDY}",
-        code="image_not_recognised",
-    )
+        code="image_not_recognised")
 
 
 def _decoding_error(error: Exception) -> RequestError:
@@ -184,8 +178,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise RequestError(
             "the image has floating-point pixels, whose brightness is not defined; convert it to 8 bit",
-            code="image_mode",
-        )
+            code="image_mode")
     convert = _opaque if image.has_transparency_data else lambda strip: strip.convert("RGB")
     if image.mode.startswith("I"):
         _check_grey16(image)
@@ -212,8 +205,7 @@ def _check_grey16(image: Image.Image) -> None:
         raise RequestError(
             f"the image has 32-bit pixels from {lowest} to {highest}; at most 16 bit grey (0 to 65535) "
             f"can be shown; convert it to 8 bit",
-            code="image_mode",
-        )
+            code="image_mode")
 
 
 def _grey16_to_rgb(strip: Image.Image) -> Image.Image:
