@@ -22,10 +22,9 @@ from npu_runner.checkpoint.model_config import (
     MoEConfig,
     ScorePooling,
 )
-from npu_runner.layers.linear import OutputHead, TokenEmbedding
+from npu_runner.layers.heads import ClassHead, OutputHead, TokenEmbedding, TokenScoreHead
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.layers.pooling_heads import ClassHead, TokenScoreHead
 from npu_runner.layers.rotary import RotaryTable
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
