@@ -18,7 +18,7 @@ from npu_runner.layers.norm import Float32RMSNorm, PartsRMSNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import DecoderAttention
-from npu_runner.platforms.ops import Int8Rows
+from npu_runner.platforms.quantised import Int8Rows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.strategies.causal_lm import CausalLMStrategy
 

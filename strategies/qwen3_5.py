@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from npu_runner.checkpoint.config_reading import (
-    RawConfig,
-    check_layer_types,
-    decoder_config,
-    read_moe,
-    read_rope,
-)
+from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, read_moe, read_rope
 from npu_runner.checkpoint.model_config import (
     AttentionConfig,
     GatedDeltaNetConfig,

@@ -20,7 +20,7 @@ from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext, WeightPart
 from npu_runner.layers.static_inputs import MOST_ROWS_WITH_ONES, BehindNorm, StaticTerms
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight
-from npu_runner.platforms.ops import (
+from npu_runner.platforms.quantised import (
     FP8,
     FP8_ALIGNMENT,
     FP8_BLOCK,
@@ -31,9 +31,11 @@ from npu_runner.platforms.ops import (
     Fp8Weight,
     Int8Rows,
     Int8Weight,
+    NormRounding,
     RoundedRows,
+    StaticInt8Weight,
+    StaticRows,
 )
-from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
 
 
 @dataclass(frozen=True)

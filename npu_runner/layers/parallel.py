@@ -95,7 +95,7 @@ class LayerContext:
     """Operators, attention, parallel group, dtype and device that a model is built for.
 
     `gated_delta` is there where the model has Gated DeltaNet layers. `weight_forms`: the forms of quantised weights
-    (platforms/ops.py) that linears and experts hold as they are. With any, they have no weights before `hold`.
+    (platforms/quantised.py) that linears and experts hold as they are. With any, they have no weights before `hold`.
     """
 
     ops: Ops

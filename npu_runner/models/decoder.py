@@ -30,7 +30,7 @@ from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
 from npu_runner.models.mtp import MTPHead
-from npu_runner.platforms.ops import RoundedRows
+from npu_runner.platforms.quantised import RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 MakeAttention: TypeAlias = Callable[[ModelConfig, AttentionConfig, int, LayerContext], nn.Module]

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.ops import (
+from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.quantised import (
     Fp8Rows,
     Fp8Weight,
-    HeldExperts,
     Int8Rows,
     Int8Weight,
     QuantisedExperts,
-    TorchOps,
+    StaticInt8Weight,
+    StaticRows,
 )
-from npu_runner.platforms.static_int8 import StaticInt8Weight, StaticRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 

@@ -76,8 +76,8 @@ class Platform(ABC):
     """The head dims that towers are laid out for, rising; None: any."""
     weight_forms: tuple[str, ...] = ()
     """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
-    `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/ops.py). Weights of
-    another form are dequantised while loading."""
+    `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
+    Weights of another form are dequantised while loading."""
     modes_without_forms: tuple[str, ...] = ()
     """The graph modes in which it has none of these."""
     rounds_weights: bool = False

@@ -14,14 +14,7 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination, FileDestination
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
-from npu_runner.batch.files.manifest import (
-    DECODERS,
-    LIMITS_OF_ROWS,
-    Manifest,
-    SettingChange,
-    differences,
-    start_time,
-)
+from npu_runner.batch.files.manifest import DECODERS, LIMITS_OF_ROWS, Manifest, SettingChange, differences, start_time
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts

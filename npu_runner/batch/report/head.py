@@ -11,15 +11,7 @@ from typing import NamedTuple
 
 from npu_runner.batch.report.choice import Section
 from npu_runner.batch.report.fields import FieldSpread, FieldTable
-from npu_runner.batch.report.reading import (
-    ANSWERED,
-    CUT_OFF,
-    EXPECTED,
-    FAILED,
-    REPETITION,
-    UNEXPECTED,
-    UNPARSED,
-)
+from npu_runner.batch.report.reading import ANSWERED, CUT_OFF, EXPECTED, FAILED, REPETITION, UNEXPECTED, UNPARSED
 from npu_runner.batch.report.survey import Survey
 from npu_runner.batch.report.vectors import VectorTable
 

@@ -13,7 +13,7 @@ from npu_runner.checkpoint.model_config import MLPConfig, MoEConfig
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side, split_parts
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.platforms.ops import RoundedRows
+from npu_runner.platforms.quantised import RoundedRows
 
 
 class DecoderMLP(nn.Module):

@@ -18,8 +18,15 @@ from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.npu.experts import run_experts, run_int8_experts
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.weight_layout import WeightLayout, packed_words
-from npu_runner.platforms.ops import HeldExperts, Int8Rows, Int8Weight, QuantisedExperts, TorchOps
-from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
+from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.quantised import (
+    Int8Rows,
+    Int8Weight,
+    NormRounding,
+    QuantisedExperts,
+    StaticInt8Weight,
+    StaticRows,
+)
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)

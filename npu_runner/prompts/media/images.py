@@ -19,12 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.file_kinds import image_kind, video_kind
-from npu_runner.prompts.media.image_formats import (
-    FORMATS,
-    check_pixels,
-    missing_decoder,
-    open_encoded,
-)
+from npu_runner.prompts.media.image_formats import FORMATS, check_pixels, missing_decoder, open_encoded
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import LIMITS

@@ -10,12 +10,7 @@ from typing import Any
 from npu_runner.checkpoint.files import read_json
 from npu_runner.config import MAX_VIDEO_FPS
 from npu_runner.errors import ModelError
-from npu_runner.prompts.media.image_settings import (
-    ImageSettings,
-    check_against_tower,
-    positive_integer,
-    settings_from,
-)
+from npu_runner.prompts.media.image_settings import ImageSettings, check_against_tower, positive_integer, settings_from
 from npu_runner.prompts.media.video_settings import (
     FrameVideoSettings,
     SlowingVideoSettings,
