@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import QueryMerger, TowerBlock, TwoLinears, block_order, layer_norm
+from npu_runner.models.vision.parts import QueryMerger, TowerBlock, TwoLinears, layer_norm
 from npu_runner.models.vision.tower import Tower
 
 
@@ -27,17 +26,7 @@ class PlainVisionTower(Tower):
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level. Arguments as in the other towers."""
-        x_PC, update_PC = self.patch_embed(patches_PX), None
-        cos_PH, sin_PH = self.rotation(*places)
-        plan = self.whole_images(grids, x_PC.device)
-        for block in self.blocks:
-            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
-        return self.merger(x_PC, update_PC), []
-
-    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2); cos, sin (side, Q). int32 and float32."""
-        merge = self.config.spatial_merge_size
-        return [np.concatenate([block_order(*grid, merge) for grid in grids]), *self.turns(grids)]
+        return self.merger(*self.through_blocks(self.patch_embed(patches_PX), grids, *places)), []
 
 
 def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:

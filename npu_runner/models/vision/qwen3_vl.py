@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import PatchMerger, TowerBlock, TwoLinears, block_order, layer_norm, tower_context
+from npu_runner.models.vision.parts import PatchMerger, TowerBlock, TwoLinears, layer_norm, tower_context
 from npu_runner.models.vision.resampled_table import ResampledTable, bilinear_corners
 from npu_runner.models.vision.tower import Tower
 
@@ -29,6 +28,10 @@ class VisionTower(Tower):
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(config, layer_norm(context), _LINEARS, context, norm_after_merge=True)
             for _ in config.deepstack_layers)
+
+    @property
+    def learned_grid(self) -> ResampledTable:
+        return self.pos_embed
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -52,13 +55,6 @@ class VisionTower(Tower):
         if update_PC is not None:
             x_PC = x_PC + update_PC
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
-
-    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2), places and weights in the learned grid (1, P, 4); cos, sin (side, Q).
-        int32 and float32."""
-        merge = self.config.spatial_merge_size
-        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
-        return [places_P2, *self.pos_embed.places(grids, merge), *self.turns(grids)]
 
 
 def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
