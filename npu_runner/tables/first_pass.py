@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_cells import (
     COUNT_COLUMNS,
@@ -23,7 +24,7 @@ from npu_runner.tables.answer_cells import (
     cells_of,
     fields_of_text,
 )
-from npu_runner.tables.answer_files import Answer, name_of_answer
+from npu_runner.tables.answer_files import Answer
 from npu_runner.tables.column_types import DOUBLE, INT64, TEXT, VECTOR32, Seen, declared_types
 
 MAX_FIELDS = 256

@@ -14,10 +14,11 @@ from typing import BinaryIO
 import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.tables.answer_cells import num_cells
-from npu_runner.tables.answer_files import AnswerFiles, name_of_answer
+from npu_runner.tables.answer_files import AnswerFiles
 from npu_runner.tables.options import MergeOptions
 from npu_runner.tables.places import find_outputs
 

@@ -17,7 +17,7 @@ from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.place import Place, find_place
 from npu_runner.batch.files.taken_names import refuse_taken
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.report.leaves import MAX_CARDS_OF_ONE_FILE
+from npu_runner.batch.report.choice import MAX_CARDS_OF_ONE_FILE
 from npu_runner.errors import ConfigError
 
 

@@ -21,12 +21,12 @@ from npu_runner.batch.report.reading import (
     asked_by,
     flaws_of,
     metadata_of,
-    name_of,
     object_in,
     outcome_of,
     said_by,
 )
 from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
+from npu_runner.batch.rows.openai_response import name_of_answer
 
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4
@@ -134,7 +134,7 @@ def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_
     expected = metadata_of(request).get("expected")
     outcome, flaws = outcome_of(request, answer), flaws_of(request, answer, has_schema=has_schema)
     card = Card(
-        place=place, name=name_of(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
+        place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
         turns=[ShownTurn(turn.role, of_prompt(turn.text)) for turn in asked.turns],
         turn_keys=tuple(map(hash, asked.turns)),
         media=[(key_of(medium), medium.is_video) for medium in asked.media[:MAX_MEDIA_PER_ROW]],

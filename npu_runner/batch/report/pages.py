@@ -19,9 +19,8 @@ from markupsafe import Markup
 
 from npu_runner.batch.report import head
 from npu_runner.batch.report.cards import Card, ShownTurn, without_turns
-from npu_runner.batch.report.choice import Choice, Group
+from npu_runner.batch.report.choice import Choice, Group, Leaf, Part
 from npu_runner.batch.report.head import About, Bar
-from npu_runner.batch.report.leaves import Leaf, Part
 from npu_runner.batch.report.reading import EXPECTED, FAILED, UNEXPECTED
 from npu_runner.batch.report.survey import Survey
 

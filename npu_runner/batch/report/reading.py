@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from npu_runner.batch.rows.endpoint import asks_for_json
-from npu_runner.batch.rows.judging import is_as_expected, is_json
-from npu_runner.batch.rows.openai_response import answer_of, is_cut_off, is_repetition, texts_of
+from npu_runner.batch.rows.openai_response import (
+    answer_of,
+    is_as_expected,
+    is_cut_off,
+    is_json,
+    is_repetition,
+    texts_of,
+)
 from npu_runner.batch.rows.scores import sides_of
 
 MAX_TEXT = 4000
@@ -58,10 +64,6 @@ class Said:
     text: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-
-
-def name_of(answer: dict[str, Any]) -> str:
-    return answer["custom_id"] or f"line {answer['error']['line']}"
 
 
 def anchor_of(answer: dict[str, Any]) -> str:

@@ -17,16 +17,16 @@ from npu_runner.batch.files.folder_place import FolderPlace, Version
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.report.cards import MAX_MEDIA_PER_ROW, Card, card_of
-from npu_runner.batch.report.choice import choose
+from npu_runner.batch.report.choice import CARDS_PER_LEAF, MAX_CARDS_OF_ONE_FILE, Leaf, choose, cut, places_of
 from npu_runner.batch.report.head import About
 from npu_runner.batch.report.joined import Joined
-from npu_runner.batch.report.leaves import CARDS_PER_LEAF, MAX_CARDS_OF_ONE_FILE, Leaf, cut, places_of
 from npu_runner.batch.report.pages import Address, Book, ShownPicture, data_url
 from npu_runner.batch.report.pictures import PictureMaker
-from npu_runner.batch.report.reading import Medium, anchor_of, name_of
+from npu_runner.batch.report.reading import Medium, anchor_of
 from npu_runner.batch.report.survey import survey
 from npu_runner.batch.report.thumbnails import Picture, ThumbnailMaker, side_for
 from npu_runner.batch.report.vectors import MAX_COMPARED, neighbours, vectors_in
+from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import JobError
 from npu_runner.serving.workers.pool import PoolLimits
 
@@ -153,7 +153,7 @@ class _Report:
             found = vectors_in(answer["response"]["body"])
             if found and len(vectors) < MAX_COMPARED:
                 vectors.append(found[0])
-                owners.append((place, Address(name_of(answer), anchor_of(answer), leaf_of[place])))
+                owners.append((place, Address(name_of_answer(answer), anchor_of(answer), leaf_of[place])))
         near = neighbours(vectors)
         return ({place: [near[number]] for number, (place, _) in enumerate(owners)},
                 {number: address for number, (_, address) in enumerate(owners)})
