@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from npu_runner.request.classes import Classes
-from npu_runner.request.pooling_params import CLASSIFY
+from npu_runner.request.pooling_params import CLASSIFY, Classes
 
 
 @dataclass(frozen=True, kw_only=True)

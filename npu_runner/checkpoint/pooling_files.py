@@ -15,8 +15,8 @@ from typing import Any
 from npu_runner.checkpoint.files import read_json, read_text, require_json
 from npu_runner.checkpoint.model_config import ClassPooling, PairSettings, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.errors import ModelError
-from npu_runner.request.classes import IDENTITY, SIGMOID, SOFTMAX, Classes
 from npu_runner.request.limits import shown
+from npu_runner.request.pooling_params import IDENTITY, SIGMOID, SOFTMAX, Classes
 
 _MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
 _LIBRARY_FILE = "config_sentence_transformers.json"

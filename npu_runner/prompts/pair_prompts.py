@@ -33,8 +33,8 @@ from npu_runner.prompts.text.pair_template import (
 )
 from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.prompts.vision_prompts import Known, VisionPrompts, check_kinds, not_cut
-from npu_runner.request.classes import SIGMOID, Classes
 from npu_runner.request.limits import shown
+from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
 
 logger = logging.getLogger(__name__)

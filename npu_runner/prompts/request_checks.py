@@ -12,9 +12,8 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.text.tokenizer import TextLength, resolve_sampling
 from npu_runner.prompts.vision_prompts import not_cut
-from npu_runner.request.classes import Classes
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams

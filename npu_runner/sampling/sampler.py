@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import AllowedDraw
-from npu_runner.platforms.token_look_up import TokenLookUp
+from npu_runner.platforms.ops import AllowedDraw, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking

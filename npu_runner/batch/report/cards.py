@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.report.pictures import key_of
 from npu_runner.batch.report.reading import (
     CUT_OFF,
     EXPECTED,
@@ -25,6 +24,7 @@ from npu_runner.batch.report.reading import (
     outcome_of,
     said_by,
 )
+from npu_runner.batch.report.thumbnails import key_of
 from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
 from npu_runner.batch.rows.openai_response import name_of_answer
 

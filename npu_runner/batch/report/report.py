@@ -21,10 +21,9 @@ from npu_runner.batch.report.choice import CARDS_PER_LEAF, MAX_CARDS_OF_ONE_FILE
 from npu_runner.batch.report.head import About
 from npu_runner.batch.report.joined import Joined
 from npu_runner.batch.report.pages import Address, Book, ShownPicture, data_url
-from npu_runner.batch.report.pictures import PictureMaker
 from npu_runner.batch.report.reading import Medium, anchor_of
 from npu_runner.batch.report.survey import survey
-from npu_runner.batch.report.thumbnails import Picture, ThumbnailMaker, side_for
+from npu_runner.batch.report.thumbnails import Picture, PictureMaker, ThumbnailMaker, side_for
 from npu_runner.batch.report.vectors import MAX_COMPARED, neighbours, vectors_in
 from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import JobError

@@ -13,9 +13,8 @@ from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.batch.rows.pooled import PooledBody, numbers
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.request.classes import Classes
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
-from npu_runner.request.pooling_params import CLASSIFY
+from npu_runner.request.pooling_params import CLASSIFY, Classes
 
 
 class ClassifyBody(PooledBody):

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.checkpoint.formats.contents import FLOATS, FP8, Contents
-from npu_runner.checkpoint.formats.static_inputs import static_inputs
-from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
+from npu_runner.checkpoint.formats.stored import (
+    Grid,
+    Matrix,
+    PackedMatrix,
+    QuantisedMatrix,
+    StoredMatrix,
+    static_inputs,
+)
 from npu_runner.checkpoint.quantization import refusal
 from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
 from npu_runner.errors import ModelError
