@@ -290,7 +290,9 @@ class TorchOps(Ops):
         return rotate_leading(q_TNH, cos, sin), rotate_leading(k_TKH, cos, sin)
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_half_in_float32(qk_T2NH, cos_TH, sin_TH)
+        turned_T2NH = rotate_half(qk_T2NH.float(), cos_TH[:, None, None], sin_TH[:, None, None])
+        q_TNH, k_TNH = turned_T2NH.to(qk_T2NH.dtype).unbind(1)
+        return q_TNH, k_TNH
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
@@ -356,12 +358,6 @@ def _one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: rang
             out_TD.index_add_(0, tokens, hidden * weights_TK.flatten()[places, None])
     return out_TD
 
-
-def rotate_half_in_float32(qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """`Ops.rotary_in_float32` in plain torch."""
-    turned_T2NH = rotate_half(qk_T2NH.float(), cos_TH[:, None, None], sin_TH[:, None, None])
-    q_TNH, k_TNH = turned_T2NH.to(qk_T2NH.dtype).unbind(1)
-    return q_TNH, k_TNH
 
 
 class TokenLookUp:

@@ -217,8 +217,10 @@ class ModelRunner(ModelRunnerBase):
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
         self._progress("allocating the KV cache")
         is_measured = self.platform.memory.info() is not None
+        shape = KVCacheShape(len(self.model_config.attention_layers), self.settings.block_size,
+                             self._num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize)
         plan = plan_kv_cache(
-            self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.cache.kv_cache_bytes,
+            shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.cache.kv_cache_bytes,
             memory_utilization=self.config.cache.memory_utilization,
             reserved_bytes=self._reserved_bytes, states=self.states.plan if self.states else None,
             max_model_len=self.settings.max_model_len, max_model_len_is_given=self.settings.max_model_len_is_given,
@@ -432,11 +434,6 @@ class ModelRunner(ModelRunnerBase):
     @property
     def uses_mrope(self) -> bool:
         return self.model_config.rope.mrope_section is not None
-
-    @property
-    def _kv_shape(self) -> KVCacheShape:
-        return KVCacheShape(len(self.model_config.attention_layers), self.settings.block_size,
-                            self._num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize)
 
     @property
     def _num_kv_heads(self) -> int:

@@ -112,16 +112,13 @@ def _section(kind: Kind, num_rows: int, rows: Sequence[Candidate], common: froze
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         by_prompt.setdefault(tuple(turn for turn in row.turns if turn not in common), []).append(row.place)
-    shared = sorted((places for turns, places in by_prompt.items() if turns and len(places) > 1), key=_largest_first)
+    shared = sorted((places for turns, places in by_prompt.items() if turns and len(places) > 1), 
+                    key=lambda places: (-len(places), places[0]))
     single = sorted(place for turns, places in by_prompt.items() if not turns or len(places) == 1 for place in places)
     groups = [Group(tuple(places), True) for places in shared] + [Group(tuple(single), False)] * bool(single)
     messages = {row.message for row in rows}
     return Section(kind, num_rows, tuple(groups),
                    has_one_message=kind.outcome == FAILED and len(rows) > 1 and len(messages) == 1)
-
-
-def _largest_first(places: list[int]) -> tuple[int, int]:
-    return -len(places), places[0]
 
 
 @dataclass(frozen=True)

@@ -149,14 +149,11 @@ def said_by(answer: dict[str, Any]) -> list[Said]:
     """The completions of an answered row, or what it says in numbers; vectors are no text."""
     body = answer["response"]["body"]
     if "choices" not in body:
-        return [] if _has_vectors(body) else [Said(text) for text in texts_of(body)]
+        has_vectors = any("embedding" in item for item in body.get("data", ()))
+        return [] if has_vectors else [Said(text) for text in texts_of(body)]
     messages = [choice.get("message") or {} for choice in body["choices"]]
     return [Said(text, message.get("reasoning_content") or "", tuple(_calls_in(message)))
             for text, message in zip(texts_of(body), messages, strict=True)]
-
-
-def _has_vectors(body: dict[str, Any]) -> bool:
-    return any("embedding" in item for item in body.get("data", ()))
 
 
 def _calls_in(message: dict[str, Any]) -> list[ToolCall]:
