@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.checkpoint.files import read_json, require_json
-from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from npu_runner.checkpoint.model_config import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.request.sampling_params import SamplingParams
@@ -122,6 +129,13 @@ def read_rope(config: RawConfig, *, theta: float = 10000.0, section: tuple[int, 
         mrope_section=tuple(int(s) for s in section) if section else None,  # type: ignore[arg-type]
         mrope_is_interleaved=section_is_interleaved,
     )
+
+
+def dense_layers(config: RawConfig, windows: Sequence[int | None] | None = None, **mlp: bool) -> list[LayerConfig]:
+    """Layers of attention and an MLP. `windows`: of each layer; None: none slides. `mlp`: more of MLPConfig."""
+    channel = MLPConfig(intermediate_size=int(config.text["intermediate_size"]), **mlp)
+    return [LayerConfig(mixer=AttentionConfig(sliding_window=window), channel=channel)
+            for window in windows or [None] * config.num_layers]
 
 
 def layer_windows(config: RawConfig) -> list[int | None]:

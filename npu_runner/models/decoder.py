@@ -69,9 +69,17 @@ class DecoderLayer(nn.Module):
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
-        x_TD = self.mix(x_TD, cos_TR, sin_TR, metadata)
+        x_TD = self.behind_mixer(self.mix(x_TD, cos_TR, sin_TR, metadata))
         x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.of_ends(residual_TD))
-        return self.mlp(x_TD), residual_TD
+        return self.behind_channel(self.mlp(x_TD)), residual_TD
+
+    def behind_mixer(self, x_TD: Tensor) -> Tensor:
+        """What the sequence mixer gives, as it is added."""
+        return x_TD
+
+    def behind_channel(self, x_TD: Tensor) -> Tensor:
+        """The same of the channel mixer."""
+        return x_TD
 
     def weights_are_loaded(self) -> None:
         """Tells the norms in front of mixers which product reads them, where it is one. A layer whose `forward` reads

@@ -101,12 +101,10 @@ class MetaOps(TorchOps):
         return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
 
     def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
-        return values_TI.new_empty(len(values_TI), len(weight.scales_O), dtype=x_TI.dtype)
+        return _product_in_8_bits(x_TI, len(weight.scales_O))
 
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
-        return values_TI.new_empty(len(values_TI), len(weight.values_OI), dtype=x_TI.dtype)
+        return _product_in_8_bits(x_TI, len(weight.values_OI))
 
     def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
         dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # what many rows may take
@@ -153,7 +151,6 @@ class MetaOps(TorchOps):
         del rows_PD, hidden_PI, outputs_PD
         return out_TD
 
-
     def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
         """As `experts`, inputs of both products in 8 bits. Where rows are copied, products of gate and up are int32.
@@ -169,6 +166,11 @@ class MetaOps(TorchOps):
         out_TD = torch.empty_like(x_TD)
         del rows_PD, hidden_PI, rounded_PI, outputs_PD
         return out_TD
+
+
+def _product_in_8_bits(x_TI: Tensor | Fp8Rows | StaticRows, num_outputs: int) -> Tensor:
+    values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
+    return values_TI.new_empty(len(values_TI), num_outputs, dtype=x_TI.dtype)
 
 
 def _rounded(x_TI: Tensor) -> Int8Rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,18 @@ def check_count(name: str, what: str, value: Sized | int, limit: int, code: str 
     count = value if isinstance(value, int) else len(value)
     if count > limit:
         raise RequestError(f"{name}: {count} {what}, at most {limit} are allowed", code, name)
+
+
+def given_fields(value: Any, name: str, known: Sequence[str], code: str) -> dict[str, Any]:
+    """What the object `value` has of the fields of `name` that are known, but for null. Raises RequestError for what is
+    no object, with `code`, and for an unknown field."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", code, name)
+    for each in value:
+        if each not in known:
+            field = f"{name}.{str(each)[:60]}"
+            raise RequestError(f"{field}: unknown field; {', '.join(known)} are known", "unknown_parameter", field)
+    return {each: item for each, item in value.items() if item is not None}
 
 
 def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, plain_json, shown
+from npu_runner.request.limits import LIMITS, check_count, given_fields, plain_json, shown
 
 NAME = "structured_outputs"
 _CODE = "invalid_structured_outputs"
@@ -69,17 +69,8 @@ class StructuredOutputsParams:
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams:
         """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise RequestError(f"{NAME}: an object is needed, not {type(value).__name__}", _CODE, NAME)
         known = {field.name for field in dataclasses.fields(cls)} - {"origin", "compiled", "forced_tokens"}
-        for name in value:
-            if name not in known:
-                field = f"{NAME}.{str(name)[:60]}"
-                raise RequestError(f"{field}: unknown field; {', '.join(sorted(known))} are known",
-                                   "unknown_parameter", field)
-        return cls(**{name: item for name, item in value.items() if item is not None})
+        return value if isinstance(value, cls) else cls(**given_fields(value, NAME, sorted(known), _CODE))
 
     @property
     def kind(self) -> str:

@@ -46,11 +46,8 @@ class MetaRank(TensorParallel):
     def broadcast(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather_last_dim(self, x: Tensor) -> Tensor:
-        if self.size == 1:
-            return x
-        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return gathered.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+    def gather_into(self, gathered: Tensor, x: Tensor) -> None:
+        """Nothing comes."""
 
     def minimum(self, value: int, device: torch.device) -> int:
         return value

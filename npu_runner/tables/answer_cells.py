@@ -43,21 +43,6 @@ def num_cells(answer: Answer) -> int:
     return len(body["choices"] if "choices" in body else body["data"])
 
 
-def fields_of_text(text: Any) -> Mapping[str, Any] | None:
-    """The JSON object that an answer is; None: it is none, as one that was cut off."""
-    if not isinstance(text, str) or not text.lstrip().startswith("{"):
-        return None
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _error_of(answer: Answer) -> Cells:
     """OpenAI's own error files may have the error in the body alone."""
     error = answer["error"] or answer["response"]["body"]["error"]

@@ -20,13 +20,12 @@ from npu_runner.batch.report.reading import (
     asked_by,
     flaws_of,
     metadata_of,
-    object_in,
     outcome_of,
     said_by,
 )
 from npu_runner.batch.report.thumbnails import key_of
 from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
-from npu_runner.batch.rows.openai_response import name_of_answer
+from npu_runner.batch.rows.openai_response import name_of_answer, object_in
 
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4

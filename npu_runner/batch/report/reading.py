@@ -6,7 +6,6 @@ Rows that failed may hold anything at all, so a request is read as far as it goe
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -165,14 +164,3 @@ def _calls_in(message: dict[str, Any]) -> list[ToolCall]:
 
 def _as_text(call: ToolCall) -> str:
     return f"{call.name}({call.arguments})"
-
-
-def object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None: it is none."""
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
-        return None
-    return value if isinstance(value, dict) else None

@@ -6,7 +6,8 @@ One row is one prompt, text or token ids. Control tokens in it are control token
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -131,26 +132,20 @@ class CompletionForm(AnswerForm):
         row.write_end(completion, completion.finish_reason)
 
 
-_Tokens = Callable[[], Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]]
-
-
-def _tokens(completion: CompletionOutput, prompt_logprobs: PromptLogprobs | None) -> _Tokens:
-    """Each token and the most probable ones in its place, None where there is no log probability; anew each call."""
-
-    def tokens() -> Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]:
-        if prompt_logprobs is not None:
-            yield prompt_logprobs.first_token(), None
-            yield from ((place.token, place.top) for place in prompt_logprobs if place is not None)
-        for position in completion.logprobs or ():
-            yield position.sampled, position.top
-
-    return tokens
+def _tokens(completion: CompletionOutput,
+            prompt_logprobs: PromptLogprobs | None) -> Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]:
+    """Each token and the most probable ones in its place, None where there is no log probability."""
+    if prompt_logprobs is not None:
+        yield prompt_logprobs.first_token(), None
+        yield from ((place.token, place.top) for place in prompt_logprobs if place is not None)
+    for position in completion.logprobs or ():
+        yield position.sampled, position.top
 
 
 def _write_logprobs(completion: CompletionOutput, row: AnswerRow, prompt_logprobs: PromptLogprobs | None,
                     num_chars: int) -> None:
     """Four lists side by side; the tokens are gone through once for each, so that none of them is held."""
-    tokens = _tokens(completion, prompt_logprobs)
+    tokens = functools.partial(_tokens, completion, prompt_logprobs)
     lists: dict[str, Iterator[Any]] = {
         "tokens": (_name(token) for token, _ in tokens()),
         "token_logprobs": (None if top is None else finite(token.logprob) for token, top in tokens()),

@@ -129,6 +129,21 @@ def answer_of(body: Mapping[str, Any]) -> str | None:
     return texts_of(body)[0] if has_answer else None
 
 
+def object_in(text: str, *, is_strict: bool = False) -> dict[str, Any] | None:
+    """The JSON object that an answer's text is; None: it is none. `is_strict`: nor is one with NaN or infinity."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant if is_strict else None)
+    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
 def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
     """(D,) float32, of either form that a row may ask for: numbers, or base64 of their bytes (little end first)."""
     if isinstance(embedding, str):

@@ -138,16 +138,18 @@ def _is_fp8(inputs: Any) -> bool:
 
 def _is_by_row(inputs: Any) -> bool:
     """Whether inputs are int8 with a scale of their own for each token, and no zeros."""
-    return (isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
-            and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
+    return (_is_int8(inputs) and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
             and bool(inputs.get("symmetric", True)))
 
 
 def _is_by_tensor(inputs: Any) -> bool:
     """Whether inputs are int8 with a scale in the file, and maybe a zero point."""
-    return (isinstance(inputs, dict) and not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
-            and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
+    return (_is_int8(inputs) and not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
             and inputs.get("group_size") is None)
+
+
+def _is_int8(inputs: Any) -> bool:
+    return isinstance(inputs, dict) and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
 
 
 def _block(given: Any) -> tuple[int, int]:

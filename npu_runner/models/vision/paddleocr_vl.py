@@ -17,14 +17,7 @@ from torch import Tensor
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import (
-    PatchMerger,
-    TowerBlock,
-    TwoLinears,
-    VisionAttention,
-    layer_norm,
-    tower_context,
-)
+from npu_runner.models.vision.parts import PatchMerger, TowerBlock, layer_norm, plain_block, tower_context
 from npu_runner.models.vision.resampled_table import ResampledTable, bilinear
 from npu_runner.models.vision.tower import Tower
 
@@ -52,10 +45,7 @@ class SiglipTower(Tower):
 
 
 def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
-    size = config.hidden_size
-    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, ("fc1", "fc2"), context)
-    attention = VisionAttention(config, context, qkv_names=("q_proj", "k_proj", "v_proj"))
-    return TowerBlock(config, layer_norm(context, config.norm_eps), mlp, context, attention)
+    return plain_block(config, context, ("fc1", "fc2"), eps=config.norm_eps, qkv_names=("q_proj", "k_proj", "v_proj"))
 
 
 def _projector(config: VisionConfig, context: LayerContext) -> PatchMerger:

@@ -205,6 +205,15 @@ class PatchMerger(TwoLinears):
         return super().forward(self.norm(x_PC).reshape(-1, self.merged))
 
 
+def plain_block(config: VisionConfig, context: LayerContext, linears: tuple[str, str], *, eps: float = 1e-6,
+                qkv_names: tuple[str, ...] = ("qkv",)) -> TowerBlock:
+    """With layer norms and an MLP of two linears, by their names in the checkpoint."""
+    size = config.hidden_size
+    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, linears, context)
+    attention = VisionAttention(config, context, qkv_names=qkv_names)
+    return TowerBlock(config, layer_norm(context, eps), mlp, context, attention)
+
+
 def layer_norm(context: LayerContext, eps: float = 1e-6) -> MakeNorm:
     return lambda size: LayerNorm(size, eps, context)
 

@@ -9,27 +9,22 @@ axis, D hidden size of the decoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import QueryMerger, TowerBlock, TwoLinears, layer_norm
+from npu_runner.models.vision.parts import QueryMerger, layer_norm, plain_block
 from npu_runner.models.vision.tower import Tower
 
 
 class PlainVisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__(config, context, patch_bias=False, block=_block,
+        super().__init__(config, context, patch_bias=False, block=partial(plain_block, linears=("fc1", "fc2")),
                          merger=lambda config, context: QueryMerger(config, layer_norm(context), context))
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level. Arguments as in the other towers."""
         return self.merger(*self.through_blocks(self.patch_embed(patches_PX), grids, *places)), []
-
-
-def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
-    size = config.hidden_size
-    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, ("fc1", "fc2"), context)
-    return TowerBlock(config, layer_norm(context), mlp, context)

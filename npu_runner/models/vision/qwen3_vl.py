@@ -7,12 +7,13 @@ N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the deco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import PatchMerger, TowerBlock, TwoLinears, layer_norm, tower_context
+from npu_runner.models.vision.parts import PatchMerger, layer_norm, plain_block, tower_context
 from npu_runner.models.vision.resampled_table import ResampledTable, bilinear_corners
 from npu_runner.models.vision.tower import Tower
 
@@ -22,7 +23,7 @@ _LINEARS = ("linear_fc1", "linear_fc2")
 class VisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
         context = tower_context(config, context)
-        super().__init__(config, context, patch_bias=True, block=_block,
+        super().__init__(config, context, patch_bias=True, block=partial(plain_block, linears=_LINEARS),
                          merger=lambda config, context: PatchMerger(config, layer_norm(context), _LINEARS, context))
         self.pos_embed = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear_corners, context)
         self.deepstack_merger_list = nn.ModuleList(
@@ -55,9 +56,3 @@ class VisionTower(Tower):
         if update_PC is not None:
             x_PC = x_PC + update_PC
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
-
-
-def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
-    size = config.hidden_size
-    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, _LINEARS, context)
-    return TowerBlock(config, layer_norm(context), mlp, context)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.grouped import GroupedWeight, unpacked
+from npu_runner.platforms.grouped import GroupedWeight, packed, unpacked
 from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.npu.experts import run_experts, run_int8_experts
 from npu_runner.platforms.npu.settings import npu_settings
@@ -90,7 +90,7 @@ class NpuOps(TorchOps):
         elif self._layout.takes_words(num_inputs, num_outputs, group_size):
             values = packed_words(unpacked(values.cpu()).t().contiguous().to(values.device))
         else:
-            values = _words(unpacked(values.cpu())).to(values.device)
+            values = packed(unpacked(values.cpu()).t().contiguous()).view(torch.int32).to(values.device)
         return GroupedWeight(values, scales, None if zeros is None else -zeros)
 
     def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
@@ -189,8 +189,3 @@ def _scales_of_rows(rows: StaticRows, weight: StaticInt8Weight) -> Tensor | None
     if weight.ones_R is None or count > len(weight.ones_R):
         return torch.ones(count, device=rows.values_TI.device)
     return weight.ones_R[:count]
-
-
-def _words(values_OI: Tensor) -> Tensor:
-    low, high = values_OI.t().contiguous().view(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    return ((low & 15) | (high << 4)).view(torch.int32)
