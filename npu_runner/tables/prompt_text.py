@@ -72,6 +72,14 @@ def read_text(option: str, path: Path) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def read_schema(path: Path) -> Any:
+    """Raises ConfigError for what is no JSON."""
+    try:
+        return json.loads(read_text("schema", path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"schema: {str(path)!r} is not JSON ({error})") from error
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
