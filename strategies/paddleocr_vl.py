@@ -14,10 +14,10 @@ from torch import nn
 from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, dense_layers, read_rope
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
-from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.vision.paddleocr_vl import SiglipTower
+from npu_runner.models.vision.parts import known_activation
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.resizing import Resizing
 from npu_runner.strategies.qwen2_vl import is_tied

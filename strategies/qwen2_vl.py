@@ -13,9 +13,9 @@ from torch import nn
 from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, dense_layers, layer_windows, read_rope
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.checkpoint.weights_reader import has_module
-from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
+from npu_runner.models.vision.parts import known_activation
 from npu_runner.models.vision.qwen2_vl import PlainVisionTower
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.strategies.qwen2 import QWEN2_BIASES

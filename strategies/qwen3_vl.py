@@ -15,10 +15,10 @@ from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
-from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import VisionLanguageModel
 from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttention
+from npu_runner.models.vision.parts import known_activation
 from npu_runner.models.vision.patches import cut_patches, groups_within
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.arrays import as_image
+from npu_runner.prompts.media.images import as_image
 from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.prompts.media.videos import Video
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
-from npu_runner.layers.activation import ACTIVATED
+from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
@@ -30,6 +30,22 @@ cached_by_size = lru_cache(maxsize=64)
 Norm: TypeAlias = LayerNorm | RMSNorm
 MakeNorm: TypeAlias = Callable[[int], Norm]
 """A norm of that size."""
+
+ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
+    "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
+    "quick_gelu": lambda linear, x: linear.ops.quick_gelu(linear(x)),
+    "silu": lambda linear, x: F.silu(linear(x)),
+}
+"""By the names that config.json has. Each takes the linear in front with it: some platforms compute both in one
+operator."""
+
+
+def known_activation(name: str, field: str) -> str:
+    """`name`, which `field` of config.json has. Raises ModelError where it is none of ours."""
+    if name not in ACTIVATED:
+        raise ModelError(f"{field} {name!r} is not supported; supported are {', '.join(ACTIVATED)}")
+    return name
 
 
 class PatchEmbed(nn.Module):

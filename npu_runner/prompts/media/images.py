@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -25,11 +26,12 @@ from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import ImageInput
 
-# H, W sides of the resized image
+# H, W sides of an image
 
 _REMEDY = "convert it to JPEG or PNG"
 _EXIF_ORIENTATION = 0x0112
 _STRIP_PIXELS = 1 << 18
+_COLOURS = (1, 3, 4)  # of arrays
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -227,3 +229,30 @@ def largest_image(images: ImageSettings, videos: VideoSettings | None, max_token
         num_frames = images.temporal_patch_size
     height, width = max(sizes, key=lambda size: size[0] * size[1])
     return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), images)
+
+
+def as_image(value: Any, where: str) -> Any:
+    """A PIL image of an array or a tensor, uint8 (H, W), (H, W, C) or (C, H, W); anything else as it is. Imports no
+    torch. C: 1 (grey), 3 or 4 colours.
+
+    Where both ends could be colours, the last axis is. Raises RequestError naming `where` for other numbers or shapes.
+    """
+    if isinstance(value, Image.Image) or not hasattr(value, "__array__"):
+        return value
+    try:
+        pixels = value.numpy(force=True) if hasattr(value, "detach") else np.asarray(value)  # torch's, wherever it lies
+    except (TypeError, ValueError, RuntimeError) as error:  # numbers that numpy has not: bfloat16
+        raise RequestError(f"{where}: the array cannot be read ({error})", "invalid_type", where) from error
+    if pixels.dtype != np.uint8:
+        raise RequestError(f"{where}: the array holds {pixels.dtype}; uint8 is needed, 0 to 255: scale it, then "
+                           ".astype('uint8')", "invalid_type", where)
+    if pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS and pixels.shape[0] in _COLOURS:
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[-1] == 1:
+        pixels = pixels[..., 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS):
+        raise RequestError(f"{where}: the array has the shape {pixels.shape}; (height, width, 3) is needed",
+                           "invalid_type", where)
+    if 0 in pixels.shape:
+        raise RequestError(f"{where}: the array has the shape {pixels.shape}: no area", "image_empty", where)
+    return Image.fromarray(np.ascontiguousarray(pixels))

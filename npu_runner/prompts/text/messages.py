@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.arrays import as_image
+from npu_runner.prompts.media.images import as_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.text.tools import map_strings, parse_tool_calls, strings_in
