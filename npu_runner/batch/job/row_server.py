@@ -282,12 +282,9 @@ def _guards(options: BatchOptions) -> dict[str, Any]:
         if options.repetition_detection is not None:
             detection = RepetitionDetectionParams.of(options.repetition_detection)
             found["repetition_detection"] = dataclasses.asdict(detection)
-        if options.no_repeat_ngram_size is not None:
-            found["no_repeat_ngram_size"] = options.no_repeat_ngram_size
-        if options.no_repeat_ngram_window is not None:
-            found["no_repeat_ngram_window"] = options.no_repeat_ngram_window
-        if options.no_repeat_ngram_exempt_ids:
-            found["no_repeat_ngram_exempt_ids"] = list(options.no_repeat_ngram_exempt_ids)
+        for name in ("no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
+            if (value := getattr(options, name)) not in (None, ()):
+                found[name] = list(value) if isinstance(value, tuple) else value
         SamplingParams(**found)
     except RequestError as error:  # nobody's request: an option
         raise ConfigError(error.message) from error

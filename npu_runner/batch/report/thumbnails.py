@@ -36,6 +36,7 @@ _LARGEST_SIDE, _SMALLEST_SIDE = 1024, 160
 _BYTES_PER_PIXEL = 0.15  # of a photograph at this quality, measured; drawings take less
 _QUALITY = 82
 _SHEET_COLUMNS = 3
+_MAX_PENDING = 64  # on their way to the worker and back
 
 
 class Picture(NamedTuple):
@@ -123,9 +124,6 @@ def _opened_small(data: bytes, max_source_pixels: int, side: int) -> Image.Image
     if image.width * image.height > max_source_pixels:
         raise RequestError("more pixels than max_source_pixels", code="image_too_large")
     return image if image.draft("RGB", (side, side)) is not None else None
-
-
-_MAX_PENDING = 64  # on their way to the worker and back
 
 
 def key_of(medium: Medium) -> str:

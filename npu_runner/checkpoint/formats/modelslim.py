@@ -32,6 +32,8 @@ from npu_runner.errors import WeightsError
 
 _STATIC = ("input_scale", "input_offset", "quant_bias", "deq_scale")
 _KV_CACHE = (".kv_cache_scale", ".kv_cache_offset")
+_ROWS_AT_ONCE = 256
+_ROUNDING = 1.0  # quant_bias is rounded to an integer
 # What the description says of the whole folder, not of a tensor.
 _OF_ALL = {"model_quant_type", "version", "kv_cache_type", "kv_quant_type", "fa_quant_type", "indexer_quant_type",
            "reduce_quant_type"}
@@ -245,9 +247,7 @@ _TYPES: dict[str, Callable[[Contents, str, dict[str, Any]], None]] = {
     "W4A8_DYNAMIC": _int4_dynamic}
 
 
-_ROWS_AT_ONCE = 256
-_ROUNDING = 1.0
-"""quant_bias is rounded to an integer."""
+# -- W8A8 with static inputs -------------------------------------------------------------------------------------------
 
 
 def deq_scale(reader: CheckpointReader, name: str) -> Tensor:

@@ -22,6 +22,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs
 from npu_runner.errors import WeightsError
 
 Span = tuple[int, int]
+_MOST_OFFSET = 256  # up to this bfloat16 has all whole numbers
 
 
 class FloatTensor(ABC):
@@ -219,10 +220,6 @@ def _places(span: Span, block: int) -> tuple[Span, Tensor | None]:
     if block == 1 or first == last:
         return (first, last - first + 1), None
     return (first, last - first + 1), torch.arange(start, start + length) // block - first
-
-
-_MOST_OFFSET = 256
-"""Up to this bfloat16 has all whole numbers."""
 
 
 def static_inputs(reader: CheckpointReader, scale_name: str, offset_name: str | None) -> Int8Inputs:
