@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import os
 import sys
@@ -149,11 +150,15 @@ def _add_generate(commands: Commands) -> None:
     # One list of both kinds: they are shown in the order in which they are named.
     for kind, what in (("image", "an image"), ("video", "a video (pip install 'npu-runner[video]')")):
         question.add_argument(f"--{kind}", dest="seen", action="append", default=[], metavar="FILE",
-                              type=lambda file, kind=kind: (kind, file), help=f"{what}; may be repeated")
+                              type=functools.partial(_of_kind, kind), help=f"{what}; may be repeated")
     question.add_argument("--system", metavar="TEXT", help="instructions that come before the question")
     question.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
     question.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     _add_model_options(parser)
+
+
+def _of_kind(kind: str, file: str) -> tuple[str, str]:
+    return kind, file
 
 
 def _add_status(commands: Commands) -> None:
