@@ -32,7 +32,7 @@ from npu_runner import LLM
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cuda import experts, quantised_experts
 from npu_runner.platforms.cuda.experts import Tile, Tiling
-from npu_runner.platforms.ops import FP8_BLOCK, QuantisedExperts
+from npu_runner.platforms.quantised import FP8_BLOCK, QuantisedExperts
 
 
 class Shape(NamedTuple):

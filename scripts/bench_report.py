@@ -20,7 +20,7 @@ from bench_common import commit, versions
 
 from npu_runner.batch.files.folder_place import find_folder
 from npu_runner.batch.files.input_file import InputFile
-from npu_runner.batch.report.leaves import CARDS_PER_LEAF
+from npu_runner.batch.report.choice import CARDS_PER_LEAF
 from npu_runner.batch.report.report import Source, write_report
 from npu_runner.batch.report.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.chat import ChatForm

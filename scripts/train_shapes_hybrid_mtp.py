@@ -56,7 +56,7 @@ class Row:
 
 
 class Head(nn.Module):
-    """The head under its checkpoints' names; see npu_runner/models/mtp.py."""
+    """The head under its checkpoints' names; see npu_runner/models/decoder.py."""
 
     def __init__(self, config: Any):
         super().__init__()

@@ -54,8 +54,7 @@ def pick_strategy(path: Path) -> LoadStrategy:
     raise ModelError(
         f"{path}: model_type {model_type!r} is not supported{code}; supported are {supported}, and most text models "
         f"of {transformers_model.REQUIRED}{found}. A package can add one through the entry-point group "
-        f"{ENTRY_POINT_GROUP!r}"
-    )
+        f"{ENTRY_POINT_GROUP!r}")
 
 
 def strategy_of(model_type: Any) -> type[LoadStrategy] | None:
@@ -140,8 +139,7 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
         model_config = replace(model_config, tie_word_embeddings=False)  # its head is the embedding's no more
     return OpenedCheckpoint(
         path=path, strategy=strategy, config=resolved, model_config=model_config, adapter=adapter,
-        processor=strategy.processor(resolved), quantization=quantization, seconds=time.perf_counter() - began,
-    )
+        processor=strategy.processor(resolved), quantization=quantization, seconds=time.perf_counter() - began)
 
 
 def _adapter(folder: str, quantization: Quantization | None) -> Adapter:

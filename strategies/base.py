@@ -138,8 +138,7 @@ class LoadStrategy(ABC):
             image_defaults=self.image_defaults,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
-            pooling=self.pooling(config),
-        )
+            pooling=self.pooling(config))
         return ChatProcessor(str(self.path), settings)
 
     def largest_images(self, config: RunnerConfig) -> Callable[[int], ImageInput]:

@@ -12,12 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, dense_layers, read_rope
 from npu_runner.checkpoint.model_config import (
-    AttentionConfig,
     GatedVisionConfig,
-    LayerConfig,
-    MLPConfig,
     ModelConfig,
     VisionConfig,
 )
@@ -28,7 +25,6 @@ from npu_runner.layers.rotary import sectioned_axes
 from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import PairRotationAttention
 from npu_runner.models.vision.glm import GatedVisionTower
-from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.resizing import Resizing
 from npu_runner.prompts.media.video_settings import VideoForm
@@ -46,15 +42,11 @@ class SandwichLayer(DecoderLayer):
     post_self_attn_layernorm: RMSNorm
     post_mlp_layernorm: RMSNorm
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, cos_TR: Tensor, sin_TR: Tensor,
-                metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        if residual_TD is None:
-            x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
-        else:
-            x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
-        x_TD = self.post_self_attn_layernorm(self.mix(x_TD, cos_TR, sin_TR, metadata))
-        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.of_ends(residual_TD))
-        return self.post_mlp_layernorm(self.mlp(x_TD)), residual_TD
+    def behind_mixer(self, x_TD: Tensor) -> Tensor:
+        return self.post_self_attn_layernorm(x_TD)  # type: ignore[no-any-return]
+
+    def behind_channel(self, x_TD: Tensor) -> Tensor:
+        return self.post_mlp_layernorm(x_TD)  # type: ignore[no-any-return]
 
 
 class Glm4vStrategy(Qwen3VLStrategy):
@@ -67,11 +59,10 @@ class Glm4vStrategy(Qwen3VLStrategy):
     def model_config(self, config: RawConfig) -> ModelConfig:
         text = config.text
         head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // int(text["num_attention_heads"]))
-        mlp = MLPConfig(intermediate_size=int(text["intermediate_size"]), is_fused=True)
         rope = read_rope(config, section=_SECTION, section_is_interleaved=False, head_dim=head_dim)
         # Refused before memory is taken.
         sectioned_axes(rope.mrope_section or _SECTION, (rope.rotary_dim or head_dim) // 2)
-        return decoder_config(config, layers=[LayerConfig(mixer=AttentionConfig(), channel=mlp)] * config.num_layers,
+        return decoder_config(config, layers=dense_layers(config, is_fused=True),
                               rope=rope, rms_norm_eps=_EPS, vision=self.vision(config.raw["vision_config"]),
                               image_token_id=config.raw.get("image_token_id"))
 

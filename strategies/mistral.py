@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope, window_length
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, dense_layers, read_rope, window_length
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.strategies.causal_lm import CausalLMStrategy
 
 _WINDOW = 4096
@@ -16,11 +16,9 @@ class MistralStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 
     def model_config(self, config: RawConfig) -> ModelConfig:
-        text = config.text
-        window = window_length(config, text.get("sliding_window", _WINDOW))
-        mlp = MLPConfig(intermediate_size=int(text["intermediate_size"]))
-        layer = LayerConfig(mixer=AttentionConfig(sliding_window=window), channel=mlp)
-        return decoder_config(config, layers=[layer] * config.num_layers, rope=read_rope(config))
+        window = window_length(config, config.text.get("sliding_window", _WINDOW))
+        layers = dense_layers(config, [window] * config.num_layers)
+        return decoder_config(config, layers=layers, rope=read_rope(config))
 
     def attention_settings(self) -> dict[str, Any]:
         return {}  # no biases, whatever the file says

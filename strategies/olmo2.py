@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, dense_layers, read_rope
+from npu_runner.checkpoint.model_config import AttentionConfig, ModelConfig
 from npu_runner.layers.norm import Float32RMSNorm, PartsRMSNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import DecoderAttention
-from npu_runner.platforms.ops import Int8Rows
+from npu_runner.platforms.quantised import Int8Rows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.strategies.causal_lm import CausalLMStrategy
 
@@ -56,6 +56,4 @@ class Olmo2Strategy(CausalLMStrategy):
     layer_class = Olmo2Layer
 
     def model_config(self, config: RawConfig) -> ModelConfig:
-        mlp = MLPConfig(intermediate_size=int(config.text["intermediate_size"]))
-        layer = LayerConfig(mixer=AttentionConfig(), channel=mlp)
-        return decoder_config(config, layers=[layer] * config.num_layers, rope=read_rope(config), rms_norm_eps=1e-5)
+        return decoder_config(config, layers=dense_layers(config), rope=read_rope(config), rms_norm_eps=1e-5)

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, read_rope
-from npu_runner.checkpoint.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, VisionConfig
+from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, dense_layers, read_rope
+from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
-from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.vision.paddleocr_vl import SiglipTower
+from npu_runner.models.vision.parts import known_activation
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.resizing import Resizing
 from npu_runner.strategies.qwen2_vl import is_tied
@@ -44,12 +44,10 @@ class PaddleOCRVLStrategy(Qwen3VLStrategy):
         text = config.text
         check_layer_types(text.get("layer_types") or ["full_attention"] * config.num_layers, config.num_layers,
                           ("full_attention",))
-        mlp = MLPConfig(intermediate_size=int(text["intermediate_size"]), bias=_uses_bias(text))
-        layers = [LayerConfig(mixer=AttentionConfig(), channel=mlp)] * config.num_layers
         rope = read_rope(config, theta=_THETA, section=_SECTION, section_is_interleaved=False)
         vision = _read_vision(config.raw["vision_config"], out_hidden_size=int(text["hidden_size"]))
-        read = decoder_config(config, layers=layers, rope=rope, head_dim=128, rms_norm_eps=1e-5, vision=vision,
-                              image_token_id=config.raw.get("image_token_id"))
+        read = decoder_config(config, layers=dense_layers(config, bias=_uses_bias(text)), rope=rope, head_dim=128,
+                              rms_norm_eps=1e-5, vision=vision, image_token_id=config.raw.get("image_token_id"))
         return dataclasses.replace(read, tie_word_embeddings=is_tied(config))
 
     def attention_settings(self) -> dict[str, Any]:
@@ -69,8 +67,7 @@ class PaddleOCRVLStrategy(Qwen3VLStrategy):
             "model.visual.patch_embed.proj.": f"{vision}embeddings.patch_embedding.",
             "model.visual.position_embedding.": f"{vision}embeddings.position_embedding.",
             "model.visual.merger.norm.": f"{projector}pre_norm.", "model.visual.merger.": projector,
-            "model.visual.": vision, "model.language_model.": text,
-        }  # fmt: skip
+            "model.visual.": vision, "model.language_model.": text}
 
 
 def _uses_bias(text: Mapping[str, Any]) -> bool:

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read_rope
+from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, dense_layers, layer_windows, read_rope
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.checkpoint.weights_reader import has_module
-from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
+from npu_runner.models.vision.parts import known_activation
 from npu_runner.models.vision.qwen2_vl import PlainVisionTower
 from npu_runner.prompts.media.video_settings import VideoForm
-from npu_runner.strategies.qwen2 import QWEN2_BIASES, qwen2_layers
+from npu_runner.strategies.qwen2 import QWEN2_BIASES
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 
 _THETA = 1e6
@@ -32,7 +32,7 @@ class Qwen2VLStrategy(Qwen3VLStrategy):
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         rope = read_rope(config, theta=_THETA, section=_SECTION, section_is_interleaved=False)
-        read = decoder_config(config, layers=qwen2_layers(config), rope=rope, rms_norm_eps=1e-5,
+        read = decoder_config(config, layers=dense_layers(config, layer_windows(config)), rope=rope, rms_norm_eps=1e-5,
                               vision=self.vision(config.raw["vision_config"]),
                               image_token_id=config.raw.get("image_token_id"))
         return dataclasses.replace(read, tie_word_embeddings=is_tied(config))

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from npu_runner.checkpoint.config_reading import (
-    RawConfig,
-    check_layer_types,
-    decoder_config,
-    read_moe,
-    read_rope,
-)
+from npu_runner.checkpoint.config_reading import RawConfig, check_layer_types, decoder_config, read_moe, read_rope
 from npu_runner.checkpoint.model_config import (
     AttentionConfig,
     GatedDeltaNetConfig,
@@ -94,8 +88,7 @@ class Qwen35Strategy(HybridStrategy, Qwen3VLStrategy):
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(
             config, layers=_layers(config, self.has_experts), rope=hybrid_rope(config, _SECTION), head_dim=HEAD_DIM,
-            vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"),
-        )
+            vision=read_vision(config.raw["vision_config"], ()), image_token_id=config.raw.get("image_token_id"))
 
 
 class Qwen35MoEStrategy(Qwen35Strategy):
@@ -138,8 +131,7 @@ def read_gated_delta(config: RawConfig) -> GatedDeltaNetConfig:
     delta = GatedDeltaNetConfig(
         num_k_heads=int(text["linear_num_key_heads"]), num_v_heads=int(text["linear_num_value_heads"]),
         head_k_dim=int(text["linear_key_head_dim"]), head_v_dim=int(text["linear_value_head_dim"]),
-        conv_kernel_size=int(text["linear_conv_kernel_dim"]),
-    )
+        conv_kernel_size=int(text["linear_conv_kernel_dim"]))
     sizes = (delta.num_k_heads, delta.num_v_heads, delta.head_k_dim, delta.head_v_dim, delta.conv_kernel_size - 1)
     if min(sizes) < 1 or delta.num_v_heads % delta.num_k_heads:
         raise ModelError(f"Gated DeltaNet with {delta.num_k_heads} key heads of {delta.head_k_dim}, "

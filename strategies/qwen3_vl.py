@@ -15,11 +15,11 @@ from npu_runner.checkpoint.config_reading import RawConfig, decoder_config, read
 from npu_runner.checkpoint.files import require_json
 from npu_runner.checkpoint.model_config import ModelConfig, VisionConfig
 from npu_runner.errors import ModelError
-from npu_runner.layers.activation import known_activation
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.decoder import VisionLanguageModel
 from npu_runner.models.mixers.attention import DecoderAttention, HeadNormAttention
-from npu_runner.models.vision.patches import cut_patches
+from npu_runner.models.vision.parts import known_activation
+from npu_runner.models.vision.patches import cut_patches, groups_within
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.video_reading import read_video_settings
@@ -96,7 +96,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
         """
         weight, most = tower.patch_embed.weight, tower.attention.vision_patches
         sizes = [_num_patches(image) for image in images]
-        groups = [group for order in _by_depth(images) for group in _groups(order, sizes, most)]
+        groups = [group for order in _by_depth(images) for group in groups_within(order, sizes.__getitem__, most)]
         for taken in [groups] if most is None else [[group] for group in groups]:
             batches = [[images[i] for i in group] for group in taken]
             places = [tower.places(_grids(together)) for together in batches]
@@ -127,19 +127,6 @@ def _num_patches(image: ImageInput) -> int:
     return rows * columns
 
 
-def _groups(order: Sequence[int], sizes: Sequence[int], most: int | None) -> list[list[int]]:
-    """`order` cut wherever the sizes of what it names would add up to more than `most`."""
-    groups: list[list[int]] = []
-    room = 0
-    for index in order:
-        if not groups or (most is not None and sizes[index] > room):
-            groups.append([])
-            room = most or 0
-        groups[-1].append(index)
-        room -= sizes[index]
-    return groups
-
-
 class Qwen3VLMoEStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl_moe",)
 
@@ -166,8 +153,7 @@ def read_vision(raw: dict[str, Any], deepstack_layers: tuple[int, ...]) -> Visio
         out_hidden_size=int(raw["out_hidden_size"]),
         num_position_embeddings=int(raw.get("num_position_embeddings", 2304)),
         deepstack_layers=tuple(int(i) for i in raw.get("deepstack_visual_indexes", deepstack_layers)),
-        **tower_fields(raw, patch_size=16),
-    )
+        **tower_fields(raw, patch_size=16))
 
 
 def tower_fields(raw: dict[str, Any], *, patch_size: int) -> dict[str, Any]:

@@ -125,8 +125,7 @@ class TransformersStrategy(LoadStrategy):
         context = model.context
         causal_lm, loading = self._model_class.from_pretrained(
             self.path, config=self._config, dtype=context.dtype, attn_implementation=_SERVING, use_safetensors=True,
-            local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
-        )
+            local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True)
         _check_loading(self.path, loading)
         model.attach(causal_lm.to(context.device).eval())
         check_tokens_stand_alone(model, self._num_positions, model_config.vocab_size)
@@ -155,8 +154,7 @@ class TransformersStrategy(LoadStrategy):
             dtype=read_dtype(config),
             eos_token_ids=read_eos(config),
             generation_defaults=config.generation.defaults,
-            generation_not_served=config.generation.not_served,
-        )
+            generation_not_served=config.generation.not_served)
 
     @cached_property
     def _raw(self) -> dict[str, Any]:

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.checkpoint.files import read_json, require_json
-from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from npu_runner.checkpoint.model_config import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.request.sampling_params import SamplingParams
@@ -93,8 +100,7 @@ def decoder_config(config: RawConfig, *, layers: Sequence[LayerConfig], rope: Ro
         generation_defaults=config.generation.defaults,
         generation_not_served=config.generation.not_served,
         source=hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest(),
-        **family,
-    )
+        **family)
 
 
 def read_rope(config: RawConfig, *, theta: float = 10000.0, section: tuple[int, int, int] | None = None,
@@ -123,6 +129,13 @@ def read_rope(config: RawConfig, *, theta: float = 10000.0, section: tuple[int, 
         mrope_section=tuple(int(s) for s in section) if section else None,  # type: ignore[arg-type]
         mrope_is_interleaved=section_is_interleaved,
     )
+
+
+def dense_layers(config: RawConfig, windows: Sequence[int | None] | None = None, **mlp: bool) -> list[LayerConfig]:
+    """Layers of attention and an MLP. `windows`: of each layer; None: none slides. `mlp`: more of MLPConfig."""
+    channel = MLPConfig(intermediate_size=int(config.text["intermediate_size"]), **mlp)
+    return [LayerConfig(mixer=AttentionConfig(sliding_window=window), channel=channel)
+            for window in windows or [None] * config.num_layers]
 
 
 def layer_windows(config: RawConfig) -> list[int | None]:
@@ -174,8 +187,7 @@ def read_moe(config: RawConfig, *, renormalise: bool, has_shared: bool = False) 
     return MoEConfig(
         num_experts=num_experts, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
         renormalise=renormalise,
-        shared_intermediate_size=int(text["shared_expert_intermediate_size"]) if has_shared else None,
-    )
+        shared_intermediate_size=int(text["shared_expert_intermediate_size"]) if has_shared else None)
 
 
 def is_sparse_layer(config: RawConfig, index: int) -> bool:
@@ -212,8 +224,7 @@ _GENERATION_FILE = "generation_config.json"
 # together, and not intended.
 _SERVED = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 # What would change answers and is not done, each with the value that asks for nothing; None, [] and {} never ask.
 _NOT_SERVED = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0, "dola_layers": None,
@@ -222,8 +233,7 @@ _NOT_SERVED = {
     "encoder_repetition_penalty": 1.0, "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None,
     "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "token_healing": False, "typical_p": 1.0,
-    "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "watermarking_config": None,
-}  # fmt: skip
+    "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "watermarking_config": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +252,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     raw = read_json(folder, _GENERATION_FILE) or {}
     path = folder / _GENERATION_FILE
     return GenerationConfig(
-        defaults=_defaults(raw, path), not_served=_not_served(raw), eos_token_ids=token_ids(raw, "eos_token_id", path)
-    )
+        defaults=_defaults(raw, path), not_served=_not_served(raw), eos_token_ids=token_ids(raw, "eos_token_id", path))
 
 
 def token_ids(raw: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...] | None:

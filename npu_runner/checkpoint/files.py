@@ -75,8 +75,7 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"model {model!r}{at}: not a local folder, not in the hub cache, and the hub cannot be reached; copy the "
-            f"checkpoint to this host and pass its folder"
-        ) from error
+            f"checkpoint to this host and pass its folder") from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"model {model!r}{at}: the hub refused the download: {error}") from error
 
@@ -141,8 +140,7 @@ def refuse_changes(folder: Path, digests: Mapping[str, str | None], versions: Ma
         raise JobError(
             f"model {folder}: {', '.join(changed)} changed after the model was opened, and a preprocessing worker that "
             "starts now would make other prompts than those before it; put back what was there and run the same "
-            "again, or begin anew with what is there now"
-        )
+            "again, or begin anew with what is there now")
 
 
 def _digest_of(path: Path) -> str | None:

@@ -33,8 +33,7 @@ _MAGNITUDE = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 _NOT_MERGED: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None), "layer_replication": (None, []), "trainable_token_indices": (None, [], {}),
     "lora_bias": (False, None), "alora_invocation_tokens": (None,), "arrow_config": (None,),
-    "use_qalora": (False, None), "target_parameters": (None, []),
-}  # fmt: skip
+    "use_qalora": (False, None), "target_parameters": (None, [])}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from npu_runner.request.classes import Classes
-from npu_runner.request.pooling_params import CLASSIFY
+from npu_runner.request.pooling_params import CLASSIFY, Classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ class PoolingConfig(ABC):
     """What a model makes of a prompt instead of text: a few float32 numbers, of its last token's final hidden state.
 
     A subclass is a kind of head. Its files are read in checkpoint/pooling_files.py. If the head has weights, it is a
-    module of layers/pooling_heads.py, which `models.decoder.output_head` builds in the place of the output head: the
+    module of layers/heads.py, which `models.decoder.output_head` builds in the place of the output head: the
     network's `compute_logits` then takes hidden states (B, D) and returns the numbers (B, `num_values`), float32, on
     every rank. runner/pooling_step.py brings them to the host, and `CompletionOutput.pooled` has one prompt's.
     """

@@ -15,8 +15,8 @@ from typing import Any
 from npu_runner.checkpoint.files import read_json, read_text, require_json
 from npu_runner.checkpoint.model_config import ClassPooling, PairSettings, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.errors import ModelError
-from npu_runner.request.classes import IDENTITY, SIGMOID, SOFTMAX, Classes
 from npu_runner.request.limits import shown
+from npu_runner.request.pooling_params import IDENTITY, SIGMOID, SOFTMAX, Classes
 
 _MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
 _LIBRARY_FILE = "config_sentence_transformers.json"
@@ -37,9 +37,8 @@ _DEFAULT_NUM_LABELS = 2
 _REGRESSION, _ONE_LABEL, _SEVERAL_LABELS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def read_pooling(
-    folder: Path, *, runner: str, task: str, token_id: Callable[[str], int | None]
-) -> PoolingConfig | None:
+def read_pooling(folder: Path, *, runner: str, task: str,
+                 token_id: Callable[[str], int | None]) -> PoolingConfig | None:
     """What is made of prompts by the checkpoint in `folder`; None: it generates text.
 
     `runner` (auto, generate, pooling) and `task` (auto, or a PoolingConfig's) are the settings. `token_id`: the id of a

@@ -25,8 +25,7 @@ _OF_JOB = {
     "allowed_media_dir", "max_row_bytes", "response_schema", "max_thinking_tokens", "repetition_detection",
     "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids", "data_parallel_size",
     "preprocessing_workers", "preprocessing_timeout", "max_media_bytes", "max_prompt_media_bytes",
-    "worker_memory_bytes",
-}  # fmt: skip
+    "worker_memory_bytes"}
 _MILLION = 1_000_000
 
 

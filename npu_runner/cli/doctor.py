@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = DoctorOptions(
         platform=arguments.platform, graph_modes=tuple(arguments.graph_mode or ()),
         tensor_parallel_size=arguments.tensor_parallel_size, generation=not arguments.skip_generation,
-        timeout_seconds=arguments.timeout,
-    )  # fmt: skip
+        timeout_seconds=arguments.timeout)
     check_name(options.platform)
     checks = []
     if not arguments.json:

@@ -103,8 +103,7 @@ def as_values(found: Estimate) -> dict[str, Any]:
         "driver_and_communicators_bytes": profile.outside_bytes, "graphs_bytes": found.graphs_bytes,
         "vision_cache_bytes": found.reserved_bytes, "kv_cache_bytes": found.kv_cache_bytes,
         "device_bytes": profile.total_bytes, "max_model_len": found.max_model_len,
-        "kv_cache_tokens": found.num_tokens, "sequences_of_max_model_len": found.num_sequences,
-    }  # fmt: skip
+        "kv_cache_tokens": found.num_tokens, "sequences_of_max_model_len": found.num_sequences}
 
 
 def as_lines(found: Estimate, platform: str, remedies: list[str], quantization: str | None = None) -> list[str]:
@@ -120,8 +119,7 @@ def as_lines(found: Estimate, platform: str, remedies: list[str], quantization: 
         ("images of the next step", "staging_bytes", "at most"),
         ("driver, communicators", "driver_and_communicators_bytes", "allowance"),
         ("vision cache", "vision_cache_bytes", "at most"), ("KV cache", "kv_cache_bytes", "exact"),
-        ("decode graphs", "graphs_bytes", "allowance, of what is left"), ("device memory", "device_bytes", "as given"),
-    ]  # fmt: skip
+        ("decode graphs", "graphs_bytes", "allowance, of what is left"), ("device memory", "device_bytes", "as given")]
     lines += [f"  {name:<26}{size(values[key]):>12}  {kind}" for name, key, kind in rows
               if values[key] or key.startswith(("weights", "kv"))]
     if quantization is not None:

@@ -13,15 +13,8 @@ from npu_runner.errors import ConfigError, GenerationError
 from npu_runner.request.sampling_params import SamplingParams
 
 
-def answer_question(
-    config: RunnerConfig,
-    question: str,
-    seen: Sequence[tuple[str, str]],
-    *,
-    system: str | None,
-    max_tokens: int | None,
-    temperature: float,
-) -> str:
+def answer_question(config: RunnerConfig, question: str, seen: Sequence[tuple[str, str]], *, system: str | None,
+                    max_tokens: int | None, temperature: float) -> str:
     """Load the model and answer. `seen`: ("image" or "video", its file), in the order in which they are shown.
 
     Raises ConfigError for a file that cannot be read, RequestError for an image, a video or a question that cannot be

@@ -216,8 +216,7 @@ def _decoder_config(name: str) -> ModelConfig:
         model_type="qwen3", vocab_size=8, hidden_size=_HIDDEN_SIZE, num_heads=num_heads, num_kv_heads=num_kv_heads,
         head_dim=_HEAD_DIM, max_position_embeddings=4096, rms_norm_eps=1e-6, tie_word_embeddings=True,
         rope=RopeConfig(theta=5e6), dtype="bfloat16",
-        layers=(LayerConfig(mixer=_MIXERS[name], channel=_EXPERTS.get(name, MLPConfig(intermediate_size=_MLP_WIDTH))),),
-    )  # fmt: skip
+        layers=(LayerConfig(mixer=_MIXERS[name], channel=_EXPERTS.get(name, MLPConfig(intermediate_size=_MLP_WIDTH))),))
 
 
 def _tower_config() -> VisionConfig:
@@ -225,5 +224,4 @@ def _tower_config() -> VisionConfig:
     return VisionConfig(
         depth=1, hidden_size=1152, intermediate_size=1152, num_heads=16, hidden_act="gelu_pytorch_tanh", in_channels=3,
         patch_size=16, temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=_HIDDEN_SIZE,
-        num_position_embeddings=2304, deepstack_layers=(), rope_theta=10000.0,
-    )  # fmt: skip
+        num_position_embeddings=2304, deepstack_layers=(), rope_theta=10000.0)

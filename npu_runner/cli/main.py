@@ -105,8 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="npu-runner",
         description="Offline multimodal batch inference: a file of requests in, a file of answers out.",
-        allow_abbrev=False,
-    )
+        allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"npu-runner {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_rows(commands)
@@ -265,8 +264,7 @@ def _report(arguments: argparse.Namespace) -> int:
     job = PastJob(arguments.output)
     job.report(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
-        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows,
-    ))  # fmt: skip
+        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
     print(f"report    {arguments.page}: {job.totals(None).to_lines()[0]}", file=sys.stderr)
     return 0
 
@@ -293,8 +291,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     _say_who_answers(config)
     answer = answer_question(
         config, arguments.question, arguments.seen, system=arguments.system,
-        max_tokens=arguments.max_tokens, temperature=arguments.temperature,
-    )  # fmt: skip
+        max_tokens=arguments.max_tokens, temperature=arguments.temperature)
     print(answer)
     return 0
 

@@ -56,8 +56,7 @@ def _facts(strategy: type[LoadStrategy]) -> dict[str, Any]:
         "images": strategy.is_multimodal, "videos": strategy.takes_videos, "ranks": strategy.takes_ranks,
         "prefix_cache": _prefix_cache(has_states=strategy.has_states),
         "decode_graphs": with_graphs if strategy.takes_graphs else [],
-        "strategy": f"{strategy.__module__}.{strategy.__qualname__}",
-    }  # fmt: skip
+        "strategy": f"{strategy.__module__}.{strategy.__qualname__}"}
 
 
 def _prefix_cache(*, has_states: bool) -> str:

@@ -283,8 +283,7 @@ def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch
         new_blocks_N3=new_blocks_N3,
         samples_B=np.ones(len(running), dtype=np.bool_),
         state_slots=table.state_slots(slots_B),
-        freed_slots=table.take_freed_slots(),
-    )
+        freed_slots=table.take_freed_slots())
 
 
 def drafted_batch(running: list[Sequence], drafts: list[list[int]], table: RunningTable) -> ScheduledBatch:
@@ -308,8 +307,7 @@ def drafted_batch(running: list[Sequence], drafts: list[list[int]], table: Runni
         new_blocks_N3=table.tell(running),
         samples_B=np.ones(len(running), dtype=np.bool_),
         state_slots=None if table.states is None else table.states.lend(slots_B, map(len, drafts)),
-        freed_slots=table.take_freed_slots(),
-    )
+        freed_slots=table.take_freed_slots())
 
 
 def _per_sequence(values: Iterable[int | None]) -> np.ndarray:
@@ -344,8 +342,7 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         prompt_scores=scores,
         prompt_states=states,
         state_loads=_state_loads(chunks, slots_B if state_slots is None else state_slots),
-        state_saves=state_saves,
-    )
+        state_saves=state_saves)
 
 
 def _parts_of_prompts(chunks: SequenceOf[tuple[Sequence, int]]) -> tuple[
@@ -393,8 +390,7 @@ def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:
     return ScheduledBatch(
         is_prefill=True, request_ids=["(probe)"], slots_B=zeros, token_ids_T=zeros,
         positions=np.zeros((3, 1), dtype=np.int32) if uses_mrope else zeros, query_lens_B=ones, context_lens_B=ones,
-        new_blocks_N3=np.zeros((1, 3), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry],
-    )
+        new_blocks_N3=np.zeros((1, 3), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry])
 
 
 def _chunk_tokens(seq: Sequence, num: int) -> np.ndarray:
@@ -427,8 +423,7 @@ def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageIn
             image = seq.prompt.images[span.image_index]
             found.append((image, ImageSlice(
                 content_hash=image.content_hash, first_row=first - span.start, num_rows=last - first,
-                token_row=token_row + first - start, is_last=last == span.start + span.num_tokens,
-            )))
+                token_row=token_row + first - start, is_last=last == span.start + span.num_tokens)))
     return found
 
 

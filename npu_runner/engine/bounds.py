@@ -78,8 +78,7 @@ def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
         max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
         max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
         state_alignment=None if info.state is None else state_alignment(info.block_size),
-        state_spares=info.state.spares if info.state is not None and info.state.spares else None,
-    )
+        state_spares=info.state.spares if info.state is not None and info.state.spares else None)
 
 
 def warn_of_what_is_not_done(model_config: ModelConfig) -> None:

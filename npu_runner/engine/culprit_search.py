@@ -75,8 +75,7 @@ class CulpritSearch:
         except NpuRunnerError as again:
             raise EngineDeadError(
                 f"{error}; a step of one token that was tried after it failed as well ({again})",
-                request_ids=tuple(dict.fromkeys(batch.request_ids)),
-            ) from error
+                request_ids=tuple(dict.fromkeys(batch.request_ids))) from error
 
     def _split(self, failed: SequenceOf[Sequence]) -> Sequence | None:
         """Returns the one of `failed`, if it ran alone; it is for the caller to end it."""

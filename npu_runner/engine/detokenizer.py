@@ -126,8 +126,7 @@ def detokenizer_for(params: SamplingParams, tokenizer: Tokenizer) -> Incremental
     """The one that makes the text that a request asks for."""
     return IncrementalDetokenizer(
         tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens,
-        include_stop=params.include_stop_str_in_output,
-    )
+        include_stop=params.include_stop_str_in_output)
 
 
 class _SettledText:

@@ -125,8 +125,7 @@ class LLMEngine:
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
                 prompt=prompt, params=params, seed=self._seed(request_id, params, index),
                 max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
-                scores_prompt=index == 0 and params.prompt_logprobs is not None,
-            )
+                scores_prompt=index == 0 and params.prompt_logprobs is not None)
             self._queue(request, Generation(sequence, self.processor.tokenizer, end_tokens))
 
     def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
@@ -139,8 +138,7 @@ class LLMEngine:
         for index, prompt in enumerate(prompts):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
-                prompt=prompt, params=plain, seed=0, pooling=params, max_num_tokens=len(prompt.token_ids) + 1,
-            )
+                prompt=prompt, params=plain, seed=0, pooling=params, max_num_tokens=len(prompt.token_ids) + 1)
             self._queue(request, Generation(sequence, self.processor.tokenizer, frozenset()))
 
     def _queue(self, request: UnfinishedRequest, generation: Generation) -> None:
@@ -324,8 +322,7 @@ class LLMEngine:
             stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
             num_reasoning_tokens=answer.num_reasoning_tokens,
             pooled=generation.pooled if end.reason == "stop" else None,
-            logprobs=None if record is None else record.finish(token_ids, self._token_text),
-        )
+            logprobs=None if record is None else record.finish(token_ids, self._token_text))
         del self._generation_of[sequence.seq_id]
         self._answer_if_whole(self._requests[sequence.request_id])
 
@@ -341,8 +338,7 @@ class LLMEngine:
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
         return split_answer(
             text, sequence.output_token_ids, thinking=sequence.prompt.thinking, tokens=self.processor.reasoning_tokens,
-            tokenizer=self.processor.tokenizer, skip_special_tokens=sequence.params.skip_special_tokens,
-        )
+            tokenizer=self.processor.tokenizer, skip_special_tokens=sequence.params.skip_special_tokens)
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
@@ -396,8 +392,7 @@ class LLMEngine:
             kv_blocks_used=self.block_manager.num_used,
             kv_blocks_peak=self.block_manager.peak_used,
             **({} if self._drafter is None else asdict(self._drafter.counters)),
-            **asdict(self._executor.counters()),
-        )
+            **asdict(self._executor.counters()))
 
     @property
     def ledger(self) -> str:

@@ -118,9 +118,8 @@ class Room(Protocol):
     def longest_token(self) -> int: ...
 
 
-def with_room(
-    params: StructuredOutputsParams, encode: Callable[[str], Sequence[int]], room: Room
-) -> StructuredOutputsParams:
+def with_room(params: StructuredOutputsParams, encode: Callable[[str], Sequence[int]],
+              room: Room) -> StructuredOutputsParams:
     """`params`, whose grammar was made, with the number of tokens that it forces in one piece where that was not known.
 
     Raises RequestError where that is more than the model has room for: no answer could be whole.
@@ -131,7 +130,7 @@ def with_room(
     count = 0 if text is None else num_tokens(text, encode, room.longest_token)
     if count > room.max_model_len:
         raise params.error(f"the text that it forces takes {shown(count)} tokens in one piece, and the model has room "
-                           f"for {room.max_model_len}; shorten it, or raise max_model_len")  # fmt: skip
+                           f"for {room.max_model_len}; shorten it, or raise max_model_len")
     return params.replace(forced_tokens=count)
 
 
@@ -139,14 +138,14 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     """llguidance's options for JSON: nothing is approximated, nothing that a schema asks for is ignored."""
     white_space = "" if params.disable_any_whitespace else params.whitespace_pattern or _WHITE_SPACE
     return {"whitespace_pattern": white_space or None, "whitespace_flexible": bool(white_space),
-            "coerce_one_of": False, "lenient": False}  # fmt: skip
+            "coerce_one_of": False, "lenient": False}
 
 
 def json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
     """The grammar of JSON that fits `schema`, an object, not checked."""
     given = {name: value for name, value in options.items() if value is not None}
     return json.dumps({"grammars": [{"lark_grammar": f"{_NO_FORCING}start: @json"},
-                                    {"name": "json", "json_schema": {**schema, _OWN_OPTIONS: given}}]})  # fmt: skip
+                                    {"name": "json", "json_schema": {**schema, _OWN_OPTIONS: given}}]})
 
 
 def failure_of(grammar: str) -> str | None:
@@ -251,7 +250,7 @@ def _user_lark(params: StructuredOutputsParams) -> str:
 
 
 def place_of(schema: Any, reason: str, failure: Callable[[Any], str | None],
-             spent: Callable[[], float] = time.thread_time) -> str:  # fmt: skip
+             spent: Callable[[], float] = time.thread_time) -> str:
     """Where in `schema` the failure lies, as a JSON pointer of a URI: #/properties/size. `failure` of the whole is
     `reason`; of a schema that can be served it is None. It is called about depth * log(number of parts) times. What was
     found by the hundredth time, or when half a second of the processor was `spent`, is the answer."""

@@ -73,7 +73,7 @@ def any_of(texts: Iterable[Text | None]) -> Text | None:
     if len(found) < 2:
         return found[0] if found else None
     return Text(min(text.num_bytes for text in found),
-                min((text.run for text in found), key=lambda run: run.num_bytes), True)  # fmt: skip
+                min((text.run for text in found), key=lambda run: run.num_bytes), True)
 
 
 def all_of(texts: Sequence[Text | None]) -> Text | None:
@@ -83,7 +83,7 @@ def all_of(texts: Sequence[Text | None]) -> Text | None:
         return None
     return Text(max(text.num_bytes for text in found),
                 max((text.run for text in found), key=lambda run: run.num_bytes),
-                all(text.is_free for text in found))  # fmt: skip
+                all(text.is_free for text in found))
 
 
 def num_tokens(text: Text, encode: Callable[[str], Sequence[int]], longest_token_bytes: int) -> int:

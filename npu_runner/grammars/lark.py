@@ -113,7 +113,7 @@ def _grammar(tokens: Sequence[_Token], num_groups: int) -> LarkGrammar:
         if first.kind != "name" or name in grammar.definitions:
             raise UnreadableGrammar(f"line {first.line}: {first.text[:60]!r} begins no rule, or one a second time")
         brackets = [token for token in statement[1:colon] if token.value is not None or token.kind in
-                    ("name", "expression", "special")]  # fmt: skip
+                    ("name", "expression", "special")]
         if brackets:
             grammar.suffixes[name] = _Reader(brackets, grammar, num_groups).all_of_it()
         grammar.definitions[name] = _Reader(statement[colon + 1:], grammar, num_groups).all_of_it()
@@ -286,7 +286,7 @@ class _Reader:
             token = self._tokens[self._at]
             return UnreadableGrammar(f"line {token.line}: {token.text[:60]!r} is not expected there")
         return UnreadableGrammar("it ends too early" if not self._tokens else
-                                 f"line {self._tokens[-1].line}: it ends too early")  # fmt: skip
+                                 f"line {self._tokens[-1].line}: it ends too early")
 
 
 def _count(token: _Token) -> int:

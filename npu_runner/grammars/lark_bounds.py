@@ -57,14 +57,14 @@ def check_lark(text: str) -> Text | None:
         raise OutOfBounds("", f"it cannot be read ({error})") from error
     if grammar.specials:
         raise OutOfBounds("", f"{grammar.specials[0][:60]} stands for a token of the model; write its text as a text, "
-                              "or something else: what an answer says are characters")  # fmt: skip
+                              "or something else: what an answer says are characters")
     return _check_grammar(grammar, RuleSize())
 
 
 def _check_grammar(grammar: LarkGrammar, size: RuleSize) -> Text | None:
     graph = {name: Definition([(other, depth) for root in _roots(grammar, name) for other, depth in _names(root, 1)],
                               max(_depth(root, 1) for root in _roots(grammar, name)))
-             for name in grammar.definitions}  # fmt: skip
+             for name in grammar.definitions}
     chain = longest_chain(graph)
     check(chain.name, "rules and terminals that lead to each other", chain.num_links, LIMITS.max_rule_chain)
     check(chain.name, "levels of rules and groups inside each other", chain.num_levels, LIMITS.max_rule_levels)
@@ -94,7 +94,7 @@ def _add_parts(grammar: LarkGrammar, size: RuleSize) -> dict[int, Text | None]:
     inside: dict[int, Text | None] = {}
     roots = [(name, root) for name in grammar.definitions for root in _roots(grammar, name)]
     for name, node in ((name, node) for name, root in [*roots, *(("%ignore", root) for root in grammar.ignored)]
-                       for node in _nodes(root)):  # fmt: skip
+                       for node in _nodes(root)):
         if node.kind in ("json", "grammar"):
             size.add_parts(name, _PARTS_OF_GRAMMAR)
             is_json = node.kind == "json"
@@ -147,8 +147,7 @@ class _Measuring:
             "name": lambda node: known.get(node.value, _UNKNOWN),
             "not": self._complement,
             "grammar": lambda node: _Measures(text=inside[id(node)]),
-            "expression": self._expression, "free": lambda node: _Measures(),
-        }  # fmt: skip
+            "expression": self._expression, "free": lambda node: _Measures()}
 
     def measure(self, node: Node) -> _Measures:
         found = self._of_kind[node.kind](node)
@@ -169,17 +168,17 @@ class _Measuring:
             most = max(most, alternatives)
         return _Measures(most, max((part.expressions for part in parts), default=1),
                          times(joined(part.text for part in parts), node.least),
-                         sum(part.optional for part in parts) + (node.least == 0))  # fmt: skip
+                         sum(part.optional for part in parts) + (node.least == 0))
 
     def _any(self, node: Node) -> _Measures:
         parts = [self.measure(part) for part in node.parts]
         return _Measures(sum(part.alternatives for part in parts), max(part.expressions for part in parts),
-                         any_of(part.text for part in parts), sum(part.optional for part in parts))  # fmt: skip
+                         any_of(part.text for part in parts), sum(part.optional for part in parts))
 
     def _both(self, node: Node) -> _Measures:
         parts = [self.measure(part) for part in node.parts]
         return _Measures(1, sum(part.expressions for part in parts), all_of([part.text for part in parts]),
-                         sum(part.optional for part in parts))  # fmt: skip
+                         sum(part.optional for part in parts))
 
     def _complement(self, node: Node) -> _Measures:
         inner = self.measure(node.parts[0])

@@ -55,13 +55,13 @@ class RuleSize:
         check(place, "parts of an expression that may be left out", num_optional, LIMITS.max_optional_parts)
         self._num_optional += num_optional
         check(place, "parts of all expressions that may be left out", self._num_optional,
-              LIMITS.max_all_optional_parts)  # fmt: skip
+              LIMITS.max_all_optional_parts)
 
     def add_multiple(self, place: str, value: int) -> None:
         """Without the factors 2 and 5. Numbers that are tried beside each other are counted in the product."""
         self._multiple = math.lcm(self._multiple, value)
         check(place, "is the least common multiple of all values without the point and the factors 2 and 5",
-              self._multiple, LIMITS.max_common_multiple)  # fmt: skip
+              self._multiple, LIMITS.max_common_multiple)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def longest_chain(graph: Mapping[str, Definition]) -> Chain:
     for names in components(graph):
         inside = set(names)
         below = [(other, depth) for name in names for other, depth in graph[name].references
-                 if other in graph and other not in inside]  # fmt: skip
+                 if other in graph and other not in inside]
         num_links = len(names) + max((links[other] for other, _ in below), default=0)
         own = sum(graph[name].num_levels for name in names)
         over = own if len(names) > 1 else 0
@@ -143,5 +143,5 @@ def longest_chain(graph: Mapping[str, Definition]) -> Chain:
             links[name], levels[name] = num_links, num_levels
         longest = Chain(max(longest.num_links, num_links), max(longest.num_levels, num_levels),
                         names[0] if (num_links, num_levels) > (longest.num_links, longest.num_levels)
-                        else longest.name)  # fmt: skip
+                        else longest.name)
     return longest

@@ -126,7 +126,7 @@ class _Documents:
             patterns = node.get("patternProperties")
             if isinstance(patterns, Mapping):
                 check(f"{place}/patternProperties", "expressions of names", len(patterns),
-                       LIMITS.max_pattern_properties)  # fmt: skip
+                       LIMITS.max_pattern_properties)
             for pattern in (*(patterns if isinstance(patterns, Mapping) else ()), node.get("pattern")):
                 if isinstance(pattern, str):
                     check(f"{place}/pattern", "characters of an expression", len(pattern), LIMITS.max_regex_chars)
@@ -173,25 +173,25 @@ class _Documents:
             found.append(known.get(node["$ref"], _UNKNOWN))
         measures = _at_once(found, place)
         check(place, "alternatives and properties at one place", measures.alternatives + measures.properties,
-               LIMITS.max_rule_alternatives)  # fmt: skip
+               LIMITS.max_rule_alternatives)
         check(place, "expressions that one text has to match", measures.expressions, LIMITS.max_rule_intersections)
         return measures
 
     def _all(self, node: Mapping[str, Any], name: str, place: str, known: Mapping[str, _Measures]) -> list[_Measures]:
         items = node.get(name)
         return [self._measure(item, f"{place}/{name}/{number}", known)
-                for number, item in enumerate(items if isinstance(items, list) else ())]  # fmt: skip
+                for number, item in enumerate(items if isinstance(items, list) else ())]
 
     def _own(self, node: Mapping[str, Any], place: str, known: Mapping[str, _Measures]) -> _Measures:
         """What the schema says by itself, its alternatives and references apart."""
         inner = {name: self._measure(item, f"{place}/properties/{escaped(name)}", known)
-                 for name, item in _named(node, "properties").items()}  # fmt: skip
+                 for name, item in _named(node, "properties").items()}
         for name, item in _named(node, "patternProperties").items():
             self._measure(item, f"{place}/patternProperties/{escaped(name)}", known)
         items = node.get("items")
         prefix = self._all(node, "items" if isinstance(items, list) else "prefixItems", place, known)
         rest = [self._measure(node[name], f"{place}/{name}", known) for name in _OF_ONE
-                if name in node and not isinstance(node[name], list)]  # fmt: skip
+                if name in node and not isinstance(node[name], list)]
         of_items = rest[0] if rest and "items" in node and not isinstance(items, list) else _Measures()
         types = node.get("type")
         texts = node.get("enum")
@@ -203,8 +203,7 @@ class _Documents:
             expressions=num_texts + (num_texts > 0 and ("minLength" in node or "maxLength" in node)),
             multiple=_multiple(node.get("multipleOf")),
             text=all_of([_value_text(node), any_of(
-                _typed_text(kind, node, inner, prefix, of_items) for kind in _types(node))]),
-        )  # fmt: skip
+                _typed_text(kind, node, inner, prefix, of_items) for kind in _types(node))]))
 
 
 def multiples_within_bounds(schema: Any) -> dict[str, dict[str, Any]]:
@@ -219,7 +218,7 @@ def multiples_within_bounds(schema: Any) -> dict[str, dict[str, Any]]:
             found[place] = numbers
             total += _without_factors(numbers["multipleOf"])
             check(place, "is the sum of what is asked for in multiples between bounds, without the point and the "
-                         "factors 2 and 5", total, LIMITS.max_bounded_multiples_sum)  # fmt: skip
+                         "factors 2 and 5", total, LIMITS.max_bounded_multiples_sum)
             check(place, "different multiples between bounds", len(found), LIMITS.max_bounded_multiples)
     return found
 
@@ -285,7 +284,7 @@ def _schemas(node: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _has_inner_ids(schema: Any) -> bool:
     """Whether references may mean something else than pointers into the whole."""
     return any(isinstance(node.get(name), str) for place, node in _schemas(schema, _ROOT) if place != _ROOT
-               for name in ("$id", "id"))  # fmt: skip
+               for name in ("$id", "id"))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -343,8 +342,7 @@ def _one_of(branches: list[_Measures]) -> _Measures:
     return _Measures(
         sum(one.alternatives for one in branches), sum(one.properties for one in branches),
         max(one.expressions for one in branches), max(one.multiple for one in branches),
-        any_of(one.text for one in branches),
-    )  # fmt: skip
+        any_of(one.text for one in branches))
 
 
 def _at_once(found: list[_Measures], place: str) -> _Measures:
@@ -355,8 +353,7 @@ def _at_once(found: list[_Measures], place: str) -> _Measures:
         multiple = _lcm(multiple, one.multiple, place)
     return _Measures(
         alternatives, sum(one.properties * (alternatives // one.alternatives) for one in found),
-        sum(one.expressions for one in found), multiple, all_of([one.text for one in found]),
-    )  # fmt: skip
+        sum(one.expressions for one in found), multiple, all_of([one.text for one in found]))
 
 
 # -- the forced text ---------------------------------------------------------------------------------------------------
@@ -365,7 +362,7 @@ def _at_once(found: list[_Measures], place: str) -> _Measures:
 def _types(node: Mapping[str, Any]) -> list[str]:
     said = node.get("type")
     return [said] if isinstance(said, str) else [kind for kind in said if isinstance(kind, str)] \
-        if isinstance(said, list) else ["number"]  # fmt: skip
+        if isinstance(said, list) else ["number"]
 
 
 def _value_text(node: Mapping[str, Any]) -> Text | None:
@@ -376,9 +373,8 @@ def _value_text(node: Mapping[str, Any]) -> Text | None:
     return any_of(text_of(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) for value in values)
 
 
-def _typed_text(
-    kind: str, node: Mapping[str, Any], properties: Mapping[str, _Measures], prefix: list[_Measures], items: _Measures
-) -> Text | None:
+def _typed_text(kind: str, node: Mapping[str, Any], properties: Mapping[str, _Measures], prefix: list[_Measures],
+                items: _Measures) -> Text | None:
     if kind == "string":
         return joined([text_of('"'), FREE, text_of('"')])
     comma = text_of(",")
@@ -389,7 +385,7 @@ def _typed_text(
         return joined([text_of("["), *_between(comma, first), rest, text_of("]")])
     if kind == "object":
         names = [name for name in node.get("required") or () if isinstance(name, str)] \
-            if isinstance(node.get("required"), list) else []  # fmt: skip
+            if isinstance(node.get("required"), list) else []
         members = [joined([text_of(json.dumps(name, ensure_ascii=False) + ":"),
                            properties[name].text if name in properties else FREE]) for name in names]
         is_closed = node.get("additionalProperties") is False and not _named(node, "patternProperties")

@@ -66,4 +66,4 @@ def parser_limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=_STEP_MAX_ITEMS,
-                          max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)  # fmt: skip
+                          max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)

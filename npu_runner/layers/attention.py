@@ -82,8 +82,7 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
             raise ConfigError(
                 f"the KV cache's {name} have shape {tuple(cache.shape)} and strides {cache.stride()}; allocate keys "
                 "and values alike and contiguous as (layers, blocks, block_size, kv heads, head dim), the last two "
-                f"{sorted(heads)}"
-            )
+                f"{sorted(heads)}")
     for index, layer in layers.items():
         layer.k_cache, layer.v_cache = keys[index], values[index]
 

@@ -21,15 +21,8 @@ from torch import nn
 from npu_runner.checkpoint.model_config import MoEConfig
 from npu_runner.checkpoint.weights_reader import Member
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.ops import (
-    FP8_BLOCK,
-    FP8_BLOCKS,
-    FP8_EXPERTS,
-    INT8,
-    INT8_EXPERTS,
-    HeldExperts,
-    QuantisedExperts,
-)
+from npu_runner.platforms.ops import HeldExperts
+from npu_runner.platforms.quantised import FP8_BLOCK, FP8_BLOCKS, FP8_EXPERTS, INT8, INT8_EXPERTS, QuantisedExperts
 
 FORMS_OF_EXPERTS = {INT8: INT8_EXPERTS, FP8_BLOCKS: FP8_EXPERTS}
 """By the form of each matrix."""

@@ -56,8 +56,7 @@ def _shape(layer: GatedDeltaNetConfig, tp: TensorParallel) -> GatedDeltaShape:
     num_k_heads = tp.share(layer.num_k_heads, "linear_num_key_heads")[1]
     return GatedDeltaShape(
         num_k_heads=num_k_heads, num_v_heads=layer.num_v_heads // layer.num_k_heads * num_k_heads,
-        head_k_dim=layer.head_k_dim, head_v_dim=layer.head_v_dim, conv_kernel_size=layer.conv_kernel_size,
-    )
+        head_k_dim=layer.head_k_dim, head_v_dim=layer.head_v_dim, conv_kernel_size=layer.conv_kernel_size)
 
 
 def unbind_states(model: nn.Module) -> None:

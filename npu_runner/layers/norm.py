@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from npu_runner.layers.linear import HeldLinear, OutputPart
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8, INT8_STATIC
-from npu_runner.platforms.static_int8 import NormRounding
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8, INT8_STATIC, NormRounding
 
 # T tokens in the step, P parts, F features of a part on this rank
 

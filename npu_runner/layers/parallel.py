@@ -48,8 +48,12 @@ class TensorParallel:
         if self.size == 1:
             return x
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group())
+        self.gather_into(gathered, x)
         return gathered.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+
+    def gather_into(self, gathered: Tensor, x: Tensor) -> None:
+        """Every rank's `x`, one behind the other."""
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group())
 
     def _group(self) -> Any:
         is_compiled = self.graph_group is not None and torch.compiler.is_compiling()
@@ -95,7 +99,7 @@ class LayerContext:
     """Operators, attention, parallel group, dtype and device that a model is built for.
 
     `gated_delta` is there where the model has Gated DeltaNet layers. `weight_forms`: the forms of quantised weights
-    (platforms/ops.py) that linears and experts hold as they are. With any, they have no weights before `hold`.
+    (platforms/quantised.py) that linears and experts hold as they are. With any, they have no weights before `hold`.
     """
 
     ops: Ops

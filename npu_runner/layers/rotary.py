@@ -88,16 +88,14 @@ def inverse_frequencies(config: ModelConfig, num_positions: int) -> tuple[Tensor
     except KeyError as missing:
         raise ModelError(f"rope parameters of kind {rope.kind!r} lack {missing}") from None
     raise ModelError(
-        f"rope kind {rope.kind!r} is not supported; supported are default, linear, dynamic, llama3, yarn, longrope"
-    )
+        f"rope kind {rope.kind!r} is not supported; supported are default, linear, dynamic, llama3, yarn, longrope")
 
 
 def _refuse_growth(kind: str, num_positions: int, limit: int) -> None:
     """Kinds whose frequencies change with the length of each sequence cannot keep a cache of rotated keys."""
     if num_positions > limit:
         raise ConfigError(
-            f"rope kind {kind!r} changes every cached key beyond {limit} tokens; set max_model_len to at most {limit}"
-        )
+            f"rope kind {kind!r} changes every cached key beyond {limit} tokens; set max_model_len to at most {limit}")
 
 
 def _num_dims(config: ModelConfig) -> int:

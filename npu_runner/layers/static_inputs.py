@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.weights_reader import Int8Inputs
 from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.platforms.static_int8 import NormRounding
+from npu_runner.platforms.quantised import NormRounding
 
 MOST_ROWS_WITH_ONES = 1024
 """More than a graph of decode steps has."""

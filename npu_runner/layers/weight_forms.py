@@ -12,7 +12,7 @@ from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_
 from npu_runner.layers.expert_weights import FORMS_OF_EXPERTS, ExpertWeights
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear, form_of
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8
 
 MADE_AT_LOAD: Mapping[str, Held] = {INT8: BY_ROW, FP8: FP8}
 """By the setting `quantization`, how weights are held that it makes."""

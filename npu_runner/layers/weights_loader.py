@@ -22,7 +22,7 @@ from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.linear import HeldLinear
 from npu_runner.layers.parallel import WeightPart
 from npu_runner.layers.weight_forms import hold_as_stored, hold_rounded
-from npu_runner.platforms.ops import FP8_BLOCK
+from npu_runner.platforms.quantised import FP8_BLOCK
 
 logger = logging.getLogger(__name__)
 

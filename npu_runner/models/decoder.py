@@ -1,5 +1,5 @@
 """The decoder that all families share: embeddings, the family's layers, a norm, a head; optionally beside a vision
-tower. Knows no tower and no cache.
+tower, and with a head that drafts. Knows no tower, no steps and no cache.
 
 T tokens in the step, D hidden size, R dims of a head that turn.
 """
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,16 +23,15 @@ from npu_runner.checkpoint.model_config import (
     MoEConfig,
     ScorePooling,
 )
-from npu_runner.layers.linear import OutputHead, TokenEmbedding
+from npu_runner.layers.heads import ClassHead, OutputHead, TokenEmbedding, TokenScoreHead
+from npu_runner.layers.linear import ColumnParallelLinear, OutputPart
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.layers.pooling_heads import ClassHead, TokenScoreHead
 from npu_runner.layers.rotary import RotaryTable
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.mixers.gated_delta_net import GatedDeltaNet
 from npu_runner.models.mixers.mlp import DecoderMLP, SparseMoE
-from npu_runner.models.mtp import MTPHead
-from npu_runner.platforms.ops import RoundedRows
+from npu_runner.platforms.quantised import RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 MakeAttention: TypeAlias = Callable[[ModelConfig, AttentionConfig, int, LayerContext], nn.Module]
@@ -70,9 +70,17 @@ class DecoderLayer(nn.Module):
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
-        x_TD = self.mix(x_TD, cos_TR, sin_TR, metadata)
+        x_TD = self.behind_mixer(self.mix(x_TD, cos_TR, sin_TR, metadata))
         x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.of_ends(residual_TD))
-        return self.mlp(x_TD), residual_TD
+        return self.behind_channel(self.mlp(x_TD)), residual_TD
+
+    def behind_mixer(self, x_TD: Tensor) -> Tensor:
+        """What the sequence mixer gives, as it is added."""
+        return x_TD
+
+    def behind_channel(self, x_TD: Tensor) -> Tensor:
+        """The same of the channel mixer."""
+        return x_TD
 
     def weights_are_loaded(self) -> None:
         """Tells the norms in front of mixers which product reads them, where it is one. A layer whose `forward` reads
@@ -155,6 +163,35 @@ def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext, *,
         return None
     return OutputHead("lm_head", config.vocab_size, config.hidden_size, context,
                       tied_to=decoder.embed_tokens if config.tie_word_embeddings else None)
+
+
+class MTPHead(nn.Module):
+    """The head for multi-token prediction of Qwen3.5, 3.6, 3.8 and Qwen3-Next, under its checkpoints' names.
+
+    For a token at place i it takes the decoder's final hidden state, behind its last norm as the output head reads it,
+    and the embedded token i + 1. Both are normed, put side by side, embedding first, and made one by `fc`; a decoder
+    layer and a norm follow. The decoder's output head makes logits of the result: those of token i + 2. With the result
+    in the place of the hidden state it goes on to token i + 3.
+
+    `layer` attends over keys and values of its own, at the same places; norms are of the class `norm`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: nn.Module, norm: type[RMSNorm], context: LayerContext):
+        super().__init__()
+        size = config.hidden_size
+        # Whole on every rank: it is read once a step, and small beside the decoder.
+        self.fc = ColumnParallelLinear(2 * size, [OutputPart("fc", size, 0, size)], bias=False, context=context)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            norm(size, config.rms_norm_eps, context) for _ in range(3))
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, next_TD: Tensor, hidden_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
+                rotary: RotaryTable) -> Tensor:
+        """See DraftingModel.draft (models/contract.py)."""
+        both_T2D = torch.cat([self.pre_fc_norm_embedding(next_TD), self.pre_fc_norm_hidden(hidden_TD)], dim=-1)
+        cos_TR, sin_TR = rotary(positions)
+        x_TD, residual_TD = self.layers[0](self.fc(both_T2D), None, cos_TR, sin_TR, metadata)
+        return self.norm.add_forward(x_TD, residual_TD)[0]
 
 
 def draft_head(config: ModelConfig, context: LayerContext, layer: MakeLayer) -> MTPHead | None:

@@ -176,8 +176,7 @@ def check_tokens_stand_alone(model: TransformersModel, num_positions: int, vocab
         raise ModelError(
             f"{type(model.causal_lm).__name__}: logits of a token change by {error:.1%} with what else lies in its "
             "step (convolutions over tokens, states, positions that the model counts itself, a rotary embedding that "
-            "depends on the longest position); such a model needs a strategy of its own"
-        )
+            "depends on the longest position); such a model needs a strategy of its own")
 
 
 def _two_steps(num_positions: int, vocab_size: int, num_tokens: int = 8) -> tuple[Tensor, Tensor, Tensor]:

@@ -167,8 +167,7 @@ def _make_piece(size: int, waves: list[list[_Chunk]], device: torch.device) -> P
         tokens_NS=_to(tokens_NS, device),
         mask_NS=None if is_full else _to(mask_NS, device),
         real=None if is_full else _to(np.flatnonzero(mask_NS), device),
-        out_tokens=_to(tokens_NS[mask_NS], device),
-    )
+        out_tokens=_to(tokens_NS[mask_NS], device))
 
 
 def _make_wave(wave: list[_Chunk], device: torch.device) -> Wave:
@@ -194,8 +193,7 @@ def plan_convolution(query_lens_B: Sequence[int], context_lens_B: Sequence[int],
         is_old_B=_to(lens_B != np.asarray(context_lens_B), device),
         places_T=_to(places_T, device),
         tails_XW=_to(tails[:, None] + np.arange(before), device),
-        saved_slots=_to(np.array([save.slot for save in saves], dtype=np.int64), device) if saves else None,
-    )
+        saved_slots=_to(np.array([save.slot for save in saves], dtype=np.int64), device) if saves else None)
 
 
 def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torch.device) -> DraftSources:

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.ops import (
+from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.quantised import (
     Fp8Rows,
     Fp8Weight,
-    HeldExperts,
     Int8Rows,
     Int8Weight,
     QuantisedExperts,
-    TorchOps,
+    StaticInt8Weight,
+    StaticRows,
 )
-from npu_runner.platforms.static_int8 import StaticInt8Weight, StaticRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -101,12 +101,10 @@ class MetaOps(TorchOps):
         return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
 
     def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
-        return values_TI.new_empty(len(values_TI), len(weight.scales_O), dtype=x_TI.dtype)
+        return _product_in_8_bits(x_TI, len(weight.scales_O))
 
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
-        return values_TI.new_empty(len(values_TI), len(weight.values_OI), dtype=x_TI.dtype)
+        return _product_in_8_bits(x_TI, len(weight.values_OI))
 
     def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
         dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # what many rows may take
@@ -153,7 +151,6 @@ class MetaOps(TorchOps):
         del rows_PD, hidden_PI, outputs_PD
         return out_TD
 
-
     def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
         """As `experts`, inputs of both products in 8 bits. Where rows are copied, products of gate and up are int32.
@@ -171,18 +168,24 @@ class MetaOps(TorchOps):
         return out_TD
 
 
+def _product_in_8_bits(x_TI: Tensor | Fp8Rows | StaticRows, num_outputs: int) -> Tensor:
+    values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
+    return values_TI.new_empty(len(values_TI), num_outputs, dtype=x_TI.dtype)
+
+
 def _rounded(x_TI: Tensor) -> Int8Rows:
     return Int8Rows(torch.empty_like(x_TI, dtype=torch.int8), x_TI.new_empty(len(x_TI), dtype=torch.float32),
                     x_TI.dtype)
 
 
 class MetaAttention(AttentionBackend):
-    """vision_head_dims: those that towers are laid out for (`Platform.vision_head_dims`)."""
+    """vision_head_dims, fp8_prompt_room: the platform's."""
 
     name = "meta"
 
-    def __init__(self, vision_head_dims: Sequence[int] | None):
-        self._vision_head_dims = vision_head_dims
+    def __init__(self, vision_head_dims: Sequence[int] | None, fp8_prompt_room: int):
+        self._vision_head_dims, self._fp8_prompt_room = vision_head_dims, fp8_prompt_room
+        self._wide: Tensor | None = None
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> None:
@@ -193,6 +196,10 @@ class MetaAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
+        room = self._fp8_prompt_room if k_cache.dtype == torch.float8_e4m3fn and window is None else 0
+        num_blocks = -(-room * len(q_TNH) // k_cache.shape[1])
+        if num_blocks > (0 if self._wide is None else self._wide.shape[1]):
+            self._wide = q_TNH.new_empty((2, num_blocks, *k_cache.shape[1:]))  # it stays, for all layers
         return q_TNH.new_empty(q_TNH.shape)
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,

@@ -12,21 +12,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.grouped import product as grouped_product
-from npu_runner.platforms.static_int8 import (
+from npu_runner.platforms.quantised import (
+    FP8_BLOCK,
+    Fp8Rows,
+    Fp8Weight,
+    Int8Rows,
+    Int8Weight,
     NormRounding,
+    QuantisedExperts,
+    RoundedRows,
     StaticInt8Weight,
     StaticRows,
     divided_rows,
+    fp8_rows,
+    int8_rows,
+    scaled,
     static_product,
     static_rows,
 )
-from npu_runner.platforms.token_look_up import TokenLookUp
 
 AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
@@ -46,75 +56,6 @@ class HeldExperts(NamedTuple):
 
     first: int
     total: int
-
-
-INT8, INT8_STATIC = "int8", "int8_static"
-"""The forms of weights that `Int8Weight` and `StaticInt8Weight` hold."""
-INT8_MAX = 127.0
-
-
-class Int8Weight(NamedTuple):
-    """Rows of int8 and a scale for each: values * scales. Products take inputs that are rounded alike."""
-
-    values_OI: Tensor
-    """int8, contiguous."""
-    scales_O: Tensor
-    """float32."""
-
-
-FP8, FP8_BLOCKS = "fp8", "fp8_blocks"
-"""The forms of weights that `Fp8Weight` holds: with a scale for each row, or for each block of 128 x 128."""
-FP8_BLOCK = 128
-FP8_MAX = 448.0
-FP8_ALIGNMENT = 16
-"""What inputs and outputs of products with FP8 are multiples of."""
-
-
-class Fp8Weight(NamedTuple):
-    """values * scales. Products take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
-
-    values_OI: Tensor
-    """float8_e4m3fn, contiguous."""
-    scales: Tensor
-    """float32, (O,), or (O / 128, I / 128)."""
-
-
-INT8_EXPERTS, FP8_EXPERTS = "int8_experts", "fp8_block_experts"
-"""The forms of experts that `QuantisedExperts` holds: int8 by row, and FP8 with a scale for each block of 128 x 128."""
-
-
-class QuantisedExperts(NamedTuple):
-    """Of each expert what `Int8Weight` or `Fp8Weight` holds of a weight: values * scales."""
-
-    values: Tensor
-    """int8 or float8_e4m3fn, contiguous: (E, O, I), or (E, I, O) with `Ops.experts_in_out`."""
-    scales: Tensor
-    """(E, O) of int8, float32 or as `Ops.down_scales_dtype` says; float32 (E, O / 128, I / 128) of FP8."""
-
-
-class Int8Rows(NamedTuple):
-    """Inputs of such products, rounded already: values * scales, one scale for each token."""
-
-    values_TI: Tensor
-    """int8."""
-    scales_T: Tensor
-    """float32."""
-    dtype: torch.dtype
-    """What they were, and what products with them are."""
-
-
-class Fp8Rows(NamedTuple):
-    """Inputs of products with `Fp8Weight`, rounded already: values * scales."""
-
-    values_TI: Tensor
-    """float8_e4m3fn."""
-    scales: Tensor
-    """float32, (T,), or (T, I / 128)."""
-    dtype: torch.dtype
-    """What they were, and what products with them are."""
-
-
-RoundedRows: TypeAlias = Int8Rows | Fp8Rows | StaticRows
 
 
 class Ops(ABC):
@@ -353,7 +294,9 @@ class TorchOps(Ops):
         return rotate_leading(q_TNH, cos, sin), rotate_leading(k_TKH, cos, sin)
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_half_in_float32(qk_T2NH, cos_TH, sin_TH)
+        turned_T2NH = rotate_half(qk_T2NH.float(), cos_TH[:, None, None], sin_TH[:, None, None])
+        q_TNH, k_TNH = turned_T2NH.to(qk_T2NH.dtype).unbind(1)
+        return q_TNH, k_TNH
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
@@ -376,30 +319,6 @@ class TorchOps(Ops):
     @functools.cached_property
     def _look_up(self) -> TokenLookUp:
         return TokenLookUp()
-
-
-def fp8_rows(x_TI: Tensor, *, in_blocks: bool) -> Fp8Rows:
-    """Rows rounded to the nearest, the largest at 448, of each row or of each 128 of one. Zeros have scale 0."""
-    wide_TGI = x_TI.float().unflatten(-1, (-1, FP8_BLOCK if in_blocks else x_TI.shape[-1]))
-    scales_TG = wide_TGI.abs().amax(-1) / FP8_MAX
-    divisors_TG1 = scales_TG.masked_fill(scales_TG == 0, 1.0)[..., None]
-    values_TI = (wide_TGI / divisors_TG1).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(torch.float8_e4m3fn)
-    return Fp8Rows(values_TI, scales_TG if in_blocks else scales_TG[:, 0], x_TI.dtype)
-
-
-def scaled(values: Tensor, scales: Tensor, num_rows: int) -> Tensor:
-    """values * scales in float32; scales of rows, or of `num_rows` rows and 128 columns."""
-    if scales.dim() == 1:
-        return values.float() * scales[:, None]
-    return values.float() * scales.repeat_interleave(num_rows, 0).repeat_interleave(FP8_BLOCK, 1)
-
-
-def int8_rows(x_TI: Tensor) -> Int8Rows:
-    """Rows rounded to the nearest, symmetric, the largest at 127. A row of zeros has scale 0."""
-    wide_TI = x_TI.float()
-    scales_T = wide_TI.abs().amax(-1) / INT8_MAX
-    divisors_T1 = scales_T.masked_fill(scales_T == 0, 1.0)[:, None]
-    return Int8Rows((wide_TI / divisors_T1).round().to(torch.int8), scales_T, x_TI.dtype)
 
 
 def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -444,8 +363,22 @@ def _one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: rang
     return out_TD
 
 
-def rotate_half_in_float32(qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """`Ops.rotary_in_float32` in plain torch."""
-    turned_T2NH = rotate_half(qk_T2NH.float(), cos_TH[:, None, None], sin_TH[:, None, None])
-    q_TNH, k_TNH = turned_T2NH.to(qk_T2NH.dtype).unbind(1)
-    return q_TNH, k_TNH
+
+class TokenLookUp:
+    """`Ops.allow_tokens` by a look-up for each byte. Bits are not shifted and masked separately: each would be a pass
+    over all tokens, slow on some devices."""
+
+    def __init__(self) -> None:
+        self._masks_of_bytes: Tensor | None = None
+        """float32 (256, 8): what is added for the bits of each byte, 0 or -inf."""
+
+    def __call__(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
+        num_rows, num_words = words_CW.shape
+        if self._masks_of_bytes is None:
+            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+            masks = torch.from_numpy(np.where(bits == 1, np.float32(0.0), np.float32(-np.inf)))
+            self._masks_of_bytes = masks.to(words_CW.device)
+        bytes_ = words_CW.view(torch.uint8).view(-1).to(torch.int32)
+        masks_CV = self._masks_of_bytes.index_select(0, bytes_).view(num_rows, 32 * num_words)
+        taken_CV = logits_BV if rows_C is None else logits_BV.index_select(0, rows_C)
+        return taken_CV + masks_CV[:, : logits_BV.shape[1]]

@@ -76,8 +76,8 @@ class Platform(ABC):
     """The head dims that towers are laid out for, rising; None: any."""
     weight_forms: tuple[str, ...] = ()
     """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
-    `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/ops.py). Weights of
-    another form are dequantised while loading."""
+    `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
+    Weights of another form are dequantised while loading."""
     modes_without_forms: tuple[str, ...] = ()
     """The graph modes in which it has none of these."""
     rounds_weights: bool = False
@@ -89,6 +89,8 @@ class Platform(ABC):
     """A token's row is copied for each of its experts, and not read where it lies."""
     fp8_cache_backends: tuple[str, ...] = ()
     """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
+    fp8_prompt_room: int = 0
+    """For prefills over keys and values in e4m3, so many times the largest one's tokens have room in 16 bits."""
     prefill_graph_backends: tuple[str, ...] = ()
     """The attention backends whose short prefills are recorded in graphs, in every graph mode but eager. Then
     `GraphCompiler.records`."""

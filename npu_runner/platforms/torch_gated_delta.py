@@ -41,8 +41,7 @@ class TorchGatedDelta(GatedDeltaBackend):
         check_saves(query_lens_B, context_lens_B, saves)
         return PrefillPlan(
             convolution=plan_convolution(query_lens_B, context_lens_B, saves, self.shape.conv_kernel_size, device),
-            groups=plan_chunks(query_lens_B, context_lens_B, saves, device),
-        )
+            groups=plan_chunks(query_lens_B, context_lens_B, saves, device))
 
     def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> DraftSources:
         return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, runs_T.device)

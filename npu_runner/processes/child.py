@@ -59,7 +59,7 @@ class Child:
                 command, pass_fds=descriptors, env=own_environment, start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=2 if output is None else output,  # the parent's own may be a job's answers
                 stderr=output,
-            )  # fmt: skip
+            )
 
         self._process = in_start_thread(start, unclaimed=_end)
         self._stopped: Stopwatch | None = None

@@ -33,8 +33,8 @@ from npu_runner.prompts.text.pair_template import (
 )
 from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.prompts.vision_prompts import Known, VisionPrompts, check_kinds, not_cut
-from npu_runner.request.classes import SIGMOID, Classes
 from npu_runner.request.limits import shown
+from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
 
 logger = logging.getLogger(__name__)
@@ -148,11 +148,9 @@ class PairPrompts:
         return {"instruction": self._settings.instruction, "chat_template_kwargs": self._template_kwargs,
                 "add_generation_prompt": self._settings.add_generation_prompt, "is_published": self._is_published}
 
-    def __call__(
-        self, query: Side, document: Side, *, instruction: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None,
-    ) -> PromptInputs:  # fmt: skip
+    def __call__(self, query: Side, document: Side, *, instruction: str | None = None,
+                 chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
+                 mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None) -> PromptInputs:
         """`instruction`: what is looked for, in words. `truncate_prompt_tokens`: of a longer prompt the end of the
         document is left out, the template stays whole. `known`: as in VisionPrompts. Raises RequestError."""
         asked = self._vision.as_asked(mm_processor_kwargs)
@@ -185,8 +183,7 @@ class PairPrompts:
         if len(conversation.seen) > self._max_images:
             raise RequestError(
                 f"{len(conversation.seen)} images and videos in query and document, at most {self._max_images} are "
-                "allowed (max_images_per_prompt)", "too_many_images", conversation.seen[-1][1],
-            )  # fmt: skip
+                "allowed (max_images_per_prompt)", "too_many_images", conversation.seen[-1][1])
         check_kinds(conversation.seen, self._limits)
         if not conversation.seen and not any(text.strip() for text in texts[-2:]):
             raise RequestError("query and document are both empty; give text or an image", "empty_prompt")
@@ -232,11 +229,9 @@ class TextPairs:
     def __init__(self, *, tokenizer: Tokenizer, vision: VisionPrompts, text_length: TextLength):
         self._tokenizer, self._vision, self._text_length = tokenizer, vision, text_length
 
-    def __call__(
-        self, query: Side, document: Side, *, instruction: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None,
-    ) -> PromptInputs:  # fmt: skip
+    def __call__(self, query: Side, document: Side, *, instruction: str | None = None,
+                 chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
+                 mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None) -> PromptInputs:
         """`truncate_prompt_tokens`: of a longer prompt the end of the document is left out. Raises RequestError."""
         for name, value in (("instruction", instruction), ("chat_template_kwargs", chat_template_kwargs),
                             ("mm_processor_kwargs", mm_processor_kwargs)):

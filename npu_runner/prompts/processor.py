@@ -189,8 +189,7 @@ class ChatProcessor(RequestChecks):
             image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
             video_token_id=config.get("video_token_id"), settings=self.image_settings, videos=videos,
             no_videos=no_videos,
-            text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope,
-        )  # fmt: skip
+            text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope)
 
     @property
     def why_no_videos(self) -> str | None:
@@ -208,8 +207,7 @@ class ChatProcessor(RequestChecks):
         if self._tool_call_parser is None and self.settings.tool_call_parser == "auto":
             raise RequestError(
                 "tools: how this model writes its calls is not known; name a parser with --tool-call-parser, or none "
-                "to have them as text", "unsupported_parameter", "tools",
-            )  # fmt: skip
+                "to have them as text", "unsupported_parameter", "tools")
         return self._tool_call_parser
 
     def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams:
@@ -223,13 +221,11 @@ class ChatProcessor(RequestChecks):
         template = self._template if chat_template is None else self._chat_of(chat_template).template
         return template is not None and name in template.variables
 
-    def __call__(
-        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False, truncate_prompt_tokens: int | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None, chat_template: str | None = None,
-    ) -> PromptInputs:
+    def __call__(self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
+                 tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
+                 add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+                 truncate_prompt_tokens: int | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
+                 chat_template: str | None = None) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
         `messages` are OpenAI's, {"role", "content", ...}. Content is text, or parts {"type": "text", "text"} and
@@ -254,19 +250,16 @@ class ChatProcessor(RequestChecks):
         self._text_length.check(texts, is_cut=truncate_prompt_tokens is not None)
         text, token_ids = chat.text_and_ids(
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt is not False,
-        )
+            add_generation_prompt=add_generation_prompt is not False)
         seen = self._vision.in_order(token_ids, conversation.seen)
         prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked)
         tokens = self.reasoning_tokens
         thinking = None if tokens is None else thinking_after(prompt.token_ids, tokens, self.tokenizer)
         return replace(prompt, thinking=thinking, text=text)
 
-    def from_text(
-        self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (),
-        videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> PromptInputs:
+    def from_text(self, prompt: str | Sequence[int], images: Sequence[Image.Image | bytes] = (),
+                  videos: Sequence[Video | bytes] = (), *, truncate_prompt_tokens: int | None = None,
+                  mm_processor_kwargs: Mapping[str, Any] | None = None) -> PromptInputs:
         """A raw prompt, as text or token ids, with one image token for each image and one video token for each video
         (encoded bytes).
 
@@ -356,10 +349,8 @@ class ChatProcessor(RequestChecks):
         return token_ids
 
 
-def _read_again(
-    kind: type[ChatProcessor], model_path: str, settings: ProcessorSettings, digests: Mapping[str, str | None],
-    versions: Mapping[str, str | None],
-) -> ChatProcessor:  # fmt: skip
+def _read_again(kind: type[ChatProcessor], model_path: str, settings: ProcessorSettings,
+                digests: Mapping[str, str | None], versions: Mapping[str, str | None]) -> ChatProcessor:
     """The same processor in another process. Raises JobError where it would be another one."""
     try:
         return kind(model_path, settings)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.arrays import as_image
+from npu_runner.prompts.media.images import as_image
 from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.prompts.media.videos import Video
 
@@ -62,13 +62,11 @@ def checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """A list of them. Raises RequestError for anything else."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise RequestError(
-            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt"
-        )
+            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt")
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(
-                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt"
-            )
+                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt")
     return list(prompt)
 
 

@@ -12,9 +12,8 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.text.tokenizer import TextLength, resolve_sampling
 from npu_runner.prompts.vision_prompts import not_cut
-from npu_runner.request.classes import Classes
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
@@ -34,7 +33,7 @@ _NEEDS = {
     "score": "a score needs a checkpoint whose modules.json has a LogitScore, or task score (--task score)",
     CLASSIFY: "classes need a checkpoint whose architectures name a *ForSequenceClassification",
     TOKEN_EMBED: "states of all tokens need runner pooling (--runner pooling)",
-}  # fmt: skip
+}
 """What a request for a task needs, in a model that was loaded for another."""
 
 
@@ -105,8 +104,7 @@ class RequestChecks:
         if asked > self.max_model_len or (asked == -1 and most < 1):
             raise RequestError(
                 f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
-                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name,
-            )  # fmt: skip
+                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name)
         return most if asked == -1 else asked
 
     def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:

@@ -40,8 +40,7 @@ def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool,
     is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     conversation = parse_messages(
         resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images,
-        needs_text=needs_text,
-    )
+        needs_text=needs_text)
     # A string of a class of its own may be one that no worker knows.
     conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
     return conversation

@@ -100,11 +100,9 @@ class VideoPrompts:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def read_video_prompts(
-    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, form: VideoForm, fps: float | None,
-    max_frames: int | None, num_frames: int | None = None, min_pixels: int | None = None,
-    max_pixels: int | None = None,
-) -> VideoPrompts:
+def read_video_prompts(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, form: VideoForm,
+                       fps: float | None, max_frames: int | None, num_frames: int | None = None,
+                       min_pixels: int | None = None, max_pixels: int | None = None) -> VideoPrompts:
     """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
     start, end = _AROUND_IMAGES if form.is_of_images else _AROUND_ALL
     tokens: dict[str, tuple[int, str]] = {}
@@ -120,8 +118,7 @@ def read_video_prompts(
                                      num_frames=num_frames, min_pixels=min_pixels, max_pixels=max_pixels),
         video_token=tokens["video_token_id"], start_id=tokens[start][0], end_id=tokens[end][0], form=form,
         pair_token_id=read_image_token(config, tokenizer)[0] if form.is_of_images else None,
-        steps_per_second=float(config["vision_config"].get("tokens_per_second", _STEPS_PER_SECOND)),
-    )  # fmt: skip
+        steps_per_second=float(config["vision_config"].get("tokens_per_second", _STEPS_PER_SECOND)))
 
 
 @dataclass(frozen=True)
@@ -141,10 +138,9 @@ class VisionPrompts:
     where it sees none, which `no_videos` gives the reason for.
     """
 
-    def __init__(
-        self, *, image_token: tuple[int, str] | None, video_token_id: int | None, settings: ImageSettings | None,
-        videos: VideoPrompts | None, no_videos: str, text_length: TextLength, max_source_pixels: int, uses_mrope: bool,
-    ):  # fmt: skip
+    def __init__(self, *, image_token: tuple[int, str] | None, video_token_id: int | None,
+                 settings: ImageSettings | None, videos: VideoPrompts | None, no_videos: str, text_length: TextLength,
+                 max_source_pixels: int, uses_mrope: bool):
         self.image_token_id: int | None = image_token[0] if image_token else None
         self.image_token: str | None = image_token[1] if image_token else None
         self.video_token_id = video_token_id
@@ -196,10 +192,8 @@ class VisionPrompts:
             videos = replace(videos, settings=videos.settings.asked(of_videos))
         return Asked(images, videos, {key: value for key, value in given.items() if key in OF_IMAGES})
 
-    def prompt(
-        self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
-        asked: Asked, known: Known | None = None,
-    ) -> PromptInputs:  # fmt: skip
+    def prompt(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None, asked: Asked,
+               known: Known | None = None) -> PromptInputs:
         """`seen`: as `in_order` gives them, `asked`: as `as_asked` does. `most_tokens`: keep the last; None: all.
         `known`: what other prompts of the same objects have prepared of them; it grows."""
         if most_tokens is not None and not seen:
@@ -230,9 +224,8 @@ class VisionPrompts:
         frame = bounded(settings.frame, asked.bounds, loaded)
         return replace(asked, videos=replace(asked.videos, settings=replace(settings, frame=frame)))
 
-    def _prepare(
-        self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked, known: Known
-    ) -> list[list[Shown]]:
+    def _prepare(self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked,
+                 known: Known) -> list[list[Shown]]:
         """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
         num_tokens = num_text_tokens
         self._text_length.check_tokens(num_tokens)
@@ -310,8 +303,7 @@ def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[i
     if token is None:
         raise ModelError(
             f"config.json has a vision_config but image_token_id {token_id!r} is not a token of tokenizer.json; "
-            f"the files belong to different checkpoints"
-        )
+            f"the files belong to different checkpoints")
     return token_id, token  # type: ignore[return-value]
 
 
@@ -329,13 +321,11 @@ def _check_count(token_ids: list[int], token_id: int | None, token: str | None, 
         raise RequestError(
             f"the prompt has {num_placeholders} {kind} placeholders ({token}) for {num_given} {kind}s; "
             f"give one for each",
-            code=f"{kind}_count_mismatch",
-        )
+            code=f"{kind}_count_mismatch")
 
 
-def _expand_placeholders(
-    token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]]
-) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
+def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None],
+                         seen: list[list[Shown]]) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
     """Repeat each placeholder as often as what it stands for has tokens, with what is written around that."""
     if not seen:
         return token_ids, [], []
@@ -366,9 +356,8 @@ def asks_for_mrope(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def mrope_positions(
-    num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]], merge_size: int
-) -> tuple[np.ndarray, int]:
+def mrope_positions(num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]],
+                    merge_size: int) -> tuple[np.ndarray, int]:
     """Positions int32 (3, T) and the delta: token i after the prompt has position i + delta in all three rows.
 
     Text counts up in all rows. An image's tokens share one time. Its rows and columns count from that number. Pairs of

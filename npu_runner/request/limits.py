@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,18 @@ def check_count(name: str, what: str, value: Sized | int, limit: int, code: str 
         raise RequestError(f"{name}: {count} {what}, at most {limit} are allowed", code, name)
 
 
+def given_fields(value: Any, name: str, known: Sequence[str], code: str) -> dict[str, Any]:
+    """What the object `value` has of the fields of `name` that are known, but for null. Raises RequestError for what is
+    no object, with `code`, and for an unknown field."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", code, name)
+    for each in value:
+        if each not in known:
+            field = f"{name}.{str(each)[:60]}"
+            raise RequestError(f"{field}: unknown field; {', '.join(known)} are known", "unknown_parameter", field)
+    return {each: item for each, item in value.items() if item is not None}
+
+
 def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> None:
     """Refuse more log probabilities than one answer may hold. `num_top`: None where none are wanted."""
     if num_top is None or n * max_tokens * (num_top + 1) <= limit:
@@ -161,8 +173,7 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
         f"logprobs: n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is {n * max_tokens * (num_top + 1)} "
         f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); max_tokens {most} would fit",
         "too_many_logprobs",
-        "logprobs",
-    )
+        "logprobs")
 
 
 def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> None:
@@ -172,8 +183,7 @@ def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> N
     raise RequestError(
         f"prompt_logprobs: {num_tokens} prompt tokens x ({num_top} most probable + 1) is {num_tokens * (num_top + 1)} "
         f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); shorten the prompt or ask for "
-        "fewer", "too_many_logprobs", "prompt_logprobs",
-    )  # fmt: skip
+        "fewer", "too_many_logprobs", "prompt_logprobs")
 
 
 def plain_template_kwargs(value: Any) -> dict[str, Any]:
@@ -184,8 +194,7 @@ def plain_template_kwargs(value: Any) -> dict[str, Any]:
         raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", "invalid_type", name)
     check_count(name, "entries", value, LIMITS.max_template_kwargs)
     plain: dict[str, Any] = plain_json(
-        name, value, max_nesting=LIMITS.max_template_kwargs_nesting, max_chars=LIMITS.max_template_kwargs_chars
-    )
+        name, value, max_nesting=LIMITS.max_template_kwargs_nesting, max_chars=LIMITS.max_template_kwargs_chars)
     return plain
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from npu_runner.request.classes import Classes
 from npu_runner.request.outputs import PooledRequestOutput, RequestOutput
+from npu_runner.request.pooling_params import Classes
 
 
 @dataclass(frozen=True)

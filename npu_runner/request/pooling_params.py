@@ -1,10 +1,16 @@
-"""What a caller asks of one request for a vector or a score. Knows nothing of tensors, tokenizers or models."""
+"""What a caller asks of one request for a vector, a score or classes, and the classes that a model tells apart. Knows
+nothing of tensors, tokenizers or models.
+
+W classes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import shown
@@ -70,3 +76,32 @@ class PoolingParams:
 
 def _error(name: str, what: str) -> RequestError:
     return RequestError(f"{name}: {what}", code="invalid_pooling_parameter", param=name)
+
+
+SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """`labels`: names of the W classes, in their order. `activation`: softmax, one of the classes is it; sigmoid, each
+    for itself; identity, the logits are numbers to be told (regression)."""
+
+    labels: tuple[str, ...]
+    activation: str
+
+    def probabilities(self, logits_W: np.ndarray) -> np.ndarray:
+        """float32 (W,), computed in float64."""
+        x_W = logits_W.astype(np.float64)
+        if self.activation == SOFTMAX:
+            x_W = np.exp(x_W - x_W.max())
+            x_W /= x_W.sum()
+        elif self.activation == SIGMOID:
+            small_W = np.exp(-np.abs(x_W))  # of the larger side it would overflow
+            x_W = np.where(x_W >= 0, 1.0, small_W) / (1.0 + small_W)
+        else:
+            assert self.activation == IDENTITY, f"{self.activation!r} is none of those that checkpoints are read for"
+        return x_W.astype(np.float32)
+
+    def label(self, logits_W: np.ndarray) -> str:
+        """Of the likeliest class."""
+        return self.labels[int(logits_W.argmax())]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, shown
+from npu_runner.request.limits import LIMITS, given_fields, shown
 
 NAME = "repetition_detection"
 
@@ -47,17 +47,9 @@ class RepetitionDetectionParams:
     @classmethod
     def of(cls, value: Any) -> RepetitionDetectionParams:
         """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise RequestError(f"{NAME}: an object is needed, not {type(value).__name__}",
-                               "invalid_sampling_parameter", NAME)
         known = [field.name for field in dataclasses.fields(cls)]
-        for name in value:
-            if name not in known:
-                field = f"{NAME}.{str(name)[:60]}"
-                raise RequestError(f"{field}: unknown field; {', '.join(known)} are known", "unknown_parameter", field)
-        return cls(**{name: item for name, item in value.items() if item is not None})
+        return value if isinstance(value, cls) else cls(
+            **given_fields(value, NAME, known, "invalid_sampling_parameter"))
 
     @property
     def is_on(self) -> bool:

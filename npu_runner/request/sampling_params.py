@@ -115,8 +115,7 @@ class SamplingParams:
             min_p=_number("min_p", self.min_p, 0.0, 1.0),
             repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
             frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
-        )
+            presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0))
         self._keep_allowed()
         self._keep_answer_rules()
         self._keep_guards()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, plain_json, shown
+from npu_runner.request.limits import LIMITS, check_count, given_fields, plain_json, shown
 
 NAME = "structured_outputs"
 _CODE = "invalid_structured_outputs"
@@ -49,7 +49,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False) or
-                 (kind == "json" and self.json is False)]  # fmt: skip
+                 (kind == "json" and self.json is False)]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise self.error(f"one of {', '.join(_KINDS)} is needed, not {found}")
@@ -69,23 +69,14 @@ class StructuredOutputsParams:
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams:
         """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise RequestError(f"{NAME}: an object is needed, not {type(value).__name__}", _CODE, NAME)
         known = {field.name for field in dataclasses.fields(cls)} - {"origin", "compiled", "forced_tokens"}
-        for name in value:
-            if name not in known:
-                field = f"{NAME}.{str(name)[:60]}"
-                raise RequestError(f"{field}: unknown field; {', '.join(sorted(known))} are known",
-                                   "unknown_parameter", field)
-        return cls(**{name: item for name, item in value.items() if item is not None})
+        return value if isinstance(value, cls) else cls(**given_fields(value, NAME, sorted(known), _CODE))
 
     @property
     def kind(self) -> str:
         """Which of the five it is."""
         return next(kind for kind in _KINDS if getattr(self, kind) is not None and
-                    (kind != "json_object" or self.json_object))  # fmt: skip
+                    (kind != "json_object" or self.json_object))
 
     def error(self, what: str) -> RequestError:
         """The error that names where this came from."""
@@ -130,6 +121,6 @@ class StructuredOutputsParams:
         plain = dict(schema) if isinstance(schema, Mapping) else {}
         try:
             return plain_json(self.origin, plain, max_nesting=LIMITS.max_schema_nesting,
-                              max_chars=LIMITS.max_schema_chars)  # fmt: skip
+                              max_chars=LIMITS.max_schema_chars)
         except RequestError as error:
             raise RequestError(error.message, error.code, self.origin) from error

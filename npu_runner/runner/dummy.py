@@ -57,8 +57,7 @@ def dummy_prefill(num_tokens: int, batch_size: int, *, block_size: int, uses_mro
         samples_B=np.ones(batch_size, dtype=np.bool_),
         new_sampling=[SamplingEntry(int(slot), _PARAMS, int(slot), [0], _OUTPUT) for slot in slots],
         images=list(images),
-        image_slices=_slices(images, num_tokens),
-    )
+        image_slices=_slices(images, num_tokens))
 
 
 def dummy_decode(batch_size: int, context_len: int) -> ScheduledBatch:
@@ -74,8 +73,7 @@ def dummy_decode(batch_size: int, context_len: int) -> ScheduledBatch:
         query_lens_B=np.ones(batch_size, dtype=np.int32),
         context_lens_B=context_lens,
         new_blocks_N3=NO_NEW_BLOCKS,
-        samples_B=np.ones(batch_size, dtype=np.bool_),
-    )
+        samples_B=np.ones(batch_size, dtype=np.bool_))
 
 
 def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int, spares: range | None = None) -> ScheduledBatch:
@@ -100,8 +98,7 @@ def dummy_drafts(num_tokens: int, batch_size: int) -> ScheduledBatch:
     places_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])
     return replace(
         dummy_decode(batch_size, 1), token_ids_T=np.zeros(num_tokens, dtype=np.int32), query_lens_B=query_lens,
-        positions=places_T, context_lens_B=query_lens,
-    )
+        positions=places_T, context_lens_B=query_lens)
 
 
 def _slices(images: Sequence[ImageInput], num_tokens: int) -> list[ImageSlice]:

@@ -120,8 +120,7 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
         graphs_bytes=0 if is_eager else (settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE
                                          + len(settings.prefill_sizes) * GRAPH_BYTES_A_PREFILL_SIZE),
         states=None, plan=None,
-        bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None,
-    )
+        bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None)
     return _with_cache(_with_steps(found, config, network), config, network)
 
 
@@ -179,8 +178,7 @@ def _states(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> St
         return None
     return fit_states(
         network.state_shape, state_needs(config, found.settings, found.settings.max_num_seqs), found.profile,
-        is_measured=True, memory_utilization=config.cache.memory_utilization, reserved_bytes=found.reserved_bytes,
-    )
+        is_measured=True, memory_utilization=config.cache.memory_utilization, reserved_bytes=found.reserved_bytes)
 
 
 def _with_cache(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> Estimate:
@@ -200,8 +198,7 @@ def _with_cache(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -
             memory_utilization=cache.memory_utilization, reserved_bytes=found.reserved_bytes, states=found.states,
             max_model_len=settings.max_model_len, max_model_len_is_given=settings.max_model_len_is_given,
             max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
-            windows=network.windows,
-        )
+            windows=network.windows)
     except OutOfMemoryError as error:
         return replace(found, problem=str(error).partition("\n")[0])
     window = None if found.states else cache_window(network.windows)

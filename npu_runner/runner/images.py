@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.models.vision.patches import groups_within
 from npu_runner.platforms.transfers import SideResult, SideStream
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies import LoadStrategy, StagedImages, VisionEmbeddings
@@ -54,7 +55,9 @@ class ImageEncoder:
         are never synchronised, so this function limits uploads to one step's images ahead.
         """
         values = {image.content_hash: self.cache.get(image.content_hash) for image in images}
-        groups = self._groups([image for image in images if values[image.content_hash] is None])
+        # As a rule one. Only a chunk that must reach a boundary may touch more images than a step should.
+        groups = groups_within([image for image in images if values[image.content_hash] is None],
+                               lambda image: image.num_tokens, self.max_tokens)
         found = {key: value for key, value in values.items() if value is not None}
         return StepImages(found, groups, self._send_ahead(groups[0]) if groups else None)
 
@@ -81,18 +84,6 @@ class ImageEncoder:
                 found[image.content_hash] = value
             self.num_encoded += len(together)
         return found
-
-    def _groups(self, images: Sequence[ImageInput]) -> list[list[ImageInput]]:
-        """As a rule one. Only a chunk that must reach a boundary may touch more images than a step should."""
-        groups: list[list[ImageInput]] = []
-        room = 0
-        for image in images:
-            if not groups or image.num_tokens > room:
-                groups.append([])
-                room = self.max_tokens
-            groups[-1].append(image)
-            room -= image.num_tokens
-        return groups
 
     def show(self, batch: ScheduledBatch, images: StepImages, x_TD: Tensor,
              rows_T: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:

@@ -51,12 +51,10 @@ def check_kv_cache_bytes(wanted: int | None, free: int | None, num_sharing: int)
                           "else takes memory")
 
 
-def plan_kv_cache(
-    shape: KVCacheShape, profile: MemoryProfile, *, is_measured: bool, kv_cache_bytes: int | None,
-    memory_utilization: float, reserved_bytes: int, max_model_len: int, max_model_len_is_given: bool,
-    max_num_seqs: int, max_num_batched_tokens: int, windows: Sequence[int | None] = (),
-    states: StatePlan | None = None,
-) -> KVCachePlan:
+def plan_kv_cache(shape: KVCacheShape, profile: MemoryProfile, *, is_measured: bool, kv_cache_bytes: int | None,
+                  memory_utilization: float, reserved_bytes: int, max_model_len: int, max_model_len_is_given: bool,
+                  max_num_seqs: int, max_num_batched_tokens: int, windows: Sequence[int | None] = (),
+                  states: StatePlan | None = None) -> KVCachePlan:
     """Number of blocks (the null block included) and the longest sequence they hold.
 
     `reserved_bytes` is what the vision cache may take, `states` what stands beside the KV cache, `windows` the layers'
@@ -83,8 +81,7 @@ def plan_kv_cache(
             raise OutOfMemoryError(
                 f"one sequence of {max_model_len} tokens needs {size(need)} of KV cache, {size(max(0, budget))} is "
                 f"there; raise kv_cache_bytes{' or memory_utilization' if is_measured else ''}, or lower "
-                f"max_model_len\n{ledger}"
-            )
+                f"max_model_len\n{ledger}")
         # Where windows slide, no length needs less than this one does as a whole.
         max_model_len = (num_blocks - 1) * shape.block_size
         ledger += f"\n  max_model_len cut to {max_model_len}: what the KV cache holds"
@@ -113,8 +110,7 @@ def fit_states(shape: StateShape, needs: StateNeeds, profile: MemoryProfile, *, 
         f"the states of {wanted} sequences and {padding} padded rows of decode graphs{drafts} take "
         f"{size((wanted + padding + spares) * shape.bytes_per_slot)}; {size(max(0, left or 0))}, half of what weights "
         f"and activations leave, is there for them; {remedy}, or raise memory_utilization\n"
-        f"{memory_ledger(profile, is_measured, reserved_bytes, kv_bytes=0)}"
-    )
+        f"{memory_ledger(profile, is_measured, reserved_bytes, kv_bytes=0)}")
 
 
 def memory_left(profile: MemoryProfile, memory_utilization: float, reserved_bytes: int) -> int:

@@ -137,8 +137,7 @@ class ModelRunner(ModelRunnerBase):
         self.settings = with_proven_forms(self.settings, self.checkpoint, self.platform)
         self.attention = self.platform.make_attention(
             self.config.attention_backend, num_heads=num_heads, num_kv_heads=self._num_kv_heads,
-            head_dim=self.model_config.head_dim, block_size=self.settings.block_size, dtype=self.dtype,
-        )  # fmt: skip
+            head_dim=self.model_config.head_dim, block_size=self.settings.block_size, dtype=self.dtype)
         logger.info("attention: %s", self.attention.name)
         self.ops = self.platform.make_ops()
         self.delta_shape = gated_delta_shape(self.model_config, self.tp)
@@ -201,8 +200,7 @@ class ModelRunner(ModelRunnerBase):
         needs = state_needs(self.config, self.settings, self._wanted_num_seqs)
         plan = fit_states(
             shape, needs, profile, is_measured=self.platform.memory.info() is not None,
-            memory_utilization=self.config.cache.memory_utilization, reserved_bytes=self._reserved_bytes,
-        )
+            memory_utilization=self.config.cache.memory_utilization, reserved_bytes=self._reserved_bytes)
         num_seqs = self.tp.minimum(plan.max_num_seqs, self.device)
         plan = dataclasses.replace(plan, max_num_seqs=num_seqs, num_padding=needs.padding_of(num_seqs),
                                    num_spares=self.tp.minimum(plan.num_spares, self.device),
@@ -219,14 +217,15 @@ class ModelRunner(ModelRunnerBase):
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
         self._progress("allocating the KV cache")
         is_measured = self.platform.memory.info() is not None
+        shape = KVCacheShape(len(self.model_config.attention_layers), self.settings.block_size,
+                             self._num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize)
         plan = plan_kv_cache(
-            self._kv_shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.cache.kv_cache_bytes,
+            shape, profile, is_measured=is_measured, kv_cache_bytes=self.config.cache.kv_cache_bytes,
             memory_utilization=self.config.cache.memory_utilization,
             reserved_bytes=self._reserved_bytes, states=self.states.plan if self.states else None,
             max_model_len=self.settings.max_model_len, max_model_len_is_given=self.settings.max_model_len_is_given,
             max_num_seqs=self.settings.max_num_seqs, windows=self.windows,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-        )
+            max_num_batched_tokens=self.settings.max_num_batched_tokens)
         self.num_blocks = self.tp.minimum(plan.num_blocks, self.device)
         self.max_model_len = self.tp.minimum(plan.max_model_len, self.device)
         self.steps.size_tables(self.max_model_len)
@@ -241,8 +240,7 @@ class ModelRunner(ModelRunnerBase):
             graph_batch_sizes=self.config.graphs.graph_batch_sizes,
             step_timeout_seconds=self.config.parallel.step_timeout_seconds,
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
-            run_made_up=self._run_made_up,
-        )
+            run_made_up=self._run_made_up)
         compile_decode_graphs(parts, self._progress)
         self.k_cache.zero_()
         self.v_cache.zero_()
@@ -255,8 +253,7 @@ class ModelRunner(ModelRunnerBase):
                   in_capturing: bool = False) -> None:
         steps = [] if in_capturing else [dummy_prefill(
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope,
-            images=self._images_of_dummy_run(num_tokens, batch_size),
-        )]
+            images=self._images_of_dummy_run(num_tokens, batch_size))]
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
         num_decodes = 0 if self.model_config.pooling is not None else expected_decode_len  # those pool their prefills
         max_num_seqs, spares = self.settings.max_num_seqs, self.states.draft_slots if self.states else None
@@ -324,8 +321,7 @@ class ModelRunner(ModelRunnerBase):
             state=self._state_info(),
             graphs=self.steps.describe_graphs(),
             start_seconds=dict(self._start_clock.seconds),
-            description={**self.platform.describe(), **description},
-        )
+            description={**self.platform.describe(), **description})
 
     def _state_info(self) -> StateInfo | None:
         if self.states is None:
@@ -433,17 +429,11 @@ class ModelRunner(ModelRunnerBase):
             download=self.platform.memory.download,
             host_buffer=self.platform.memory.host_buffer,
             constrained=ConstrainedRows(self._matchers, self.checkpoint.processor.reasoning_tokens,
-                                self.checkpoint.end_token_ids),
-        )
+                                self.checkpoint.end_token_ids))
 
     @property
     def uses_mrope(self) -> bool:
         return self.model_config.rope.mrope_section is not None
-
-    @property
-    def _kv_shape(self) -> KVCacheShape:
-        return KVCacheShape(len(self.model_config.attention_layers), self.settings.block_size,
-                            self._num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize)
 
     @property
     def _num_kv_heads(self) -> int:

@@ -1,6 +1,6 @@
 """Steps of a model whose own head proposes what comes next (multi-token prediction), behind each step's draw.
 
-The head reads pairs: the final hidden state of a token, and the token behind it (models/mtp.py). A pair's keys and
+The head reads pairs: the final hidden state of a token, and the token behind it (models/decoder.py). A pair's keys and
 values lie at the place of its first token, so a sequence has them up to the last token but one. Every step adds those
 of its tokens, also in prompts and where nothing is drafted:
 

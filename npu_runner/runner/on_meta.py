@@ -46,11 +46,8 @@ class MetaRank(TensorParallel):
     def broadcast(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather_last_dim(self, x: Tensor) -> Tensor:
-        if self.size == 1:
-            return x
-        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return gathered.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+    def gather_into(self, gathered: Tensor, x: Tensor) -> None:
+        """Nothing comes."""
 
     def minimum(self, value: int, device: torch.device) -> int:
         return value
@@ -78,7 +75,7 @@ class NetworkOnMeta:
         self._tp = MetaRank(rank, config.parallel.tensor_parallel_size,
                             has_whole_experts=config.parallel.enable_expert_parallel)
         self._dtype, self._kv_dtype = settings.torch_dtypes
-        self._attention = MetaAttention(platform.vision_head_dims)
+        self._attention = MetaAttention(platform.vision_head_dims, platform.fp8_prompt_room)
         delta = gated_delta_shape(model_config, self._tp)
         self._gated_delta = None if delta is None else TorchGatedDelta(delta)
         context = LayerContext(MetaOps(copies_rows_to_experts=platform.copies_rows_to_experts), self._attention,
@@ -154,8 +151,7 @@ class NetworkOnMeta:
         shared: dict[str, Any] = {
             "tp": self._tp, "block_size": self._settings.block_size, "max_num_seqs": max_num_seqs,
             "max_model_len": self._settings.max_model_len, "gated_delta": self._gated_delta, "images": encoder,
-            "guard": MemoryGuard(host.memory, lambda: None, can_retry=False), "states": pool,
-        }  # fmt: skip
+            "guard": MemoryGuard(host.memory, lambda: None, can_retry=False), "states": pool}
         pooling = self._model_config.pooling
         if pooling is not None:
             return PoolingStepRunner(*placed, pooling=pooling, hidden_size=self._model_config.hidden_size, **shared)
@@ -173,5 +169,4 @@ class NetworkOnMeta:
         return Sampler(
             vocab_size=self._model_config.vocab_size, max_num_seqs=max_num_seqs,
             eos_token_ids=self._model_config.eos_token_ids, device=META, sort_ascending=ops.sort_ascending,
-            download=memory.download, host_buffer=memory.host_buffer,
-        )  # fmt: skip
+            download=memory.download, host_buffer=memory.host_buffer)

@@ -128,8 +128,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
         graphs_take_drafts=graphs_take_drafts,
-        state_ring_length=_state_ring_length(model_config, platform, speculative),
-    )
+        state_ring_length=_state_ring_length(model_config, platform, speculative))
 
 
 def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> StateNeeds:
@@ -171,8 +170,7 @@ def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_
         block_size=settings.block_size, has_experts=any(isinstance(channel, MoEConfig) for channel in channels),
         has_states=bool(config.state_layers),
         has_windows=any(window is not None and window < settings.max_model_len for window in windows),
-        tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads),
-    )  # fmt: skip
+        tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads))
 
 
 def _block_size(config: CacheConfig, platform: Platform) -> int:

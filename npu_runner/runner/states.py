@@ -174,8 +174,7 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
         max_num_seqs=fits, num_padding=padding, bytes_per_slot=shape.bytes_per_slot, num_spares=spares,
         bytes_beside=shape.bytes_beside,
         num_snapshots=min(left - spares, fits if max_snapshots is None else max_snapshots),
-        lowered_from=wanted if fits < wanted else None,
-    )
+        lowered_from=wanted if fits < wanted else None)
 
 
 class StatePool:
@@ -254,5 +253,4 @@ def _make_rings(num_slots: int, shape: StateShape, dtype: torch.dtype, device: t
         keys=zeros((*many, shape.num_places, layer.num_k_heads, layer.head_k_dim), dtype, device),
         log_decays=zeros((*many, layer.num_v_heads, shape.num_places), torch.float32, device),
         starts=zeros((num_slots,), torch.int32, device),
-        length=shape.ring_length,
-    )
+        length=shape.ring_length)

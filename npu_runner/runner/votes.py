@@ -42,8 +42,7 @@ class Votes:
             raise EngineDeadError(
                 f"{what}: rank {tp.rank} {f'refuses ({own})' if own else 'is done'}, rank {silent} has not answered "
                 f"within {self._timeout_seconds:.0f} s; leave larger sizes out of graph_batch_sizes, take graph_mode "
-                "eager, or raise step_timeout_seconds if it is only slow"
-            )
+                "eager, or raise step_timeout_seconds if it is only slow")
         reasons = ((rank, tp.store.get(key).decode()) for rank, key in enumerate(keys))
         return next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), None)
 

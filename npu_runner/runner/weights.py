@@ -30,8 +30,8 @@ from npu_runner.layers.weight_forms import (
 )
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.platforms.devices import Memory
-from npu_runner.platforms.ops import FP8, FP8_ALIGNMENT, FP8_BLOCK, FP8_BLOCKS, INT8
 from npu_runner.platforms.platform import Platform
+from npu_runner.platforms.quantised import FP8, FP8_ALIGNMENT, FP8_BLOCK, FP8_BLOCKS, INT8
 from npu_runner.request.limits import size
 from npu_runner.runner.memory import weights_bytes
 from npu_runner.runner.settings import FP8_CACHE, Settings

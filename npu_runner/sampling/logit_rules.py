@@ -53,8 +53,7 @@ def logit_rules(params: SamplingParams, eos_token_ids: Sequence[int]) -> LogitRu
         values=np.array([*bias.values(), *[-np.inf] * len(single)], dtype=np.float32),
         bans=np.array(sorted(ends) if params.min_tokens > 0 else [], dtype=np.int32),
         banned_until=params.min_tokens if ends else 0,
-        bad_words=BadWords(longer) if longer else None,
-    )
+        bad_words=BadWords(longer) if longer else None)
 
 
 @dataclass(frozen=True)

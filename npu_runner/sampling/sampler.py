@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import AllowedDraw
-from npu_runner.platforms.token_look_up import TokenLookUp
+from npu_runner.platforms.ops import AllowedDraw, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking
@@ -429,5 +428,4 @@ def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTen
         sampled_L=(sampled_L1 - log_total_L1).squeeze(-1),
         ranks_L=(logits_LV > sampled_L1).to(torch.int32).sum(-1, dtype=torch.int32) + 1,
         top_ids=top_ids,
-        top_logprobs=top_LK - log_total_L1,
-    )
+        top_logprobs=top_LK - log_total_L1)

@@ -242,12 +242,10 @@ class RowsOfStep:
             uses_repetition=bool(self.uses_repetition.any()), uses_frequency=bool(self.uses_frequency.any()),
             additions=additions, followed=followed, repeating=repeating, masked=rows.get("masked"),
             groups=[self._group(name, members, rows) for name, members in self._groups.items()],
-            logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs,
-        )
+            logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs)
 
     def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> DrawGroup:
         return DrawGroup(
             rows=rows[f"{name} rows"], places=rows[f"{name} places"], is_adjusted=bool(self.is_adjusted[members[0]]),
             sorts=bool(self.draws[members[0]] > _WHOLE_ABOVE_MIN_P), uses_min_p=bool(self.uses_min_p[members].any()),
-            least_k=int(self.top_k[members].min()), most_k=int(self.top_k[members].max()),
-        )
+            least_k=int(self.top_k[members].min()), most_k=int(self.top_k[members].max()))

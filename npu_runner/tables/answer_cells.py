@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from npu_runner.tables.answer_files import Answer, has_failed, name_of_answer
+from npu_runner.batch.rows.openai_response import name_of_answer, vector_of
+from npu_runner.tables.answer_files import Answer, has_failed
 
 Cells = dict[str, Any]
 FIELD, METADATA = "answer.", "metadata."
@@ -43,28 +41,6 @@ def num_cells(answer: Answer) -> int:
         return 1
     body = answer["response"]["body"]
     return len(body["choices"] if "choices" in body else body["data"])
-
-
-def fields_of_text(text: Any) -> Mapping[str, Any] | None:
-    """The JSON object that an answer is; None: it is none, as one that was cut off."""
-    if not isinstance(text, str) or not text.lstrip().startswith("{"):
-        return None
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
-    """(D,) float32, of either form that a row may ask for."""
-    if isinstance(embedding, str):
-        return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
-    return np.array(embedding, dtype=np.float32)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _error_of(answer: Answer) -> Cells:

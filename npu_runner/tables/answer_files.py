@@ -112,12 +112,6 @@ def key_of(answer: Answer) -> bytes:
     return row_key(None, int(answer["error"]["line"])) if custom_id is None else row_key(custom_id, 0)
 
 
-def name_of_answer(answer: Answer) -> str:
-    """As a report calls it: a row without a usable custom_id is known by its line."""
-    custom_id: str | None = answer["custom_id"]
-    return f"line {answer['error']['line']}" if custom_id is None else custom_id
-
-
 def has_failed(answer: Answer) -> bool:
     return answer["error"] is not None or answer["response"]["status_code"] != 200
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from npu_runner.batch.rows.openai_response import name_of_answer, object_in
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_cells import (
     COUNT_COLUMNS,
@@ -21,9 +22,8 @@ from npu_runner.tables.answer_cells import (
     VECTOR,
     Cells,
     cells_of,
-    fields_of_text,
 )
-from npu_runner.tables.answer_files import Answer, name_of_answer
+from npu_runner.tables.answer_files import Answer
 from npu_runner.tables.column_types import DOUBLE, INT64, TEXT, VECTOR32, Seen, declared_types
 
 MAX_FIELDS = 256
@@ -65,7 +65,7 @@ class FirstPass:
                 self._look_at_vector(answer, cells[VECTOR].size)
             elif "error_code" not in cells:
                 self.has_texts = True
-                self._look_at_fields(fields_of_text(cells["text"]) or {})
+                self._look_at_fields(_fields_of(cells["text"]))
         return num_lines
 
     def _look_at_vector(self, answer: Answer, size: int) -> None:
@@ -124,9 +124,13 @@ class FirstPass:
 
 def with_fields(cells: Cells, names: list[str], metadata: Mapping[str, Any]) -> Cells:
     """Cells with those of the row's metadata and of the answer's own fields."""
-    fields = fields_of_text(cells.get("text")) or {}
+    fields = _fields_of(cells.get("text"))
     return {**cells, **{f"{METADATA}{name}": value for name, value in metadata.items()},
             **{f"{FIELD}{name}": fields[name] for name in names if name in fields}}
+
+
+def _fields_of(text: Any) -> Mapping[str, Any]:
+    return (object_in(text, is_strict=True) or {}) if isinstance(text, str) else {}
 
 
 def _schema_of(body: Mapping[str, Any]) -> Any:

@@ -6,7 +6,6 @@ Answers are read twice: once for the types of the columns, once for their cells.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from npu_runner.tables.extra import pyarrow_for
 from npu_runner.tables.first_pass import MAX_FIELDS, FirstPass, with_fields
 from npu_runner.tables.options import TableOptions
 from npu_runner.tables.places import find_output
-from npu_runner.tables.prompt_text import read_text
+from npu_runner.tables.prompt_text import read_schema
 from npu_runner.tables.row_metadata import RowMetadata
 from npu_runner.tables.table_writers import CsvWriter, JsonlWriter, ParquetTable, TableWriter, VectorsWriter
 
@@ -113,8 +112,7 @@ def _made(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, fo
         num_failed=int(files.failed_A[there].sum()), num_cut_off=0,
         num_unanswered=None if rows is None else int((places_R < 0).sum()),
         num_strangers=len(files.keys_A) - len(np.unique(there)), num_broken_lines=files.num_broken_lines,
-        num_repeated=files.num_repeated, mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields,
-    )  # fmt: skip
+        num_repeated=files.num_repeated, mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields)
 
 
 def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, names: list[str]) -> Iterator[Cells]:
@@ -139,9 +137,6 @@ def _writer(options: TableOptions, found: FirstPass,
 def _schema(files: AnswerFiles, options: TableOptions) -> Any:
     """The one that is named, or that of the job; None: rows may have their own."""
     if options.schema is not None:
-        try:
-            return json.loads(read_text("schema", options.schema))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"schema: {str(options.schema)!r} is not JSON ({error})") from error
+        return read_schema(options.schema)
     rule = None if files.manifest is None else files.manifest.settings.get(_RULE_OF_JOB)
     return rule if isinstance(rule, dict) else None

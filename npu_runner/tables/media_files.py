@@ -20,7 +20,7 @@ from npu_runner.prompts.media.media import load_media
 from npu_runner.request.limits import LIMITS
 
 _ENDINGS = {"JPEG": "jpg", "JPEG 2000": "jp2", "TIFF": "tif", "HEIC or AVIF": "heic", "MP4 or MOV": "mp4",
-            "Matroska or WebM": "mkv"}  # fmt: skip
+            "Matroska or WebM": "mkv"}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 

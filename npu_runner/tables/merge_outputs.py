@@ -14,10 +14,11 @@ from typing import BinaryIO
 import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.tables.answer_cells import num_cells
-from npu_runner.tables.answer_files import AnswerFiles, name_of_answer
+from npu_runner.tables.answer_files import AnswerFiles
 from npu_runner.tables.options import MergeOptions
 from npu_runner.tables.places import find_outputs
 
@@ -80,8 +81,7 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
     return Merged(
         output=options.output, num_failed=failed, dropped=dropped,
         kept={each.name: int(is_kept.sum()) for each, is_kept in zip(files, kept, strict=True)},
-        models={each.manifest.model_name for each in files if each.manifest is not None},
-    )  # fmt: skip
+        models={each.manifest.model_name for each in files if each.manifest is not None})
 
 
 def _refuse_two_inputs(first: AnswerFiles, second: AnswerFiles) -> None:

@@ -72,11 +72,18 @@ def read_text(option: str, path: Path) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def read_schema(path: Path) -> Any:
+    """Raises ConfigError for what is no JSON."""
+    try:
+        return json.loads(read_text("schema", path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"schema: {str(path)!r} is not JSON ({error})") from error
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        trim_blocks=True, lstrip_blocks=True)
     environment.globals = {"range": environment.globals["range"]}
     environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
     return environment

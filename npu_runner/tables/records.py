@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import ConfigError
 from npu_runner.tables.arrow_records import arrow_records, num_arrow_records
-from npu_runner.tables.sources import ARROW, CSV, JSONL, MEDIA, PARQUET, Source, Sources
+from npu_runner.tables.sources import ARROW, CSV, MEDIA, PARQUET, Source, Sources
 from npu_runner.tables.text_records import csv_records, json_records
 
 Columns = Mapping[str, Any]
@@ -75,7 +75,7 @@ class Reader:
             folder, base = os.path.split(name)
             yield Record(name, repr(name), {"path": name, "name": base, "folder": folder}, source)
             return
-        for number, (where, columns, images) in enumerate(_READERS[source.kind](self, source.path), 1):
+        for number, (where, columns, images) in enumerate(self._of_table(source), 1):
             yield Record(f"{name}#{number}", f"{name!r}, {where}", columns, None, images)
 
     def _count_of(self, source: Source) -> int:
@@ -83,24 +83,13 @@ class Reader:
             return 1
         if source.kind in (PARQUET, ARROW):
             return num_arrow_records(source.path, is_parquet=source.kind == PARQUET)
-        return sum(1 for _ in _READERS[source.kind](self, source.path))
+        return sum(1 for _ in self._of_table(source))
 
-    def _csv(self, path: str) -> Iterator[tuple[str, Columns, tuple[str, ...]]]:
-        delimiter = self._delimiter or ("\t" if path.lower().endswith(".tsv") else ",")
-        for where, columns in csv_records(path, delimiter):
-            yield where, columns, ()
-
-    def _jsonl(self, path: str) -> Iterator[tuple[str, Columns, tuple[str, ...]]]:
-        for where, columns in json_records(path):
-            yield where, columns, ()
-
-    def _parquet(self, path: str) -> Iterator[tuple[str, Columns, tuple[str, ...]]]:
-        return arrow_records(path, self._needed, is_parquet=True)
-
-    def _arrow(self, path: str) -> Iterator[tuple[str, Columns, tuple[str, ...]]]:
-        return arrow_records(path, self._needed, is_parquet=False)
-
-
-_READERS: dict[str, Callable[[Reader, str], Iterator[tuple[str, Columns, tuple[str, ...]]]]] = {
-    CSV: Reader._csv, JSONL: Reader._jsonl, PARQUET: Reader._parquet, ARROW: Reader._arrow,
-}  # fmt: skip
+    def _of_table(self, source: Source) -> Iterator[tuple[str, Columns, tuple[str, ...]]]:
+        """(where, columns, columns that are images by their type)."""
+        if source.kind in (PARQUET, ARROW):
+            return arrow_records(source.path, self._needed, is_parquet=source.kind == PARQUET)
+        delimiter = self._delimiter or ("\t" if source.path.lower().endswith(".tsv") else ",")
+        found: Iterator[tuple[str, Columns]] = (csv_records(source.path, delimiter) if source.kind == CSV
+                                                else json_records(source.path))
+        return ((where, columns, ()) for where, columns in found)

@@ -17,7 +17,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RESERVED, RowsOptions
-from npu_runner.tables.prompt_text import PromptText, read_text
+from npu_runner.tables.prompt_text import PromptText, read_schema
 from npu_runner.tables.records import Record
 from npu_runner.tables.sources import VIDEO
 
@@ -172,10 +172,7 @@ def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
 
 def _schema(options: RowsOptions) -> dict[str, Any]:
     assert options.schema is not None, "the caller has looked"
-    try:
-        schema = json.loads(read_text("schema", options.schema))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"schema: {str(options.schema)!r} is not JSON ({error})") from error
+    schema = read_schema(options.schema)
     if not isinstance(schema, dict):
         raise ConfigError(f"schema: {str(options.schema)!r} holds a {type(schema).__name__}, a JSON object is needed")
     return schema

@@ -21,8 +21,7 @@ _ENDINGS = {
     **dict.fromkeys(("png", "jpg", "jpeg", "jfif", "webp", "gif", "bmp", "tif", "tiff", "heic", "heif", "avif", "jp2"),
                     IMAGE),
     **dict.fromkeys(("mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "ogv", "flv", "wmv"), VIDEO),
-    **dict.fromkeys(("csv", "tsv"), CSV), **dict.fromkeys(("jsonl", "ndjson"), JSONL), "parquet": PARQUET,
-}  # fmt: skip
+    **dict.fromkeys(("csv", "tsv"), CSV), **dict.fromkeys(("jsonl", "ndjson"), JSONL), "parquet": PARQUET}
 MEDIA = (IMAGE, VIDEO)
 _SAVED = "state.json"
 """Beside what `save_to_disk` of Hugging Face's datasets writes; it lists the files."""

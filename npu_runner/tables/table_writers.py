@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.rows.logprobs_json import to_json
+from npu_runner.batch.rows.logprobs_json import encoded, to_json
 from npu_runner.tables.column_types import BOOL, DOUBLE, INT64, LIST, TEXT, UINT64, VECTOR32, as_type
 from npu_runner.tables.extra import pyarrow_for
 
@@ -46,7 +46,7 @@ class JsonlWriter(TableWriter):
     def add(self, values: list[Any]) -> None:
         named = {name: value.tolist() if isinstance(value, np.ndarray) else value
                  for name, value in zip(self.columns, values, strict=True)}
-        self.file.write(_encoded(to_json(named)) + b"\n")
+        self.file.write(encoded(to_json(named)) + b"\n")
 
 
 class CsvWriter(TableWriter):
@@ -61,7 +61,7 @@ class CsvWriter(TableWriter):
         self._write(values)
 
     def _write(self, values: list[Any]) -> None:
-        self.file.write(_encoded(",".join(map(self._cell, values))) + b"\n")
+        self.file.write(encoded(",".join(map(self._cell, values))) + b"\n")
 
     def _cell(self, value: Any) -> str:
         if value is None:
@@ -117,7 +117,7 @@ class ParquetTable(TableWriter):
         if kind.startswith(LIST):
             return arrow.list_(self._type(kind.removeprefix(LIST)))
         made = {BOOL: arrow.bool_, INT64: arrow.int64, UINT64: arrow.uint64, DOUBLE: arrow.float64, TEXT: arrow.string,
-                VECTOR32: lambda: arrow.list_(arrow.float32())}  # fmt: skip
+                VECTOR32: lambda: arrow.list_(arrow.float32())}
         return made[kind]()
 
 
@@ -136,10 +136,6 @@ class VectorsWriter(TableWriter):
         self.file.write(self._none if vector is None else vector.astype("<f4").tobytes())
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", errors="replace")
-
-
 def _text_of(value: Any) -> Any:
     """JSON can spell half a surrogate pair, which is no text: it becomes "?"."""
-    return value.encode("utf-8", errors="replace").decode() if isinstance(value, str) and not value.isascii() else value
+    return encoded(value).decode() if isinstance(value, str) and not value.isascii() else value

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_runner.batch.report.choice import Group, Section, choose, evenly, shares
+from npu_runner.batch.report.choice import Group, Section, choose, cut, evenly, places_of, shares
 from npu_runner.batch.report.fields import FieldTable, Sample
 from npu_runner.batch.report.head import field_views, share, tone
-from npu_runner.batch.report.leaves import cut, places_of
 from npu_runner.batch.report.reading import ANSWERED, EXPECTED, FAILED
 from npu_runner.batch.report.survey import ORDER, Candidate, Kind, Survey
 from npu_runner.batch.report.vectors import neighbours, outline

@@ -89,7 +89,7 @@ def test_caches_in_fp8(device: torch.device, step: str, kv_scales: tuple[float, 
                        monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda import prompt_attention
 
-    monkeypatch.setattr(prompt_attention, "_ROOM", 5)
+    monkeypatch.setattr(prompt_attention, "FP8_PROMPT_ROOM", 5)
     cached_lens, query_lens = STEPS[step]
     check(PagedWork(cached_lens, query_lens, num_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype,
                     cache_dtype=torch.float8_e4m3fn, kv_scales=kv_scales), device)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import FP8_EXPERTS, INT8_EXPERTS, HeldExperts, QuantisedExperts
+from npu_runner.platforms.ops import HeldExperts
+from npu_runner.platforms.quantised import FP8_EXPERTS, INT8_EXPERTS, QuantisedExperts
 from tests.oracle.expert_reference import mixture
 
 LIMIT = 2.0

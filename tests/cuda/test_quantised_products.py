@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import (
+from npu_runner.platforms.ops import TorchOps
+from npu_runner.platforms.quantised import (
     FP8,
     FP8_BLOCKS,
     INT8,
@@ -22,7 +23,6 @@ from npu_runner.platforms.ops import (
     Fp8Weight,
     Int8Rows,
     Int8Weight,
-    TorchOps,
     fp8_rows,
     int8_rows,
 )

@@ -19,8 +19,7 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.formats.rounding import RoundingReader
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import Int8Weight
-from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight
+from npu_runner.platforms.quantised import Int8Weight, NormRounding, StaticInt8Weight
 from scripts.quantised.writing import quantise
 from tests.cann.environment import run_python
 from tests.npu.programs.generate import Case

@@ -13,7 +13,7 @@ import torch
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import QuantisedExperts
+from npu_runner.platforms.quantised import QuantisedExperts
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.npu.programs.generate import Case

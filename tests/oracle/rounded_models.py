@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.weights_reader import Int8Inputs, WeightsReader
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import Fp8Weight, Int8Weight, QuantisedExperts
+from npu_runner.platforms.quantised import Fp8Weight, Int8Weight, QuantisedExperts
 from tests.oracle.expert_reference import mixture
 from tests.oracle.fp8_reference import fp8_product
 from tests.oracle.int8_reference import rounded_product, static_product

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError, ModelError, RequestError, WeightsError
-from npu_runner.request.classes import IDENTITY, SIGMOID, SOFTMAX, Classes
+from npu_runner.request.pooling_params import IDENTITY, SIGMOID, SOFTMAX, Classes
 from tests.oracle import reference
 from tests.oracle.classifiers import LABELS, edit_config, expected_logits, load_classifier, make_classifier
 from tests.oracle.embedding_checkpoints import expected_vector

@@ -19,7 +19,7 @@ from npu_runner.checkpoint.quantization import arithmetic, read_quantization
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS, INT8, Fp8Weight, fp8_rows
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8, Fp8Weight, fp8_rows
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.formats import fp8_rows as stored_rows
 from tests.oracle.fp8_reference import fp8_product, multiplied_out, nearest_fp8, rounded_fp8

@@ -27,7 +27,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight, dequantised, packed, unpacked
-from npu_runner.platforms.ops import INT8
+from npu_runner.platforms.quantised import INT8
 from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.formats import awq, compressed_int, fp8_block, gptq, integers, modelslim_int4, modelslim_int8
 from scripts.quantised.writing import quantise

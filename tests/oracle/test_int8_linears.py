@@ -26,7 +26,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weight_forms import hold_as_stored
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.ops import INT8, INT8_STATIC
+from npu_runner.platforms.quantised import INT8, INT8_STATIC
 from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8, modelslim_static
 from scripts.quantised.writing import quantise
 from tests.oracle.int8_reference import rounded_product

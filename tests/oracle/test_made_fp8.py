@@ -23,7 +23,7 @@ from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.linear import HeldLinear
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.ops import FP8, FP8_BLOCKS, FP8_EXPERTS, INT8
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, FP8_EXPERTS, INT8
 from npu_runner.runner.estimate import estimate_memory
 from npu_runner.runner.memory import weights_bytes
 from npu_runner.strategies import pick_strategy

@@ -4,15 +4,12 @@ steps. The forward is in mtp_reference.py."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from npu_runner import LLM, SamplingParams
@@ -26,7 +23,17 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.mtp_step import HeadStep
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
-from tests.oracle.mtp_reference import Head64, run_target, with_head
+from tests.oracle.mtp_drafts import (
+    GREEDY,
+    QUIET,
+    TOLERANCE,
+    Expected,
+    assert_drafts_are_the_heads,
+    mtp,
+    recorded_drafts,
+    run,
+)
+from tests.oracle.mtp_reference import with_head
 from tests.oracle.running import SMALL, UncompiledGraphs, need_devices, runner_of
 from tests.oracle.test_async_scheduling import SETTINGS as FEATURES
 from tests.oracle.test_async_scheduling import few_blocks
@@ -36,9 +43,6 @@ from tests.oracle.test_qwen3_vl import make_prompts
 from tests.runner.test_rings import turn_on
 from tests.runner.test_several_tokens import assert_same, knows, requests
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
-QUIET = 0.003
-"""Makes a head that mostly agrees, see `with_head`."""
 LONG = [(index * 7) % 251 for index in range(150)]
 ROUNDS: list[dict[str, list[int]]] = [
     {"a-0": [7], "b-1": LONG[20:85], "c-2": LONG},  # one that is cut leaves a snapshot behind 128 tokens
@@ -47,8 +51,6 @@ ROUNDS: list[dict[str, list[int]]] = [
     {"parts behind 64-6": LONG[:64] + LONG[:40]},  # the pair at the end of the prefix is another one
     {"once more-7": LONG[:90]},
 ]
-TOLERANCE = 1e-4
-"""Of the largest logit: ours are float32, and later drafts go on from what earlier ones made."""
 
 
 @pytest.fixture
@@ -60,97 +62,6 @@ def where(request: pytest.FixtureRequest, platform_name: str) -> dict[str, Any]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "where" in metafunc.fixturenames and metafunc.config.getoption("--platform") != "cpu":
         metafunc.parametrize("where", ["auto", "eager"], indirect=True)
-
-
-def mtp(num: int) -> dict[str, Any]:
-    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num}}
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Of the sequence of a request: its `number`th draft behind the pair at `place`, from 0 on."""
-
-    request_id: str
-    place: int
-    number: int
-    logits_V: Tensor
-
-
-@contextmanager
-def recorded_drafts(llm: LLM) -> Iterator[list[Draft]]:
-    """All that the head computes inside, where a row's blocks have a place for it."""
-    steps: Any = runner_of(llm).steps
-    found: list[Draft] = []
-    go_on, most_probable = steps._go_on, steps._most_probable
-    logits: list[Tensor] = []
-
-    def note_logits(made_BD: Tensor) -> Tensor:
-        logits.append(steps.model.compute_logits(made_BD).float().cpu().clone())
-        return most_probable(made_BD)
-
-    def note_rows(ends: Any, state_slots_B: Tensor, most: int) -> Any:
-        names = {seq.slot: seq.request_id for seq in llm.engine.scheduler.running}
-        del logits[:]
-        proposed = go_on(ends, state_slots_B, most)
-        for number, logits_BV in enumerate(logits):
-            for row, (slot, length) in enumerate(zip(ends.slots_B.tolist(), ends.lens_B.tolist(), strict=True)):
-                if number < proposed.counts_B[row] and slot in names:
-                    found.append(Draft(names[slot], length - 1, number, logits_BV[row]))
-        return proposed
-
-    steps._go_on, steps._most_probable = note_rows, note_logits
-    try:
-        yield found
-    finally:
-        del steps._go_on, steps._most_probable
-
-
-class Expected:
-    """Logits of drafts behind each place of a sequence."""
-
-    def __init__(self, path: Path, token_ids: Sequence[int], images: Sequence[Any], *, is_raw: bool = False):
-        self.head, self.run = Head64(path), run_target(path, token_ids, images)
-        self.hidden_TD = self.run.raw_TD if is_raw else self.run.normed_TD
-        self.first_TD = self.head(self.run.embedded_TD[1:], self.hidden_TD[:-1], self.run.positions[..., :-1])
-        self.made: dict[int, list[Tensor]] = {}
-
-    def logits(self, place: int, number: int) -> Tensor:
-        """(V,)"""
-        made = self.made.setdefault(place, [self.first_TD[place]])
-        while len(made) <= number:
-            made.append(self._behind(place, made))
-        return self.head.logits(made[number])
-
-    def _behind(self, place: int, made: list[Tensor]) -> Tensor:
-        """(D,): the next one; each goes on from what the one before it made, and the token that this names."""
-        drafts = [self.head.embedding[self.head.logits(made_D).argmax()] for made_D in made]
-        behind = self.run.positions[..., place + 1 : place + 2] + torch.arange(len(made))
-        return self.head(torch.cat([self.run.embedded_TD[1 : place + 2], torch.stack(drafts)]),
-                         torch.cat([self.hidden_TD[: place + 1], torch.stack(made)]),
-                         torch.cat([self.run.positions[..., : place + 1], behind], dim=-1))[-1]
-
-
-def assert_drafts_are_the_heads(path: Path, drafts: Sequence[Draft], outputs: dict[str, RequestOutput],
-                                prompts: dict[str, tuple[PromptInputs, Sequence[Any]]]) -> None:
-    worst = 0.0
-    for name, (prompt, images) in prompts.items():
-        tokens = [*prompt.token_ids, *outputs[name].token_ids]
-        expected = Expected(path, tokens, images)
-        of_this = [draft for draft in drafts if draft.request_id == name]
-        assert {draft.number for draft in of_this} >= {0}
-        for draft in of_this:
-            theirs_V = expected.logits(draft.place, draft.number)
-            worst = max(worst, float((draft.logits_V - theirs_V).abs().max() / theirs_V.abs().max()))
-            assert worst < TOLERANCE, f"{name}, place {draft.place} of {len(tokens)}, draft {draft.number}: {worst:.1e}"
-
-
-def run(llm: LLM, prompts: dict[str, PromptInputs], params: SamplingParams = GREEDY) -> dict[str, RequestOutput]:
-    found: dict[str, RequestOutput] = {}
-    for name, prompt in prompts.items():
-        llm.engine.add_request(name, prompt, params)
-    while llm.engine.has_unfinished_requests():
-        found.update({output.request_id: output for output in llm.engine.step()})
-    return found
 
 
 def test_drafts_of_prompts_and_answers_are_those_of_the_definition(checkpoint: Any, tmp_path: Path,

@@ -27,7 +27,7 @@ from npu_runner.layers.weight_forms import hold_as_stored, match_experts, names_
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.ops import FP8_EXPERTS, INT8, INT8_EXPERTS
+from npu_runner.platforms.quantised import FP8_EXPERTS, INT8, INT8_EXPERTS
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.writing import quantise
 from tests.oracle.expert_reference import mixture

@@ -21,7 +21,7 @@ from npu_runner.errors import WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import Float32RMSNorm, RMSNorm
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.static_int8 import StaticRows
+from npu_runner.platforms.quantised import StaticRows
 from scripts.quantised.formats import Range, compressed_static, modelslim_static
 from tests.oracle.int8_reference import static_product
 from tests.oracle.quantised_folders import loaded, weights, write_folder

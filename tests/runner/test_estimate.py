@@ -127,6 +127,15 @@ def test_the_bound_holds_for_experts(tmp_path: Path) -> None:
     assert 575_460_864 < estimated(config, "cuda", 80 * GIB).profile.activation_peak_bytes < 1.5 * 575_460_864
 
 
+def test_room_for_prompts_over_caches_in_fp8_counts(tmp_path: Path) -> None:
+    """cuda makes 16 bits of what prefills read: twice 8,192 tokens of 8 heads of 128, keys and values, for all layers.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(config_of("Qwen3-8B")))
+    plain, fp8 = (estimated(RunnerConfig.from_keywords(tmp_path, platform="cuda", kv_cache_dtype=dtype), "cuda",
+                            80 * GIB).profile.activation_peak_bytes for dtype in ("auto", "fp8"))
+    assert fp8 - plain == pytest.approx(1.1 * 2 * 8192 * 8 * 128 * 2 * 2, abs=1)
+
+
 @pytest.mark.parametrize("page", ["running-on-ascend.md", "running-on-ascend.zh.md"])
 def test_the_table_of_sizes_has_a_row_for_each_model(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()

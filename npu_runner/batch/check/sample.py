@@ -92,8 +92,7 @@ class Sample:
             "completion_tokens": self.tokens, "failed": tally.num_failed,
             "failures_by_code": dict(tally.failures_by_code),
             "cut_off": self.share(tally.num_cut_off), "repetition": self.share(tally.num_repetition),
-            "unparsed": self.share(tally.num_unparsed),
-        }  # fmt: skip
+            "unparsed": self.share(tally.num_unparsed)}
 
 
 def answer_sample(config: RunnerConfig, options: BatchOptions, file: InputFile, scan: InputScan, survey: Survey,

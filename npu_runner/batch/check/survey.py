@@ -115,7 +115,7 @@ class Survey:
             "answers": {"sequences": self.num_sequences, "tokens_at_most": self.most_output_tokens,
                         "max_model_len": self.max_model_len, "cut_short": self.num_short,
                         "without_max_tokens": self.num_unlimited},
-        }  # fmt: skip
+        }
 
     # -- while rows are looked at ----------------------------------------------------------------------------------
 

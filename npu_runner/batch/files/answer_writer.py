@@ -32,9 +32,8 @@ class AnswerWriter:
     be said but that it took the bytes.
     """
 
-    def __init__(
-        self, descriptor: int, name: str, *, path: Path | None = None, sync_rows: int = 64, sync_seconds: float = 2.0
-    ):
+    def __init__(self, descriptor: int, name: str, *, path: Path | None = None, sync_rows: int = 64,
+                 sync_seconds: float = 2.0):
         self._descriptor = descriptor
         self._name = name
         self._path = path
@@ -158,5 +157,4 @@ class AnswerWriter:
         if ours.st_size != self._end:
             raise OutputLostError(
                 f"{what}: has {ours.st_size} bytes where the job left {self._end}: somebody else cut it or wrote to "
-                f"it; {remedy}"
-            )
+                f"it; {remedy}")

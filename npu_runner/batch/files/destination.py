@@ -15,14 +15,7 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import (
-    RowCounts,
-    RowsFile,
-    counts_of,
-    read_row,
-    rows_in_order,
-    scan_output,
-)
+from npu_runner.batch.files.output_file import RowCounts, RowsFile, counts_of, read_row, rows_in_order, scan_output
 from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError, OutputLostError
 
@@ -125,8 +118,7 @@ class FileDestination:
         if self.earlier is None and self._answers.scan.num_bytes:
             raise ConfigError(
                 f"output {self.name}: the file has content but no {manifest_path(self.path).name}, so it is no job's "
-                "output to resume; choose another name, or --overwrite to replace it"
-            )
+                "output to resume; choose another name, or --overwrite to replace it")
         self._refuse_another_error_file()
         scan = self._answers.scan
         answered = scan.keys[~scan.failed]
@@ -138,8 +130,7 @@ class FileDestination:
             given = "none is given" if self._errors is None else f"{self._errors.name} is given"
             raise ConfigError(
                 f"output {self.name}: was begun with --error-file {begun_with} (as seen from its folder), and {given}; "
-                "failed rows would be in two places. Give that one again, or --overwrite to start afresh"
-            )
+                "failed rows would be in two places. Give that one again, or --overwrite to start afresh")
         if self._errors is not None and begun_with is None and self._errors.scan.num_bytes:
             raise ConfigError(f"{self._errors.title}: has content, and is not what the output was begun with; choose "
                               "another name, or --overwrite to replace both")
@@ -236,8 +227,7 @@ class FileDestination:
             if is_missing.any():
                 raise OutputLostError(
                     f"output {self.name}: {int(is_missing.sum())} of {rows.num_rows} rows have gone from it since "
-                    "they were written; the same command answers them again"
-                )
+                    "they were written; the same command answers them again")
             for file, scan, found in zip(self._files, scans, places, strict=True):
                 file.put_in_order(scan, found)
 
@@ -251,9 +241,7 @@ Destination = StreamDestination | FileDestination
 """Entered while a job runs. First `look` (`earlier`, `finished`), then write (`begin`), then `finish`."""
 
 
-def open_destination(
-    output: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None
-) -> Destination:
+def open_destination(output: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None) -> Destination:
     """`errors`: where failed rows go instead."""
     if output.is_stream:
         if errors is not None:

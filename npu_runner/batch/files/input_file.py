@@ -265,20 +265,17 @@ class InputFile:
         more = f" and {len(repeats) - len(named)} more" if len(repeats) > len(named) else ""
         raise ConfigError(
             f"{self.name}: {len(repeats)} rows repeat a custom_id, which must be unique because answers are matched "
-            f"by it: {', '.join(named)}{more}"
-        )
+            f"by it: {', '.join(named)}{more}")
 
 
 def _changed(file_name: str, how: str) -> JobError:
     return JobError(
         f"input {file_name}: was changed while the job ran: {how}. Answers in the output belong to the rows as they "
-        "were at its start; restore the file and run the same command again (only adding rows at its end is allowed)"
-    )
+        "were at its start; restore the file and run the same command again (only adding rows at its end is allowed)")
 
 
-def _scan_of(
-    keys: bytearray, checksums: bytearray, table: array[int], identity: InputIdentity, continues_earlier: bool
-) -> InputScan:
+def _scan_of(keys: bytearray, checksums: bytearray, table: array[int], identity: InputIdentity,
+             continues_earlier: bool) -> InputScan:
     lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
     sums = np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}")
     return InputScan(keys_array(keys), lines, starts, sizes, sums, identity, continues_earlier)

@@ -88,7 +88,7 @@ class Manifest:
         """With `settings` from here on, and a record of these changes. Answers of before have the fingerprint there."""
         now, fingerprint = start_time(), self.system_fingerprint
         records = [{"name": change.name, "was": change.was, "is": change.now, "time": now,
-                    "system_fingerprint_before": fingerprint} for change in changes]  # fmt: skip
+                    "system_fingerprint_before": fingerprint} for change in changes]
         return replace(self, settings=settings, changes=(*self.changes, *records))
 
     def save(self, output: Path) -> None:
@@ -189,8 +189,7 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         settings=fields["settings"],
         input=identity_from_json(fields["input"]),
         error_file=fields.get("error_file"),
-        changes=tuple(fields.get("changes", ())),
-    )
+        changes=tuple(fields.get("changes", ())))
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 
-def lock_path(file: Path) -> Path:
-    return file.with_name(file.name + ".lock")
+def _beside(ending: str, beginning: str = "") -> Callable[[Path], Path]:
+    return lambda file: file.with_name(f"{beginning}{file.name}{ending}")
 
 
-def manifest_path(output: Path) -> Path:
-    return output.with_name(output.name + ".manifest.json")
-
-
-def rows_path(output: Path) -> Path:
-    return output.with_name(output.name + ".rows")
-
-
-def suspects_path(output: Path) -> Path:
-    return output.with_name(output.name + ".suspects.json")
-
-
-def runs_path(output: Path) -> Path:
-    return output.with_name(output.name + ".runs.jsonl")
-
-
-def status_path(output: Path) -> Path:
-    return output.with_name(output.name + ".status.json")
-
-
-def new_version_path(file: Path) -> Path:
-    # Always the same name: what a killed process leaves is found by the next one.
-    return file.with_name(f".{file.name}.new")
+lock_path = _beside(".lock")
+manifest_path = _beside(".manifest.json")
+rows_path = _beside(".rows")
+suspects_path = _beside(".suspects.json")
+runs_path = _beside(".runs.jsonl")
+status_path = _beside(".status.json")
+# Always the same name: what a killed process leaves is found by the next one.
+new_version_path = _beside(".new", ".")
 
 
 def own_files(option: str, file: Path) -> dict[Path, str]:

@@ -98,8 +98,7 @@ def counts_of(scans: Sequence[OutputScan]) -> RowCounts:
     failed, places = np.unique(np.concatenate([scan.keys[scan.failed] for scan in scans]), return_index=True)
     return RowCounts(
         num_answered=len(answered), num_cut_off=scans[0].num_cut_off, num_repetition=scans[0].num_repetition,
-        failures_by_code=Counter(codes[place] for place in places[~np.isin(failed, answered)]),
-    )  # fmt: skip
+        failures_by_code=Counter(codes[place] for place in places[~np.isin(failed, answered)]))
 
 
 class OutputLock:
@@ -201,15 +200,8 @@ def scan_output(path: Path, end: int | None = None) -> OutputScan:
             num_repetition += row.is_repetition
         position += len(line)
     return OutputScan(
-        keys_array(keys),
-        np.frombuffer(starts, dtype=np.uint64) if starts else np.zeros(0, np.uint64),
-        np.frombuffer(failed, dtype=bool),
-        num_broken,
-        position,
-        codes,
-        num_cut_off,
-        num_repetition,
-    )
+        keys_array(keys), np.frombuffer(starts, dtype=np.uint64) if starts else np.zeros(0, np.uint64),
+        np.frombuffer(failed, dtype=bool), num_broken, position, codes, num_cut_off, num_repetition)
 
 
 def keep_rows(path: Path, scan: OutputScan, wanted: np.ndarray) -> None:

@@ -39,8 +39,7 @@ class RowBook:
         with late_file_errors(f"input {self._source.file_name}"):
             data = b"".join(
                 os.pread(self._source.descriptor, num_bytes, start)
-                for start, num_bytes in run.table_R4[:, [START, NUM_BYTES]].tolist()
-            )
+                for start, num_bytes in run.table_R4[:, [START, NUM_BYTES]].tolist())
         return RowRun(table_R4=run.table_R4, checksums=run.checksums, data=data)
 
     def row(self, index: int) -> RawRow:

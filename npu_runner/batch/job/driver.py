@@ -29,17 +29,8 @@ _IDLE_SECONDS = 0.2
 class Driver:
     """Serves a job's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        book: RowBook,
-        delivery: Delivery,
-        *,
-        tally: Tally,
-        progress: Progress,
-        should_stop: Callable[[], bool],
-        suspects: Suspects,
-    ):
+    def __init__(self, fleet: Fleet, book: RowBook, delivery: Delivery, *, tally: Tally, progress: Progress,
+                 should_stop: Callable[[], bool], suspects: Suspects):
         self._fleet = fleet
         self._book = book
         self._delivery = delivery
@@ -72,11 +63,9 @@ class Driver:
         return self.stats().engine
 
 
-def hooks_for(
-    book: RowBook, suspects: Suspects, progress: Progress, check: Callable[[Mapping[str, Any]], None], *,
-    loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False,
-    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None,
-) -> FleetHooks:  # fmt: skip
+def hooks_for(book: RowBook, suspects: Suspects, progress: Progress, check: Callable[[Mapping[str, Any]], None], *,
+              loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False,
+              scale_up: Callable[[int], Sequence[MakeReplica]] | None = None) -> FleetHooks:
     """What a fleet asks of a job. `check`, `loading`: FleetHooks'. `rows_carry_data`: rows go to replicas with their
     bytes."""
     return FleetHooks(
@@ -86,8 +75,7 @@ def hooks_for(
         loading=loading,
         isolate=functools.partial(_isolate, suspects, book),
         record_death=functools.partial(_record_death, suspects, book),
-        scale_up=scale_up,
-    )
+        scale_up=scale_up)
 
 
 def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[GivenUp]:

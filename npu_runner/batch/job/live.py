@@ -153,8 +153,7 @@ class Live:
             tokens=Tokens(prompt=record.tally.num_prompt_tokens, completion=record.tally.num_completion_tokens,
                           prefill_computed=engine.num_prefill_tokens, decode_computed=engine.num_decode_tokens),
             engines=_engines(engine), report=self._report,
-            replicas=[_replica(state, is_over=self._end is not None) for state in states],
-        )  # fmt: skip
+            replicas=[_replica(state, is_over=self._end is not None) for state in states])
 
     def _rows(self) -> Rows:
         rows = self._record.rows
@@ -170,8 +169,7 @@ class Live:
             rows=num_done, start_seconds=max(0.0, record.start_seconds), serve_seconds=seconds,
             rows_per_second=num_done / seconds if seconds > 0 else 0.0,
             lately=self._lately.rate(time.monotonic(), num_done),
-            seconds_left=seconds_left(max(0, num_left), num_done, seconds),
-        )  # fmt: skip
+            seconds_left=seconds_left(max(0, num_left), num_done, seconds))
 
 
 def _engines(stats: EngineStats) -> Engines:
@@ -179,8 +177,7 @@ def _engines(stats: EngineStats) -> Engines:
         running=stats.num_running, waiting=stats.num_waiting, vision_cache_hits=stats.vision_cache_hits,
         vision_cache_misses=stats.vision_cache_misses, vision_cache_bytes=stats.vision_cache_bytes,
         prefix_cache_hit_tokens=stats.prefix_cache_hits, prefix_cache_queried_tokens=stats.prefix_cache_queries,
-        kv_blocks_used=stats.kv_blocks_used, kv_blocks_total=stats.kv_blocks_total, preemptions=stats.num_preemptions,
-    )  # fmt: skip
+        kv_blocks_used=stats.kv_blocks_used, kv_blocks_total=stats.kv_blocks_total, preemptions=stats.num_preemptions)
 
 
 def _replica(state: ReplicaState, *, is_over: bool) -> ReplicaStatus:

@@ -14,14 +14,7 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination, FileDestination
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
-from npu_runner.batch.files.manifest import (
-    DECODERS,
-    LIMITS_OF_ROWS,
-    Manifest,
-    SettingChange,
-    differences,
-    start_time,
-)
+from npu_runner.batch.files.manifest import DECODERS, LIMITS_OF_ROWS, Manifest, SettingChange, differences, start_time
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts
@@ -106,14 +99,12 @@ def loading(given: RunnerConfig, taken: RunnerConfig, destination: Destination) 
         raise OutOfMemoryError(
             f"output {destination.name} was begun with {_LENGTH} {taken.max_model_len} and goes on with no other: free "
             f"memory, --overwrite to start afresh with what fits now, or go on knowingly with a shorter one and "
-            f"--accept-changed {_LENGTH}. {error}"
-        ) from error
+            f"--accept-changed {_LENGTH}. {error}") from error
 
 
-def manifest_of(
-    destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
-    weights: dict[str, str], input: InputIdentity, accept: Collection[str] = (), retry_errors: bool = False,
-) -> Manifest:  # fmt: skip
+def manifest_of(destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
+                weights: dict[str, str], input: InputIdentity, accept: Collection[str] = (),
+                retry_errors: bool = False) -> Manifest:
     """The manifest of this output: the earlier one, and what may have changed since (`accepted_changes`)."""
     settings = json.loads(json.dumps(dict(facts.settings)))
     if facts.weights is not None and (changes := differences({**model_files, **weights}, dict(facts.weights))):
@@ -121,13 +112,8 @@ def manifest_of(
     earlier = destination.earlier
     if earlier is None or not earlier.has_served:
         return Manifest(
-            created=start_time(),
-            model_name=model_name,
-            model_files=model_files,
-            weights=weights,
-            settings=settings,
-            input=input,
-        )
+            created=start_time(), model_name=model_name, model_files=model_files, weights=weights, settings=settings,
+            input=input)
     if earlier.weights:
         _refuse_model(destination, differences(earlier.weights, weights))
     changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, retry_errors=retry_errors)
@@ -135,9 +121,8 @@ def manifest_of(
     return replace(earlier, input=input).changed(_with_decoders(settings, earlier.settings), changes)
 
 
-def accepted_changes(
-    output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str], retry_errors: bool
-) -> list[SettingChange]:
+def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str],
+                     retry_errors: bool) -> list[SettingChange]:
     """The settings that differ, where they may. Raises ConfigError for one that may not.
 
     The two may be parts of the settings, as long as they have the same names. `accept`: names that the user has given.
@@ -152,8 +137,7 @@ def accepted_changes(
         raise ConfigError(
             f"output {output}: was begun with other settings; answers of both would be mixed. Changed: "
             f"{_listed(refused)}. Restore them, choose another output, --overwrite to start afresh, or go on knowingly "
-            f"with {flags}{also}"
-        )
+            f"with {flags}{also}")
     return changes
 
 
@@ -172,9 +156,8 @@ def _with_decoders(settings: Mapping[str, Any], others: Mapping[str, Any]) -> di
     return {**settings, DECODERS: decoders} if decoders else dict(settings)
 
 
-def manifest_without_model(
-    destination: Destination, *, model_name: str, model_files: dict[str, str], input: InputIdentity
-) -> Manifest:
+def manifest_without_model(destination: Destination, *, model_name: str, model_files: dict[str, str],
+                           input: InputIdentity) -> Manifest:
     """For an input without a row to answer: no model is loaded."""
     earlier = destination.earlier
     if earlier is not None and earlier.has_served:
@@ -186,8 +169,7 @@ def _refuse_model(destination: Destination, changes: list[SettingChange]) -> Non
     if changes:
         raise ConfigError(
             f"output {destination.name}: was begun with another model; answers of two would be mixed. Changed: "
-            f"{_listed(changes)}. Choose another output, or --overwrite to start afresh"
-        )
+            f"{_listed(changes)}. Choose another output, or --overwrite to start afresh")
 
 
 def _listed(changes: list[SettingChange]) -> str:

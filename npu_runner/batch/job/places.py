@@ -17,7 +17,7 @@ from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.place import Place, find_place
 from npu_runner.batch.files.taken_names import refuse_taken
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.report.leaves import MAX_CARDS_OF_ONE_FILE
+from npu_runner.batch.report.choice import MAX_CARDS_OF_ONE_FILE
 from npu_runner.errors import ConfigError
 
 
@@ -60,8 +60,7 @@ def find_places(options: BatchOptions, model: str | None) -> Places:
     places = Places(
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
         report=_found_report(options), summary=_found("summary", options.summary),
-        metrics_file=_found("metrics_file", options.metrics_file),
-    )  # fmt: skip
+        metrics_file=_found("metrics_file", options.metrics_file))
     _refuse_streams(places, options)
     _refuse_within(places.report, places, options)
     model_files = [] if model is None or not Path(model).is_dir() else files_that_count(Path(model))

@@ -67,8 +67,7 @@ class Progress:
             self.close()
             self._bar = tqdm(
                 total=num_rows, initial=num_before, unit="row", file=self._out, dynamic_ncols=True,
-                bar_format=_BAR_FORMAT,
-            )  # fmt: skip
+                bar_format=_BAR_FORMAT)
 
     def update(self, tally: Tally, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:
         """Draw if enough time has passed since the last drawing."""
@@ -105,7 +104,6 @@ def _draw(bar: tqdm, state: list[str]) -> None:
     """With as much of `state` as the terminal's width has room for, the first of it first; no entry is cut."""
     drawn = bar.format_dict
     while state and drawn["ncols"] is not None and drawn["ncols"] < len(
-        tqdm.format_meter(**{**drawn, "ncols": None, "postfix": ", ".join(state)})
-    ):
+        tqdm.format_meter(**{**drawn, "ncols": None, "postfix": ", ".join(state)})):
         state = state[:-1]
     bar.set_postfix_str(", ".join(state))

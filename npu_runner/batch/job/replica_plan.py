@@ -47,9 +47,8 @@ class ReplicaPlan:
 
 
 @contextlib.contextmanager
-def planned_replicas(
-    config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide]
-) -> Iterator[ReplicaPlan]:
+def planned_replicas(config: RunnerConfig, options: BatchOptions, source: RowFile,
+                     open_model: Callable[[RunnerConfig], ModelSide]) -> Iterator[ReplicaPlan]:
     """No replica is started yet. Raises ConfigError where the devices do not suffice, or no cluster answers.
 
     With Ray this process is a driver of the cluster within.
@@ -70,9 +69,8 @@ def planned_replicas(
         yield _actors(config, options, source, open_model, resources, shared)
 
 
-def _on_this_host(
-    config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide]
-) -> ReplicaPlan:
+def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
+                  open_model: Callable[[RunnerConfig], ModelSide]) -> ReplicaPlan:
     """Nothing is started yet. Raises ConfigError where the devices do not suffice."""
     if options.replicas.data_parallel_size == 1:
         plan = local_plan(config, options, source, open_model)
@@ -89,14 +87,11 @@ def _on_this_host(
         for number, (plan, placement) in enumerate(zip(plans, placements, strict=True))
     ]
     return ReplicaPlan(
-        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.replicas.max_replica_restarts
-    )
+        replicas=replicas, workers_each=sum(counts) / len(counts), max_restarts=options.replicas.max_replica_restarts)
 
 
-def local_plan(
-    config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide],
-    num_workers: int | None = None,
-) -> ServerPlan:  # fmt: skip
+def local_plan(config: RunnerConfig, options: BatchOptions, source: RowFile,
+               open_model: Callable[[RunnerConfig], ModelSide], num_workers: int | None = None) -> ServerPlan:
     """For a server of this host, which reads rows through the driver's descriptor. `num_workers`: None for one that has
     all cores."""
     count = options.workers.num_workers(num_cpus()) if num_workers is None else num_workers
@@ -118,10 +113,9 @@ def report_of(state: ReplicaState) -> ReplicaReport:
     return ReplicaReport(name=state.name, num_rows=state.num_finished, num_deaths=state.num_deaths, stats=state.stats())
 
 
-def _actors(
-    config: RunnerConfig, options: BatchOptions, source: RowFile, open_model: Callable[[RunnerConfig], ModelSide],
-    resources: Mapping[str, float], shared: SharedInput | None,
-) -> ReplicaPlan:  # fmt: skip
+def _actors(config: RunnerConfig, options: BatchOptions, source: RowFile,
+            open_model: Callable[[RunnerConfig], ModelSide], resources: Mapping[str, float],
+            shared: SharedInput | None) -> ReplicaPlan:
     from npu_runner.serving.replicas.ray_cluster import demand, resources_now
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
@@ -130,8 +124,7 @@ def _actors(
     taken = demand(resources, config.platform, options.replicas.data_parallel_size, size)
     count = options.workers.num_workers(taken.num_cores)
     plan = server_plan(
-        config.replace(platform=taken.platform), options=options, source=rows, num_workers=count, open_model=open_model
-    )
+        config.replace(platform=taken.platform), options=options, source=rows, num_workers=count, open_model=open_model)
     plan = replace(plan, digest_threads=max(1, min(_MAX_DIGEST_THREADS, taken.num_cores // 2)))
     ahead = num_rows_ahead(plan)
 
@@ -145,8 +138,7 @@ def _actors(
         replicas=scale_up.first(), workers_each=count, max_restarts=options.replicas.max_replica_restarts,
         rows_carry_data=shared is None, scale_up=scale_up,
         notice=f"the cluster has {taken.resource} {resources[taken.resource]:g}: {missing} of {taken.most} replicas "
-               f"come when there is {taken.wanted} more for each" if missing > 0 else None,
-    )  # fmt: skip
+               f"come when there is {taken.wanted} more for each" if missing > 0 else None)
 
 
 class ScaleUp:

@@ -16,24 +16,19 @@ from npu_runner.batch.report.thumbnails import ThumbnailMaker
 from npu_runner.serving.workers.pool import PoolLimits
 
 
-def make_report(
-    place: Place, options: BatchOptions, max_source_pixels: int, file: InputFile | None, rows: InputScan | None,
-    outputs: Sequence[Path], *, has_schema: bool, about: About | None,
-    ends: Sequence[int] | None = None,
-) -> None:  # fmt: skip
+def make_report(place: Place, options: BatchOptions, max_source_pixels: int, file: InputFile | None,
+                rows: InputScan | None, outputs: Sequence[Path], *, has_schema: bool, about: About | None,
+                ends: Sequence[int] | None = None) -> None:
     """The report of a job's output, with a worker process that decodes its images. `ends`: Source's. See
     `write_report`."""
     worker = PoolLimits(
-        num_workers=1,
-        task_timeout_seconds=options.workers.preprocessing_timeout,
-        worker_memory_bytes=options.workers.worker_memory_bytes,
-    )
+        num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
+        worker_memory_bytes=options.workers.worker_memory_bytes)
     source = Source(file=file, rows=rows, outputs=outputs, max_row_bytes=options.max_row_bytes, has_schema=has_schema,
                     about=about, ends=ends)
     write_report(
         place, source, worker=worker, max_rows=options.report_rows,
-        thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.workers.max_media_bytes),
-    )  # fmt: skip
+        thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.workers.max_media_bytes))
 
 
 def about_job(manifest: Manifest | None, runs: Sequence[Line]) -> About | None:
@@ -47,5 +42,4 @@ def about_job(manifest: Manifest | None, runs: Sequence[Line]) -> About | None:
         start_seconds=sum(run["seconds"]["start"] for run in runs),
         serve_seconds=sum(run["seconds"]["serve"] for run in runs),
         num_drafted=sum(run["computed"].get("draft_proposed", 0) for run in runs),
-        num_accepted=sum(run["computed"].get("draft_accepted", 0) for run in runs),
-    )  # fmt: skip
+        num_accepted=sum(run["computed"].get("draft_accepted", 0) for run in runs))

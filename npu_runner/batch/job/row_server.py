@@ -97,10 +97,9 @@ class ServerPlan:
     """Threads that hash the weights while they load, for a server that sees another folder than the driver; 0: none."""
 
 
-def server_plan(
-    config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
-    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide, inherited: tuple[int, ...] = (),
-) -> ServerPlan:  # fmt: skip
+def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
+                open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
+                inherited: tuple[int, ...] = ()) -> ServerPlan:
     """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
     that cannot be served."""
     folder = options.allowed_media_dir
@@ -110,11 +109,8 @@ def server_plan(
         config=config,
         source=source,
         media=MediaRules(
-            allowed_dir=None if folder is None else folder.resolve(),
-            max_images=config.prompts.max_images_per_prompt,
-            max_bytes=options.workers.max_media_bytes,
-            max_total_bytes=options.workers.max_prompt_media_bytes,
-        ),
+            allowed_dir=None if folder is None else folder.resolve(), max_images=config.prompts.max_images_per_prompt,
+            max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes),
         limits=PoolLimits(
             num_workers=num_workers,
             task_timeout_seconds=options.workers.preprocessing_timeout,
@@ -229,8 +225,7 @@ class RowServer(InlineReplica):
             media=self._plan.media,
             max_row_bytes=self._plan.max_row_bytes,
             generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
-            seed=self._plan.config.seed,
-        )
+            seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
         self.endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
                                     name_of=self._plan.source.name)
@@ -254,8 +249,7 @@ class RowServer(InlineReplica):
             ledger=self._engine.ledger,
             max_rows=max_num_seqs + max_waiting_requests(max_num_seqs) + self.num_rows_ahead,
             weights=weights,
-            start_seconds=self._engine.start_seconds,
-        )
+            start_seconds=self._engine.start_seconds)
 
     def known_settings(self) -> dict[str, Any]:
         """Everything beside the checkpoint and the row that shapes an answer, as far as it is known before the engine
@@ -288,12 +282,9 @@ def _guards(options: BatchOptions) -> dict[str, Any]:
         if options.repetition_detection is not None:
             detection = RepetitionDetectionParams.of(options.repetition_detection)
             found["repetition_detection"] = dataclasses.asdict(detection)
-        if options.no_repeat_ngram_size is not None:
-            found["no_repeat_ngram_size"] = options.no_repeat_ngram_size
-        if options.no_repeat_ngram_window is not None:
-            found["no_repeat_ngram_window"] = options.no_repeat_ngram_window
-        if options.no_repeat_ngram_exempt_ids:
-            found["no_repeat_ngram_exempt_ids"] = list(options.no_repeat_ngram_exempt_ids)
+        for name in ("no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
+            if (value := getattr(options, name)) not in (None, ()):
+                found[name] = list(value) if isinstance(value, tuple) else value
         SamplingParams(**found)
     except RequestError as error:  # nobody's request: an option
         raise ConfigError(error.message) from error

@@ -62,12 +62,8 @@ class _Work:
     model_files: dict[str, str]
 
 
-def run_batch(
-    config: RunnerConfig,
-    options: BatchOptions,
-    *,
-    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
-) -> JobSummary:
+def run_batch(config: RunnerConfig, options: BatchOptions, *,
+              open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide) -> JobSummary:
     """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
 
     Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
@@ -237,7 +233,7 @@ class _Job:
                 queue.allow(window)
             hooks = hooks_for(book, suspects, self._progress, self._check(destination),
                               loading=functools.partial(self._while_loading, len(plan.replicas)),
-                              rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)  # fmt: skip
+                              rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)
             given_up = known_suspects(queue, book, suspects)
             with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
                 self.live.fleet = fleet
@@ -273,8 +269,7 @@ class _Job:
             return manifest_check.manifest_of(
                 destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
                 weights=digests.lines(), input=work.rows.identity, accept=self._options.accept_changed,
-                retry_errors=self._options.retry_errors,
-            )  # fmt: skip
+                retry_errors=self._options.retry_errors)
 
     def _begin(self, destination: Destination, manifest: Manifest) -> Writers:
         if self._options.overwrite:
@@ -287,16 +282,14 @@ class _Job:
             system_fingerprint=manifest.system_fingerprint,
             model_name=manifest.model_name,
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
-            with_cached_tokens=self._options.cached_tokens,
-        )
+            with_cached_tokens=self._options.cached_tokens)
 
     def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery, file: InputFile) -> None:
         record = self.record
         record.serve_began = time.monotonic()
         driver = Driver(
             fleet, book, delivery, tally=record.tally, progress=self._progress,
-            should_stop=functools.partial(self._should_stop, fleet), suspects=suspects,
-        )  # fmt: skip
+            should_stop=functools.partial(self._should_stop, fleet), suspects=suspects)
         try:
             with self._live_report(delivery, file) as report, delivery:
                 self._measure(fleet, driver)
@@ -350,8 +343,7 @@ class _Job:
         return TooManyFailuresError(
             f"{num_failed} of {num_done} finished rows have failed, more than --max-failures "
             f"{self._options.max_failures} allows: ended early. Finished rows are kept; mend what fails and try it "
-            "again with --retry-errors, or raise the limit"
-        )
+            "again with --retry-errors, or raise the limit")
 
     def _loading(self, doing: str) -> None:
         self._progress.loading(doing)
@@ -374,8 +366,7 @@ class _Job:
         self._say_without_model(f"nothing to do: all {work.rows.num_rows} rows are finished")
         self._signals.defer()
         manifest = manifest_check.manifest_without_model(
-            destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity
-        )
+            destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity)
         # No row is added, but the file is repaired.
         self._begin(destination, manifest).close()
 

@@ -16,9 +16,8 @@ from npu_runner.serving.engine_loop import Prepared
 _IDLE_SECONDS = 0.2
 
 
-def all_are_refused(
-    plan: ServerPlan, book: RowBook, refused: EarlyRows, check: Callable[[dict[str, Any]], None]
-) -> bool:
+def all_are_refused(plan: ServerPlan, book: RowBook, refused: EarlyRows,
+                    check: Callable[[dict[str, Any]], None]) -> bool:
     """Have rows prepared until one is fit for the model. True: none is, and `refused` has the error row of each.
 
     `check` is called with the settings that are known without weights. Raises what it raises, and what a replica raises

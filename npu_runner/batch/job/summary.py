@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.batch.files.output_file import RowCounts
-from npu_runner.batch.rows.judging import is_as_expected, is_json
+from npu_runner.batch.rows.openai_response import is_as_expected, is_json
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.serving.replica import ReplicaStats
@@ -51,8 +51,7 @@ def answered(output: RequestOutput, answer: str, expected: str | None, *, has_js
         num_cached_tokens=output.num_cached_tokens,
         num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
         num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in output.completions),
-        is_as_expected=None if expected is None else is_as_expected(answer, expected),
-    )
+        is_as_expected=None if expected is None else is_as_expected(answer, expected))
 
 
 @dataclass
@@ -186,8 +185,7 @@ class JobRecord:
             num_answered=kept.num_answered + tally.num_answered,
             num_cut_off=kept.num_cut_off + tally.num_cut_off,
             num_repetition=kept.num_repetition + tally.num_repetition,
-            failures_by_code=kept.failures_by_code + tally.failures_by_code,
-        )
+            failures_by_code=kept.failures_by_code + tally.failures_by_code)
 
     @property
     def rows_done(self) -> tuple[int, int]:
@@ -226,8 +224,7 @@ class JobRecord:
             wait_seconds=self.stats.wait_seconds, replicas=self.replicas, start_seconds=self.start_seconds,
             start_phases=self.start_phases, serve_seconds=self.serve_seconds, num_workers=self.num_workers,
             num_workers_replaced=self.stats.num_workers_replaced, error=error,
-            is_interrupted=self.is_interrupted or (error is None and self.is_cut_short),
-        )
+            is_interrupted=self.is_interrupted or (error is None and self.is_cut_short))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ class Totals:
                                     for name, count in computed.items()}},
             "seconds": {name: round(value, 3) for name, value in self._seconds.items()},
             "runs": list(self.runs),
-        }  # fmt: skip
+        }
 
     def to_lines(self) -> list[str]:
         """For a person who looks at the job from outside."""

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.report.pictures import key_of
 from npu_runner.batch.report.reading import (
     CUT_OFF,
     EXPECTED,
@@ -21,12 +20,12 @@ from npu_runner.batch.report.reading import (
     asked_by,
     flaws_of,
     metadata_of,
-    name_of,
-    object_in,
     outcome_of,
     said_by,
 )
+from npu_runner.batch.report.thumbnails import key_of
 from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
+from npu_runner.batch.rows.openai_response import name_of_answer, object_in
 
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4
@@ -35,7 +34,7 @@ _MOST_CHARS = 400
 _BEGINNING = 220
 _SHORT = 90
 _NOTES = {UNEXPECTED: "not as expected", EXPECTED: "as expected", CUT_OFF: "cut off at the limit",
-          REPETITION: "repeats itself", UNPARSED: "not JSON"}  # fmt: skip
+          REPETITION: "repeats itself", UNPARSED: "not JSON"}
 
 
 @dataclass(frozen=True)
@@ -134,14 +133,13 @@ def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_
     expected = metadata_of(request).get("expected")
     outcome, flaws = outcome_of(request, answer), flaws_of(request, answer, has_schema=has_schema)
     card = Card(
-        place=place, name=name_of(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
+        place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
         turns=[ShownTurn(turn.role, of_prompt(turn.text)) for turn in asked.turns],
         turn_keys=tuple(map(hash, asked.turns)),
         media=[(key_of(medium), medium.is_video) for medium in asked.media[:MAX_MEDIA_PER_ROW]],
         num_more_media=max(0, len(asked.media) - MAX_MEDIA_PER_ROW),
         expected=None if expected is None or outcome == EXPECTED else of_prompt(str(expected)),
-        notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES],
-    )  # fmt: skip
+        notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES])
     error = answer["error"]
     if error is not None:
         card.code, card.message = str(error["code"]), of_answer(str(error["message"]))
@@ -165,8 +163,7 @@ def _answer(said: Said) -> Answer:
         fields=fields_of(said.text),
         reasoning=Words(said.reasoning[:MAX_TEXT], None, len(said.reasoning) if len(said.reasoning) > MAX_TEXT else 0)
         if said.reasoning else None,
-        calls=list(map(_call, said.calls)),
-    )  # fmt: skip
+        calls=list(map(_call, said.calls)))
 
 
 def _call(call: ToolCall) -> ShownCall:

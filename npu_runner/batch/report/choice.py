@@ -1,4 +1,5 @@
-"""Which rows a page shows and in which order: some of each kind, and those with one prompt together. Reads no row.
+"""Which rows a report shows, on which page and in which order: some of each kind, and those with one prompt together.
+Reads no row, knows nothing of markup.
 
 No kind can crowd the others out: of 542 failed rows and 358 good ones, a page of 300 shows both.
 """
@@ -6,11 +7,13 @@ No kind can crowd the others out: of 542 failed rows and 358 good ones, a page o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from npu_runner.batch.report.reading import ANSWERED, EXPECTED, FAILED
 from npu_runner.batch.report.survey import ORDER, Candidate, Kind, Survey
 
+MAX_CARDS_OF_ONE_FILE = 2000
+CARDS_PER_LEAF = 200
 # Of the page, for failed rows, for those with flaws and for good ones, as far as there are so many.
 _SHARES = (0.4, 0.3, 0.3)
 _LEFT_TO = (1, 2, 0)  # what these do not need goes to flaws first, to failed rows last: those repeat each other
@@ -109,7 +112,8 @@ def _section(kind: Kind, num_rows: int, rows: Sequence[Candidate], common: froze
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         by_prompt.setdefault(tuple(turn for turn in row.turns if turn not in common), []).append(row.place)
-    shared = sorted((places for turns, places in by_prompt.items() if turns and len(places) > 1), key=_largest_first)
+    shared = sorted((places for turns, places in by_prompt.items() if turns and len(places) > 1), 
+                    key=lambda places: (-len(places), places[0]))
     single = sorted(place for turns, places in by_prompt.items() if not turns or len(places) == 1 for place in places)
     groups = [Group(tuple(places), True) for places in shared] + [Group(tuple(single), False)] * bool(single)
     messages = {row.message for row in rows}
@@ -117,5 +121,50 @@ def _section(kind: Kind, num_rows: int, rows: Sequence[Candidate], common: froze
                    has_one_message=kind.outcome == FAILED and len(rows) > 1 and len(messages) == 1)
 
 
-def _largest_first(places: list[int]) -> tuple[int, int]:
-    return -len(places), places[0]
+@dataclass(frozen=True)
+class Part:
+    """Of a section, what one page shows."""
+
+    number: int
+    """Of the section, from 1."""
+    section: Section
+    """With the groups of this page alone."""
+    num_shown: int
+    """On all pages."""
+    is_continued: bool
+    """From the page before."""
+
+
+Leaf = tuple[Part, ...]
+
+
+def cut(sections: Sequence[Section], cards_per_leaf: int) -> list[Leaf]:
+    """Pages of so many cards, the last one of fewer; one at least. A group that goes over an edge is one on both
+    sides."""
+    leaves: list[list[Part]] = [[]]
+    room = cards_per_leaf
+    for number, section in enumerate(sections, 1):
+        is_continued = False
+        for group in section.groups:
+            places = group.places
+            while places:
+                if not room:
+                    leaves.append([])
+                    room = cards_per_leaf
+                here, places = places[:room], places[room:]
+                room -= len(here)
+                _add(leaves[-1], number, section, replace(group, places=here), is_continued=is_continued)
+                is_continued = True
+    return [tuple(leaf) for leaf in leaves]
+
+
+def _add(leaf: list[Part], number: int, section: Section, group: Group, *, is_continued: bool) -> None:
+    if leaf and leaf[-1].number == number:
+        part = leaf[-1]
+        leaf[-1] = replace(part, section=replace(part.section, groups=(*part.section.groups, group)))
+    else:
+        leaf.append(Part(number, replace(section, groups=(group,)), section.num_shown, is_continued))
+
+
+def places_of(leaf: Leaf) -> list[int]:
+    return [place for part in leaf for group in part.section.groups for place in group.places]

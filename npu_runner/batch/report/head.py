@@ -11,15 +11,7 @@ from typing import NamedTuple
 
 from npu_runner.batch.report.choice import Section
 from npu_runner.batch.report.fields import FieldSpread, FieldTable
-from npu_runner.batch.report.reading import (
-    ANSWERED,
-    CUT_OFF,
-    EXPECTED,
-    FAILED,
-    REPETITION,
-    UNEXPECTED,
-    UNPARSED,
-)
+from npu_runner.batch.report.reading import ANSWERED, CUT_OFF, EXPECTED, FAILED, REPETITION, UNEXPECTED, UNPARSED
 from npu_runner.batch.report.survey import Survey
 from npu_runner.batch.report.vectors import VectorTable
 
@@ -27,9 +19,9 @@ _MOST_BARS = 8
 _FEW_VALUES = 12
 _UNITS = {"text": "characters", "list": "items", "object": "fields"}
 _LABELS = {FAILED: "failed", UNEXPECTED: "other than expected", CUT_OFF: "cut off", REPETITION: "repetition",
-           UNPARSED: "unparsed", EXPECTED: "as expected", ANSWERED: "answered"}  # fmt: skip
+           UNPARSED: "unparsed", EXPECTED: "as expected", ANSWERED: "answered"}
 TITLES = {UNEXPECTED: "Other than expected", CUT_OFF: "Cut off at the limit", REPETITION: "Repeats itself",
-          UNPARSED: "Not JSON", EXPECTED: "As expected", ANSWERED: "Answered"}  # fmt: skip
+          UNPARSED: "Not JSON", EXPECTED: "As expected", ANSWERED: "Answered"}
 
 
 @dataclass(frozen=True, kw_only=True)

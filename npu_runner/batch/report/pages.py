@@ -19,9 +19,8 @@ from markupsafe import Markup
 
 from npu_runner.batch.report import head
 from npu_runner.batch.report.cards import Card, ShownTurn, without_turns
-from npu_runner.batch.report.choice import Choice, Group
+from npu_runner.batch.report.choice import Choice, Group, Leaf, Part
 from npu_runner.batch.report.head import About, Bar
-from npu_runner.batch.report.leaves import Leaf, Part
 from npu_runner.batch.report.reading import EXPECTED, FAILED, UNEXPECTED
 from npu_runner.batch.report.survey import Survey
 
@@ -81,7 +80,7 @@ class Book:
         return f"{self.version}/{leaf}.html" if seen_from == 1 else f"{leaf}.html"
 
     def write(self, number: int, cards: Mapping[int, Card], pictures: Mapping[str, ShownPicture],
-              file: BinaryIO, *, ids: Sequence[Sequence[Address]] = ()) -> None:  # fmt: skip
+              file: BinaryIO, *, ids: Sequence[Sequence[Address]] = ()) -> None:
         """Page `number`, with the cards of its places. `ids`: of the rows on all pages, for the first one."""
         leaf = self.leaves[number - 1]
         addresses = {key: {"name": there.name, "href": f"{self.href(there.leaf, seen_from=number)}#{there.anchor}"}
@@ -92,8 +91,7 @@ class Book:
             no_input=not self.has_input, leaf=LeafView(number, len(self.leaves), self._links(number)),
             filters=head.filters(self.found, self.choice.sections), contents=self._chapters(number),
             common=_common(self.choice, cards) if number == 1 else [], pictures=pictures, addresses=addresses,
-            parts=[self._part(part, cards) for part in leaf], ids=_ids(ids), **(self._head() if number == 1 else {}),
-        )  # fmt: skip
+            parts=[self._part(part, cards) for part in leaf], ids=_ids(ids), **(self._head() if number == 1 else {}))
         # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
         page.enable_buffering(64)
         page.dump(file, encoding="utf-8", errors="replace")
@@ -106,8 +104,7 @@ class Book:
             "figures": head.figures(self.num_rows, found, self.about),
             "codes": self._codes(), "fields": head.field_views(found.fields), "num_objects": found.fields.num_objects,
             "num_more_fields": found.fields.num_more_fields,
-            "vectors": head.of_vectors(found.vectors), "kinds": _kinds(found), "has_expected": has_expected,
-        }  # fmt: skip
+            "vectors": head.of_vectors(found.vectors), "kinds": _kinds(found), "has_expected": has_expected}
 
     def _codes(self) -> list[dict[str, Any]]:
         there = [(kind.code, count) for kind, count in self.found.kinds.most_common() if kind.outcome == FAILED]
@@ -124,8 +121,7 @@ class Book:
             {"title": part.section.kind.code or head.TITLES[part.section.kind.outcome], "code": part.section.kind.code,
              "num": part.section.num_rows,
              "href": f"{self.href(number, seen_from=seen_from)}#section-{part.number}"}
-            for number, leaf in enumerate(self.leaves, 1) for part in leaf if not part.is_continued
-        ]  # fmt: skip
+            for number, leaf in enumerate(self.leaves, 1) for part in leaf if not part.is_continued]
 
     def _chapters(self, seen_from: int) -> list[dict[str, Any]]:
         """The same with one entry for all failed rows."""
@@ -145,8 +141,7 @@ class Book:
             "number": part.number, "outcome": section.kind.outcome, "code": section.kind.code, "message": message,
             "title": head.TITLES.get(section.kind.outcome, ""),
             "counted": f"{counted}, continued" if part.is_continued else counted,
-            "groups": [_group(group, cards, self.choice.common_turns) for group in section.groups],
-        }  # fmt: skip
+            "groups": [_group(group, cards, self.choice.common_turns) for group in section.groups]}
 
     def _links(self, here: int) -> list[Link]:
         """The page before and the one behind, the first and the last, and those around."""
@@ -215,7 +210,7 @@ def _asset(name: str) -> Markup:
 def _policy() -> str:
     """Our style and our script by their hashes, pictures of the page or of its folder, and nothing else."""
     sources = {kind: base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()
-               for kind, name in (("style", "page.css"), ("script", "page.js"))}  # fmt: skip
+               for kind, name in (("style", "page.css"), ("script", "page.js"))}
     return ("default-src 'none'; img-src data: file: 'self'; "
             f"style-src 'sha256-{sources['style']}'; script-src 'sha256-{sources['script']}'; "
             "base-uri 'none'; form-action 'none'")

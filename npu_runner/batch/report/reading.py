@@ -6,15 +6,20 @@ Rows that failed may hold anything at all, so a request is read as far as it goe
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from npu_runner.batch.rows.endpoint import asks_for_json
-from npu_runner.batch.rows.judging import is_as_expected, is_json
-from npu_runner.batch.rows.openai_response import answer_of, is_cut_off, is_repetition, texts_of
+from npu_runner.batch.rows.openai_response import (
+    answer_of,
+    is_as_expected,
+    is_cut_off,
+    is_json,
+    is_repetition,
+    texts_of,
+)
 from npu_runner.batch.rows.scores import sides_of
 
 MAX_TEXT = 4000
@@ -58,10 +63,6 @@ class Said:
     text: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-
-
-def name_of(answer: dict[str, Any]) -> str:
-    return answer["custom_id"] or f"line {answer['error']['line']}"
 
 
 def anchor_of(answer: dict[str, Any]) -> str:
@@ -147,14 +148,11 @@ def said_by(answer: dict[str, Any]) -> list[Said]:
     """The completions of an answered row, or what it says in numbers; vectors are no text."""
     body = answer["response"]["body"]
     if "choices" not in body:
-        return [] if _has_vectors(body) else [Said(text) for text in texts_of(body)]
+        has_vectors = any("embedding" in item for item in body.get("data", ()))
+        return [] if has_vectors else [Said(text) for text in texts_of(body)]
     messages = [choice.get("message") or {} for choice in body["choices"]]
     return [Said(text, message.get("reasoning_content") or "", tuple(_calls_in(message)))
             for text, message in zip(texts_of(body), messages, strict=True)]
-
-
-def _has_vectors(body: dict[str, Any]) -> bool:
-    return any("embedding" in item for item in body.get("data", ()))
 
 
 def _calls_in(message: dict[str, Any]) -> list[ToolCall]:
@@ -166,14 +164,3 @@ def _calls_in(message: dict[str, Any]) -> list[ToolCall]:
 
 def _as_text(call: ToolCall) -> str:
     return f"{call.name}({call.arguments})"
-
-
-def object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None: it is none."""
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
-        return None
-    return value if isinstance(value, dict) else None

@@ -17,16 +17,15 @@ from npu_runner.batch.files.folder_place import FolderPlace, Version
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.report.cards import MAX_MEDIA_PER_ROW, Card, card_of
-from npu_runner.batch.report.choice import choose
+from npu_runner.batch.report.choice import CARDS_PER_LEAF, MAX_CARDS_OF_ONE_FILE, Leaf, choose, cut, places_of
 from npu_runner.batch.report.head import About
 from npu_runner.batch.report.joined import Joined
-from npu_runner.batch.report.leaves import CARDS_PER_LEAF, MAX_CARDS_OF_ONE_FILE, Leaf, cut, places_of
 from npu_runner.batch.report.pages import Address, Book, ShownPicture, data_url
-from npu_runner.batch.report.pictures import PictureMaker
-from npu_runner.batch.report.reading import Medium, anchor_of, name_of
+from npu_runner.batch.report.reading import Medium, anchor_of
 from npu_runner.batch.report.survey import survey
-from npu_runner.batch.report.thumbnails import Picture, ThumbnailMaker, side_for
+from npu_runner.batch.report.thumbnails import Picture, PictureMaker, ThumbnailMaker, side_for
 from npu_runner.batch.report.vectors import MAX_COMPARED, neighbours, vectors_in
+from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import JobError
 from npu_runner.serving.workers.pool import PoolLimits
 
@@ -52,9 +51,8 @@ class Source:
     about: About | None = None
 
 
-def write_report(
-    target: Place, source: Source, *, thumbnails: ThumbnailMaker, worker: PoolLimits, max_rows: int
-) -> None:
+def write_report(target: Place, source: Source, *, thumbnails: ThumbnailMaker, worker: PoolLimits,
+                 max_rows: int) -> None:
     """Write the report. Of a huge job it shows `max_rows` rows, some of each kind, and says so.
 
     `target`: a FolderPlace becomes a folder of pages; anything else is one file, of MAX_CARDS_OF_ONE_FILE rows at
@@ -92,7 +90,7 @@ class _Report:
         self._near, addresses = self._neighbours(leaves) if found.vectors.num_of_length else ({}, {})
         book = Book(output=self._source.outputs[0].name, num_rows=self._joined.num_rows, found=found, choice=choice,
                     has_input=self._joined.has_input, leaves=leaves, about=self._source.about, version=None,
-                    addresses=addresses)  # fmt: skip
+                    addresses=addresses)
         side = side_for(choice.num_media, self._picture_bytes)
         with PictureMaker(replace(self._thumbnails, side=side), self._worker) as maker:
             if isinstance(self._target, FolderPlace):
@@ -127,9 +125,8 @@ class _Report:
                 with version.writing_index() as file:
                     book.write(1, cards, shown, file, ids=ids if len(ids) > 1 else ())
 
-    def _cards(
-        self, leaf: Leaf, maker: PictureMaker, known: Container[str] = ()
-    ) -> tuple[dict[int, Card], dict[str, Picture]]:
+    def _cards(self, leaf: Leaf, maker: PictureMaker,
+               known: Container[str] = ()) -> tuple[dict[int, Card], dict[str, Picture]]:
         """The cards of a page by their places, in the order of the page, and their pictures but for `known` ones."""
         cards: dict[int, Card] = {}
         places = places_of(leaf)
@@ -155,7 +152,7 @@ class _Report:
             found = vectors_in(answer["response"]["body"])
             if found and len(vectors) < MAX_COMPARED:
                 vectors.append(found[0])
-                owners.append((place, Address(name_of(answer), anchor_of(answer), leaf_of[place])))
+                owners.append((place, Address(name_of_answer(answer), anchor_of(answer), leaf_of[place])))
         near = neighbours(vectors)
         return ({place: [near[number]] for number, (place, _) in enumerate(owners)},
                 {number: address for number, (_, address) in enumerate(owners)})

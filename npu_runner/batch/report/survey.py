@@ -19,11 +19,11 @@ from npu_runner.batch.report.reading import (
     asked_by,
     flaws_of,
     metadata_of,
-    object_in,
     outcome_of,
     said_by,
 )
 from npu_runner.batch.report.vectors import VectorTable, vectors_in
+from npu_runner.batch.rows.openai_response import object_in
 
 ORDER = (FAILED, UNEXPECTED, CUT_OFF, REPETITION, UNPARSED, EXPECTED, ANSWERED)
 """Of what a row may be, worst first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_runner.batch.report.fields import Sample
+from npu_runner.batch.rows.openai_response import vector_of
 
 MAX_COMPARED = 2000
 """Of so many vectors each is compared with each."""
@@ -23,14 +23,8 @@ _BLOCK = 256
 
 
 def vectors_in(body: dict[str, Any]) -> list[np.ndarray]:
-    """float32 vectors of an answer that has any, numbers or base64 of their bytes (little end first)."""
-    return [_vector(item["embedding"]) for item in body.get("data", ()) if "embedding" in item]
-
-
-def _vector(value: list[float] | str) -> np.ndarray:
-    if isinstance(value, str):
-        return np.frombuffer(base64.b64decode(value), dtype="<f4").astype(np.float32)
-    return np.array(value, dtype=np.float32)
+    """float32 vectors of an answer that has any."""
+    return [vector_of(item["embedding"]) for item in body.get("data", ()) if "embedding" in item]
 
 
 @dataclass

@@ -71,18 +71,14 @@ Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")]
     | Annotated[VideoPart, Tag("<video_url>")],
     Discriminator(
-        _tag_of_part,
-        custom_error_type="unknown_part",
-        custom_error_message='a part is an object whose type is "text", "image_url" or "video_url"',
-    ),
+        _tag_of_part, custom_error_type="unknown_part",
+        custom_error_message='a part is an object whose type is "text", "image_url" or "video_url"'),
 ]
 _Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
     Discriminator(
-        _tag_of_content,
-        custom_error_type="content_type",
-        custom_error_message="content is a string or a list of parts",
-    ),
+        _tag_of_content, custom_error_type="content_type",
+        custom_error_message="content is a string or a list of parts"),
 ]
 
 
@@ -122,10 +118,8 @@ def _tag_of_choice(value: Any) -> str | None:
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<named>")],
     Discriminator(
-        _tag_of_choice,
-        custom_error_type="choice_kind",
-        custom_error_message='"none", "auto", "required" or {"type": "function", "function": {"name": ...}} is needed',
-    ),
+        _tag_of_choice, custom_error_type="choice_kind",
+        custom_error_message='"none", "auto", "required" or {"type": "function", "function": {"name": ...}} is needed'),
 ]
 
 
@@ -153,8 +147,7 @@ class ChatBody(RequestBody):
         "web_search_options": (),
     }
     instead: ClassVar[Mapping[str, str]] = {
-        "chat_template": f"; {ONE_TEMPLATE}", "functions": "; give them as tools", "function_call": "; use tool_choice",
-    }  # fmt: skip
+        "chat_template": f"; {ONE_TEMPLATE}", "functions": "; give them as tools", "function_call": "; use tool_choice"}
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -201,9 +194,8 @@ class ChatBody(RequestBody):
         """Plain messages, images not loaded yet."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
-    def prepare(
-        self, processor: ChatProcessor, media: MediaRules, params: SamplingParams
-    ) -> tuple[PromptInputs, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules,
+                params: SamplingParams) -> tuple[PromptInputs, AnswerForm]:
         conversation = resolve_media(self.to_conversation(), media)
         tools = None if self.tool_choice == "none" else self.tools
         parser = processor.parser_of_calls() if tools else None
@@ -213,12 +205,10 @@ class ChatBody(RequestBody):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
-            mm_processor_kwargs=self.mm_processor_kwargs,
-        )  # fmt: skip
+            mm_processor_kwargs=self.mm_processor_kwargs)
         form = ChatForm(
             model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-        )
+            parallel_tool_calls=self.parallel_tool_calls is not False)
         return prompt, form
 
     @property

@@ -13,9 +13,8 @@ from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.batch.rows.pooled import PooledBody, numbers
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.request.classes import Classes
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
-from npu_runner.request.pooling_params import CLASSIFY
+from npu_runner.request.pooling_params import CLASSIFY, Classes
 
 
 class ClassifyBody(PooledBody):
@@ -23,8 +22,7 @@ class ClassifyBody(PooledBody):
 
     task: ClassVar[str] = CLASSIFY
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "activation": (True,), "add_special_tokens": (), "priority": (0,), "softmax": (True,),
-    }  # fmt: skip
+        "activation": (True,), "add_special_tokens": (), "priority": (0,), "softmax": (True,)}
     instead: ClassVar[Mapping[str, str]] = {
         "activation": "; use_activation is its present name",
         "add_special_tokens": "; they are added as the checkpoint's own tokenizer and processor do",

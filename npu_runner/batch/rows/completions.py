@@ -6,7 +6,8 @@ One row is one prompt, text or token ids. Control tokens in it are control token
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -54,10 +55,8 @@ class CompletionBody(RequestBody):
     prompt: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[int], Tag("<ids>")],
         Discriminator(
-            _tag_of_prompt,
-            custom_error_type="prompt_type",
-            custom_error_message="prompt is text or a list of token ids",
-        ),
+            _tag_of_prompt, custom_error_type="prompt_type",
+            custom_error_message="prompt is text or a list of token ids"),
     ]
     echo: bool | None = None
     logprobs: int | None = None
@@ -94,9 +93,8 @@ class CompletionBody(RequestBody):
     def _echoes_logprobs(self) -> bool:
         return bool(self.echo) and self.logprobs is not None
 
-    def prepare(
-        self, processor: ChatProcessor, media: MediaRules, params: SamplingParams
-    ) -> tuple[PromptInputs, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules,
+                params: SamplingParams) -> tuple[PromptInputs, AnswerForm]:
         if self.echo and params.truncate_prompt_tokens is not None:
             message = "echo: of a prompt that truncate_prompt_tokens may cut there is no text; ask for one of them"
             raise RequestError(message, "invalid_value", "echo")
@@ -104,8 +102,7 @@ class CompletionBody(RequestBody):
         text = self.prompt if isinstance(self.prompt, str) else processor.decode(self.prompt) if self.echo else ""
         return prompt, CompletionForm(
             model=self.model, echo=text if self.echo else "", echoes_logprobs=self._echoes_logprobs,
-            has_prompt_logprobs=self.prompt_logprobs is not None,
-        )  # fmt: skip
+            has_prompt_logprobs=self.prompt_logprobs is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,27 +132,20 @@ class CompletionForm(AnswerForm):
         row.write_end(completion, completion.finish_reason)
 
 
-_Tokens = Callable[[], Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]]
+def _tokens(completion: CompletionOutput,
+            prompt_logprobs: PromptLogprobs | None) -> Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]:
+    """Each token and the most probable ones in its place, None where there is no log probability."""
+    if prompt_logprobs is not None:
+        yield prompt_logprobs.first_token(), None
+        yield from ((place.token, place.top) for place in prompt_logprobs if place is not None)
+    for position in completion.logprobs or ():
+        yield position.sampled, position.top
 
 
-def _tokens(completion: CompletionOutput, prompt_logprobs: PromptLogprobs | None) -> _Tokens:
-    """Each token and the most probable ones in its place, None where there is no log probability; anew each call."""
-
-    def tokens() -> Iterator[tuple[Logprob, tuple[Logprob, ...] | None]]:
-        if prompt_logprobs is not None:
-            yield prompt_logprobs.first_token(), None
-            yield from ((place.token, place.top) for place in prompt_logprobs if place is not None)
-        for position in completion.logprobs or ():
-            yield position.sampled, position.top
-
-    return tokens
-
-
-def _write_logprobs(
-    completion: CompletionOutput, row: AnswerRow, prompt_logprobs: PromptLogprobs | None, num_chars: int
-) -> None:
+def _write_logprobs(completion: CompletionOutput, row: AnswerRow, prompt_logprobs: PromptLogprobs | None,
+                    num_chars: int) -> None:
     """Four lists side by side; the tokens are gone through once for each, so that none of them is held."""
-    tokens = _tokens(completion, prompt_logprobs)
+    tokens = functools.partial(_tokens, completion, prompt_logprobs)
     lists: dict[str, Iterator[Any]] = {
         "tokens": (_name(token) for token, _ in tokens()),
         "token_logprobs": (None if top is None else finite(token.logprob) for token, top in tokens()),

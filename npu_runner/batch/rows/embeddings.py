@@ -27,8 +27,7 @@ class EmbeddingBody(PooledBody):
     task: ClassVar[str] = "embed"
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (), "chat_template": (), "normalize": (True,), "priority": (0,), "softmax": (),
-        "use_activation": (True,),
-    }  # fmt: skip
+        "use_activation": (True,)}
     instead: ClassVar[Mapping[str, str]] = {
         "chat_template": f"; {ONE_TEMPLATE}",
         "add_special_tokens": "; they are added as the checkpoint's own tokenizer and processor do",

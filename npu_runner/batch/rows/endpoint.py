@@ -83,10 +83,8 @@ def _tag_of_format(value: Any) -> str | None:
 ResponseFormat = Annotated[
     Annotated[SchemaFormat, Tag("<schema>")] | Annotated[PlainFormat, Tag("<plain>")],
     Discriminator(
-        _tag_of_format,
-        custom_error_type="format_kind",
-        custom_error_message='an object is needed whose type is "json_schema", "json_object" or "text"',
-    ),
+        _tag_of_format, custom_error_type="format_kind",
+        custom_error_message='an object is needed whose type is "json_schema", "json_object" or "text"'),
 ]
 
 
@@ -111,7 +109,7 @@ class AnswerRules(Strict):
         said = self.said_rules()
         if len(said) > 1:
             raise RequestError(f"{said[1]}: {said[0]} says already what the answer must be; give one of them",
-                               "invalid_value", said[1])  # fmt: skip
+                               "invalid_value", said[1])
         name = next(iter(said), None)
         if name == "structured_outputs":
             return StructuredOutputsParams.of(self.structured_outputs)

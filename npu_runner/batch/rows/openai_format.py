@@ -25,8 +25,7 @@ from npu_runner.request.limits import LIMITS, check_count, shown
 ENDPOINTS: dict[str, type[RowBody]] = {
     "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody,
     "/v1/score": ScoreBody, "/v1/rerank": RerankBody,
-    "/v1/classify": ClassifyBody,
-}  # fmt: skip
+    "/v1/classify": ClassifyBody}
 
 
 @dataclass(frozen=True)

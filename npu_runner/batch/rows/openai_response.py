@@ -1,4 +1,5 @@
-"""Writes rows of OpenAI's batch result format. Knows nothing of files, images or how an answer came about.
+"""Writes rows of OpenAI's batch result format, and says what one that was written holds. Knows nothing of files, images
+or how an answer came about.
 
 A row's bytes follow from the request, the answer and the job's manifest alone: no clock, no counter, no chance.
 So a resumed job writes the ids that an undisturbed one would have written.
@@ -9,9 +10,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
@@ -125,6 +129,34 @@ def answer_of(body: Mapping[str, Any]) -> str | None:
     return texts_of(body)[0] if has_answer else None
 
 
+def object_in(text: str, *, is_strict: bool = False) -> dict[str, Any] | None:
+    """The JSON object that an answer's text is; None: it is none. `is_strict`: nor is one with NaN or infinity."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant if is_strict else None)
+    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
+    """(D,) float32, of either form that a row may ask for: numbers, or base64 of their bytes (little end first)."""
+    if isinstance(embedding, str):
+        return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
+    return np.array(embedding, dtype=np.float32)
+
+
+def name_of_answer(answer: Mapping[str, Any]) -> str:
+    """As a report calls it: a row without a usable custom_id is known by its line."""
+    custom_id: str | None = answer["custom_id"]
+    return f"line {answer['error']['line']}" if custom_id is None else custom_id
+
+
 def _text_of_numbers(item: Mapping[str, Any]) -> str:
     if "label" in item:
         return str(item["label"])
@@ -139,6 +171,19 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 def _length_of(vector: list[float] | str) -> str:
     count = len(base64.b64decode(vector)) // 4 if isinstance(vector, str) else len(vector)
     return f"a vector of {count} numbers"
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def is_as_expected(answer: str, expected: str) -> bool:
+    """Equal but for case, white space around and a full stop at the end."""
+    return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
 
 
 def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:

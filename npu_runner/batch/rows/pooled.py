@@ -41,11 +41,9 @@ class PooledBody(RowBody):
         Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<texts>")] | Annotated[list[int], Tag("<ids>")]
         | Annotated[list[list[int]], Tag("<lists>")],
         Discriminator(
-            _tag_of_input,
-            custom_error_type="input_type",
-            custom_error_message="input is text, a list of token ids, or a list of either",
-        ),
-    ] | None = None  # fmt: skip
+            _tag_of_input, custom_error_type="input_type",
+            custom_error_message="input is text, a list of token ids, or a list of either"),
+    ] | None = None
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -86,9 +84,7 @@ class PooledBody(RowBody):
     def form(self, processor: ChatProcessor) -> AnswerForm:
         """How the row's answer is to be written."""
 
-    def prepare(
-        self, processor: ChatProcessor, media: MediaRules, params: PoolingParams
-    ) -> tuple[Prompts, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
         form = self.form(processor)
         most = processor.most_prompt_tokens(params)
         if self.messages is not None:
@@ -99,7 +95,7 @@ class PooledBody(RowBody):
                 add_generation_prompt=bool(self.add_generation_prompt),
                 continue_final_message=bool(self.continue_final_message),
                 mm_processor_kwargs=self.mm_processor_kwargs,
-            )  # fmt: skip
+            )
             return (prompt,), form
         return tuple(self._of_inputs(processor, most)), form
 

@@ -47,10 +47,8 @@ def _tag_of_input(value: Any) -> str | None:
 Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<parts>")],
     Discriminator(
-        _tag_of_input,
-        custom_error_type="input_type",
-        custom_error_message='text or an object {"content": parts} is needed',
-    ),
+        _tag_of_input, custom_error_type="input_type",
+        custom_error_message='text or an object {"content": parts} is needed'),
 ]
 
 
@@ -61,10 +59,8 @@ def _tag_of_inputs(value: Any) -> str | None:
 Inputs = Annotated[
     Annotated[Input, Tag("<one>")] | Annotated[list[Input], Tag("<several>")],
     Discriminator(
-        _tag_of_inputs,
-        custom_error_type="inputs_type",
-        custom_error_message='text, an object {"content": parts} or a list of these is needed',
-    ),
+        _tag_of_inputs, custom_error_type="inputs_type",
+        custom_error_message='text, an object {"content": parts} or a list of these is needed'),
 ]
 
 
@@ -76,8 +72,7 @@ class PairBody(RowBody):
     """The fields that hold queries and documents."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (), "cache_salt": (), "max_tokens_per_doc": (0,), "max_tokens_per_query": (0,),
-        "padding": ("do_not_pad",), "priority": (0,), "softmax": (), "truncation_side": ("right",),
-    }  # fmt: skip
+        "padding": ("do_not_pad",), "priority": (0,), "softmax": (), "truncation_side": ("right",)}
     instead: ClassVar[Mapping[str, str]] = {
         "add_special_tokens": "; they are added as the checkpoint's own tokenizer and processor do",
         "max_tokens_per_doc": "; truncate_prompt_tokens leaves out the end of a document",
@@ -112,7 +107,7 @@ class PairBody(RowBody):
         """Whether the differences of logits are asked for. Raises RequestError for two opinions."""
         if self.raw is not None and self.raw is self.use_activation:
             raise RequestError(f"use_activation: {to_json(self.use_activation)} says the opposite of raw; give one of "
-                               "them", "invalid_value", "use_activation")  # fmt: skip
+                               "them", "invalid_value", "use_activation")
         return bool(self.raw) or self.use_activation is False
 
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> PoolingParams:
@@ -142,8 +137,7 @@ class PairBody(RowBody):
             try:
                 prompt = processor.pairs(
                     query, shown, instruction=self.instruction, chat_template_kwargs=self.chat_template_kwargs,
-                    truncate_prompt_tokens=most, mm_processor_kwargs=self.mm_processor_kwargs, known=known,
-                )  # fmt: skip
+                    truncate_prompt_tokens=most, mm_processor_kwargs=self.mm_processor_kwargs, known=known)
             except RequestError as error:
                 raise _of_document(error, where) from error
             prompts.append(prompt)
@@ -217,9 +211,7 @@ class ScoreBody(PairBody):
             raise RequestError(f"{wrong}: does not go with {', '.join(sorted(given - {wrong}))}; give one of "
                                + "; ".join(" and ".join(pair) for pair in _PAIRS), "invalid_value", wrong)
 
-    def prepare(
-        self, processor: ChatProcessor, media: MediaRules, params: PoolingParams
-    ) -> tuple[Prompts, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
         first, second = next(pair for pair in _PAIRS if all(getattr(self, name) is not None for name in pair))
         queries, documents = _located(getattr(self, first), first), _located(getattr(self, second), second)
         if len(queries) not in (1, len(documents)):
@@ -239,9 +231,7 @@ class RerankBody(PairBody):
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: bool | None = None
 
-    def prepare(
-        self, processor: ChatProcessor, media: MediaRules, params: PoolingParams
-    ) -> tuple[Prompts, AnswerForm]:
+    def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
         documents = _located(self.documents, "documents")
         prompts = self.prompts(processor, media, params, [Located(self.query, "query")], documents)
         repeated = None if self.return_documents is False else tuple(_repeated(side.given) for side in documents)

@@ -41,13 +41,11 @@ class RowShape:
         if self.nesting > LIMITS.max_nesting:
             raise RequestError(
                 f"the row's JSON is {self.nesting} levels deep, at most {LIMITS.max_nesting} are allowed",
-                "nested_too_deep",
-            )
+                "nested_too_deep")
         if self.num_values > LIMITS.max_json_values:
             raise RequestError(
                 f"the row's JSON has {self.num_values} values, at most {LIMITS.max_json_values} are allowed",
-                "too_many_json_values",
-            )
+                "too_many_json_values")
 
 
 class ShapeReader:

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.checkpoint.formats.contents import FLOATS, FP8, Contents
-from npu_runner.checkpoint.formats.static_inputs import static_inputs
-from npu_runner.checkpoint.formats.stored import Grid, Matrix, PackedMatrix, QuantisedMatrix, StoredMatrix
+from npu_runner.checkpoint.formats.stored import (
+    Grid,
+    Matrix,
+    PackedMatrix,
+    QuantisedMatrix,
+    StoredMatrix,
+    static_inputs,
+)
 from npu_runner.checkpoint.quantization import refusal
 from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
 from npu_runner.errors import ModelError
@@ -31,8 +37,7 @@ _BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _PRESETS: dict[str, dict[str, Any]] = {
     "W8A8": _INT8, "INT8": _INT8, "W8A16": _INT8, "W4A16": _INT4, "W4A16_ASYM": {**_INT4, "symmetric": False},
     "W4A8": _INT4, "W4A8_INT8": _INT4, "W4AFP8": _INT4, "FP8": {**_FLOAT8, "strategy": "tensor"},
-    "FP8_DYNAMIC": _FLOAT8, "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
-}  # fmt: skip
+    "FP8_DYNAMIC": _FLOAT8, "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]}}
 _FLOAT8_INPUTS = {"num_bits": 8, "type": "float"}
 _INPUTS_OF = {"W8A8": _BY_TOKEN, "INT8": _BY_TOKEN, "FP8": _FLOAT8_INPUTS, "FP8_DYNAMIC": _FLOAT8_INPUTS,
               "FP8_BLOCK": _FLOAT8_INPUTS}
@@ -114,8 +119,7 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
         block=block, inputs=_inputs(group.get("input_activations"), strategy, block, bits=bits, is_float=is_float),
         has_order=weights.get("actorder") == "group", packed=named == _PACKED,
         has_static_inputs=(strategy in ("tensor", "channel") and (bits, is_float) == (8, False)
-                           and _is_by_tensor(group.get("input_activations"))),
-    )
+                           and _is_by_tensor(group.get("input_activations"))))
 
 
 def _inputs(given: Any, strategy: str, block: tuple[int, int], *, bits: int, is_float: bool) -> Int8Inputs | str | None:
@@ -134,16 +138,18 @@ def _is_fp8(inputs: Any) -> bool:
 
 def _is_by_row(inputs: Any) -> bool:
     """Whether inputs are int8 with a scale of their own for each token, and no zeros."""
-    return (isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
-            and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
+    return (_is_int8(inputs) and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
             and bool(inputs.get("symmetric", True)))
 
 
 def _is_by_tensor(inputs: Any) -> bool:
     """Whether inputs are int8 with a scale in the file, and maybe a zero point."""
-    return (isinstance(inputs, dict) and not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
-            and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
+    return (_is_int8(inputs) and not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
             and inputs.get("group_size") is None)
+
+
+def _is_int8(inputs: Any) -> bool:
+    return isinstance(inputs, dict) and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
 
 
 def _block(given: Any) -> tuple[int, int]:

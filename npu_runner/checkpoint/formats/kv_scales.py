@@ -19,8 +19,7 @@ KV_SCALES = "scales of the KV cache"
 """As the start line calls them."""
 _NAMES = (
     ("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale"), ("k_proj.k_scale", "v_proj.v_scale"),
-    ("qkv_proj.k_scale", "qkv_proj.v_scale"), ("attn.k_scale", "attn.v_scale"), ("kv_scale", "kv_scale"),
-)  # fmt: skip
+    ("qkv_proj.k_scale", "qkv_proj.v_scale"), ("attn.k_scale", "attn.v_scale"), ("kv_scale", "kv_scale"))
 _LEFT = ("q_scale", "k_zero_point", "v_zero_point", "q_proj.q_scale", "q_proj.output_scale")
 
 

@@ -9,6 +9,7 @@ N outputs, K inputs; R rows and C columns of a block; a span is (start, length).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs
 from npu_runner.errors import WeightsError
 
 Span = tuple[int, int]
+_MOST_OFFSET = 256  # up to this bfloat16 has all whole numbers
 
 
 class FloatTensor(ABC):
@@ -218,3 +220,17 @@ def _places(span: Span, block: int) -> tuple[Span, Tensor | None]:
     if block == 1 or first == last:
         return (first, last - first + 1), None
     return (first, last - first + 1), torch.arange(start, start + length) // block - first
+
+
+def static_inputs(reader: CheckpointReader, scale_name: str, offset_name: str | None) -> Int8Inputs:
+    """Inputs x are round(x / scale + offset); without `offset_name` it is 0.
+
+    Raises WeightsError for a scale that is not above 0, and for an offset that bfloat16 does not hold.
+    """
+    scale = reader.read(scale_name).double().item()
+    offset = 0.0 if offset_name is None else reader.read(offset_name).double().item()
+    if not 0 < scale < math.inf or offset != round(offset) or abs(offset) > _MOST_OFFSET:
+        raise WeightsError(f"{scale_name} is {scale} and {offset_name or 'its offset'} {offset}; a scale of inputs is "
+                           f"above 0, an offset a whole number of at most {_MOST_OFFSET}; copy the checkpoint again "
+                           "from its source")
+    return Int8Inputs(scale, offset)

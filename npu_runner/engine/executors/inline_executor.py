@@ -105,5 +105,4 @@ def runner_counters(runner: ModelRunner) -> RunnerCounters:
     return RunnerCounters(
         vision_cache_hits=cache.hits, vision_cache_misses=cache.misses, vision_cache_evictions=cache.evictions,
         vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.steps.image_encoder.num_encoded,
-        **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in STEP_PHASES},
-    )  # fmt: skip
+        **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in STEP_PHASES})

@@ -17,7 +17,8 @@ from npu_runner.layers.attention import PagedAttention
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, qkv_parts
 from npu_runner.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.platforms.ops import HeadNorms, RoundedRows
+from npu_runner.platforms.ops import HeadNorms
+from npu_runner.platforms.quantised import RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 

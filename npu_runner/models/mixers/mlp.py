@@ -13,7 +13,7 @@ from npu_runner.checkpoint.model_config import MLPConfig, MoEConfig
 from npu_runner.layers.expert_weights import ExpertWeights
 from npu_runner.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side, split_parts
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.platforms.ops import RoundedRows
+from npu_runner.platforms.quantised import RoundedRows
 
 
 class DecoderMLP(nn.Module):
@@ -27,8 +27,7 @@ class DecoderMLP(nn.Module):
             parts = side_by_side("gate_up_proj", parts)
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=mlp.bias, context=context)
         self.down_proj = RowParallelLinear(
-            "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces
-        )
+            "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces)
 
     def forward(self, x_TD: Tensor | RoundedRows) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul_for(self.gate_up_proj(x_TD), self.down_proj.form))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import GatedVisionConfig, MLPConfig, VisionConfig
@@ -23,7 +22,6 @@ from npu_runner.models.vision.parts import (
     HeadNormVisionAttention,
     TowerBlock,
     VisionAttention,
-    block_order,
     on_every_rank,
     tower_context,
 )
@@ -47,27 +45,23 @@ class GatedVisionTower(Tower):
         self.post_layernorm = RMSNorm(size, config.norm_eps, context)
         self.downsample = Downsample(config, context)
 
+    @property
+    def learned_grid(self) -> ResampledTable | None:
+        return None if self.embeddings is None else self.embeddings.position_embedding
+
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level. Arguments as in the other towers."""
         places_P2, *taps, cos_SQ, sin_SQ = places
-        x_PC, update_PC = self.patch_embed(patches_PX), None
-        if self.post_conv_layernorm is not None and self.embeddings is not None:
-            x_PC = self.embeddings.position_embedding(self.post_conv_layernorm(x_PC), *taps)
-        cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
-        plan = self.whole_images(grids, x_PC.device)
-        for block in self.blocks:
-            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
+        x_PC, update_PC = self.through_blocks(self._embed(patches_PX, taps), grids, places_P2, cos_SQ, sin_SQ)
         normed_PC, _ = self.post_layernorm.add_forward(update_PC, x_PC)
         return self.merger(self.downsample(normed_PC)), []
 
-    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2); places and weights in the learned grid, where there is one; cos, sin (side,
-        Q). int32 and float32."""
-        merge = self.config.spatial_merge_size
-        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
-        taps = [] if self.embeddings is None else self.embeddings.position_embedding.places(grids, merge)
-        return [places_P2, *taps, *self.turns(grids)]
+    def _embed(self, patches_PX: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        x_PC = self.patch_embed(patches_PX)
+        if self.post_conv_layernorm is None or self.learned_grid is None:
+            return x_PC
+        return self.learned_grid(self.post_conv_layernorm(x_PC), *taps)  # type: ignore[no-any-return]
 
 
 class _Embeddings(nn.Module):

@@ -13,20 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import (
-    PatchMerger,
-    TowerBlock,
-    TwoLinears,
-    VisionAttention,
-    block_order,
-    layer_norm,
-    tower_context,
-)
+from npu_runner.models.vision.parts import PatchMerger, TowerBlock, layer_norm, plain_block, tower_context
 from npu_runner.models.vision.resampled_table import ResampledTable, bilinear
 from npu_runner.models.vision.tower import Tower
 
@@ -40,31 +31,21 @@ class SiglipTower(Tower):
         self.position_embedding = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear, context)
         self.post_layernorm = layer_norm(context, config.norm_eps)(config.hidden_size)
 
+    @property
+    def learned_grid(self) -> ResampledTable:
+        return self.position_embedding
+
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level. Arguments as in the other towers."""
-        places_P2, taps_1P4, weights_1P4, cos_SQ, sin_SQ = places
-        x_PC = self.position_embedding(self.patch_embed(patches_PX), taps_1P4, weights_1P4)
-        cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
-        plan = self.whole_images(grids, x_PC.device)
-        update_PC: Tensor | None = None
-        for block in self.blocks:
-            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
+        places_P2, *taps, cos_SQ, sin_SQ = places
+        x_PC, update_PC = self.through_blocks(self.position_embedding(self.patch_embed(patches_PX), *taps), grids,
+                                              places_P2, cos_SQ, sin_SQ)
         return self.merger(self.post_layernorm.add_forward(update_PC, x_PC)[0]), []
-
-    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2), places and weights in the learned grid (1, P, 4); cos, sin (side, Q).
-        int32 and float32."""
-        merge = self.config.spatial_merge_size
-        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
-        return [places_P2, *self.position_embedding.places(grids, merge), *self.turns(grids)]
 
 
 def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
-    size = config.hidden_size
-    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, ("fc1", "fc2"), context)
-    attention = VisionAttention(config, context, qkv_names=("q_proj", "k_proj", "v_proj"))
-    return TowerBlock(config, layer_norm(context, config.norm_eps), mlp, context, attention)
+    return plain_block(config, context, ("fc1", "fc2"), eps=config.norm_eps, qkv_names=("q_proj", "k_proj", "v_proj"))
 
 
 def _projector(config: VisionConfig, context: LayerContext) -> PatchMerger:

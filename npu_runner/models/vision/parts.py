@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
-from npu_runner.layers.activation import ACTIVATED
+from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
@@ -30,6 +30,22 @@ cached_by_size = lru_cache(maxsize=64)
 Norm: TypeAlias = LayerNorm | RMSNorm
 MakeNorm: TypeAlias = Callable[[int], Norm]
 """A norm of that size."""
+
+ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
+    "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
+    "quick_gelu": lambda linear, x: linear.ops.quick_gelu(linear(x)),
+    "silu": lambda linear, x: F.silu(linear(x)),
+}
+"""By the names that config.json has. Each takes the linear in front with it: some platforms compute both in one
+operator."""
+
+
+def known_activation(name: str, field: str) -> str:
+    """`name`, which `field` of config.json has. Raises ModelError where it is none of ours."""
+    if name not in ACTIVATED:
+        raise ModelError(f"{field} {name!r} is not supported; supported are {', '.join(ACTIVATED)}")
+    return name
 
 
 class PatchEmbed(nn.Module):
@@ -203,6 +219,15 @@ class PatchMerger(TwoLinears):
         if self.norm_after_merge:
             return super().forward(self.norm(x_PC.reshape(-1, self.merged)))
         return super().forward(self.norm(x_PC).reshape(-1, self.merged))
+
+
+def plain_block(config: VisionConfig, context: LayerContext, linears: tuple[str, str], *, eps: float = 1e-6,
+                qkv_names: tuple[str, ...] = ("qkv",)) -> TowerBlock:
+    """With layer norms and an MLP of two linears, by their names in the checkpoint."""
+    size = config.hidden_size
+    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, linears, context)
+    attention = VisionAttention(config, context, qkv_names=qkv_names)
+    return TowerBlock(config, layer_norm(context, eps), mlp, context, attention)
 
 
 def layer_norm(context: LayerContext, eps: float = 1e-6) -> MakeNorm:

@@ -10,8 +10,9 @@ P patches of all images of a group, R runs of them, X values of a patch (row, co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from npu_runner.models.vision.parts import block_order
 from npu_runner.platforms.transfers import Shape, upload_filled
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.request.prompt_inputs import ImageInput
+
+_T = TypeVar("_T")
 
 # (bytes, dtype) that runs are gathered as: the widest that a run divides into, so that there is least to gather.
 _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -113,3 +116,17 @@ def _num_values(image: ImageInput, settings: ImageSettings) -> int:
 
 def _num_patches(image: ImageInput) -> int:
     return math.prod(image.grid_thw)
+
+
+def groups_within(items: Iterable[_T], size_of: Callable[[_T], int], most: int | None) -> list[list[_T]]:
+    """`items` cut wherever their sizes would add up to more than `most`; None: not at all."""
+    groups: list[list[_T]] = []
+    room = 0
+    for item in items:
+        size = size_of(item)
+        if not groups or (most is not None and size > room):
+            groups.append([])
+            room = most or 0
+        groups[-1].append(item)
+        room -= size
+    return groups

@@ -9,38 +9,22 @@ axis, D hidden size of the decoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 from torch import Tensor
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import QueryMerger, TowerBlock, TwoLinears, block_order, layer_norm
+from npu_runner.models.vision.parts import QueryMerger, layer_norm, plain_block
 from npu_runner.models.vision.tower import Tower
 
 
 class PlainVisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
-        super().__init__(config, context, patch_bias=False, block=_block,
+        super().__init__(config, context, patch_bias=False, block=partial(plain_block, linears=("fc1", "fc2")),
                          merger=lambda config, context: QueryMerger(config, layer_norm(context), context))
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Main embeddings (M, D), and no deepstack level. Arguments as in the other towers."""
-        x_PC, update_PC = self.patch_embed(patches_PX), None
-        cos_PH, sin_PH = self.rotation(*places)
-        plan = self.whole_images(grids, x_PC.device)
-        for block in self.blocks:
-            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
-        return self.merger(x_PC, update_PC), []
-
-    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2); cos, sin (side, Q). int32 and float32."""
-        merge = self.config.spatial_merge_size
-        return [np.concatenate([block_order(*grid, merge) for grid in grids]), *self.turns(grids)]
-
-
-def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
-    size = config.hidden_size
-    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, ("fc1", "fc2"), context)
-    return TowerBlock(config, layer_norm(context), mlp, context)
+        return self.merger(*self.through_blocks(self.patch_embed(patches_PX), grids, *places)), []

@@ -7,13 +7,13 @@ N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the deco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import PatchMerger, TowerBlock, TwoLinears, block_order, layer_norm, tower_context
+from npu_runner.models.vision.parts import PatchMerger, layer_norm, plain_block, tower_context
 from npu_runner.models.vision.resampled_table import ResampledTable, bilinear_corners
 from npu_runner.models.vision.tower import Tower
 
@@ -23,13 +23,16 @@ _LINEARS = ("linear_fc1", "linear_fc2")
 class VisionTower(Tower):
     def __init__(self, config: VisionConfig, context: LayerContext):
         context = tower_context(config, context)
-        super().__init__(config, context, patch_bias=True, block=_block,
+        super().__init__(config, context, patch_bias=True, block=partial(plain_block, linears=_LINEARS),
                          merger=lambda config, context: PatchMerger(config, layer_norm(context), _LINEARS, context))
         self.pos_embed = ResampledTable(config.num_position_embeddings, config.hidden_size, bilinear_corners, context)
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(config, layer_norm(context), _LINEARS, context, norm_after_merge=True)
-            for _ in config.deepstack_layers
-        )
+            for _ in config.deepstack_layers)
+
+    @property
+    def learned_grid(self) -> ResampledTable:
+        return self.pos_embed
 
     def forward(self, patches_PX: Tensor, grids: Sequence[tuple[int, int]],
                 places: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -53,16 +56,3 @@ class VisionTower(Tower):
         if update_PC is not None:
             x_PC = x_PC + update_PC
         return self.merger(x_PC), [levels[level] for level in range(len(levels))]
-
-    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Patches' rows and columns (P, 2), places and weights in the learned grid (1, P, 4); cos, sin (side, Q).
-        int32 and float32."""
-        merge = self.config.spatial_merge_size
-        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
-        return [places_P2, *self.pos_embed.places(grids, merge), *self.turns(grids)]
-
-
-def _block(config: VisionConfig, context: LayerContext) -> TowerBlock:
-    size = config.hidden_size
-    mlp = TwoLinears(size, config.intermediate_size, size, config.hidden_act, _LINEARS, context)
-    return TowerBlock(config, layer_norm(context), mlp, context)

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.model_config import VisionConfig
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.vision.parts import PatchEmbed, TowerBlock, both_halves, tower_context, turns
+from npu_runner.models.vision.parts import PatchEmbed, TowerBlock, block_order, both_halves, tower_context, turns
+from npu_runner.models.vision.resampled_table import ResampledTable
 
 
 class Tower(nn.Module):
-    """A family derives its own, with `forward` and `places`. `context` becomes the one that the tower is built with."""
+    """A family derives its own, with `forward`; `places` are what that takes. `context` becomes the one that the tower
+    is built with."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, patch_bias: bool,
                  block: Callable[[VisionConfig, LayerContext], TowerBlock],
@@ -32,6 +34,11 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(block(config, context) for _ in range(config.depth))
         self.merger = merger(config, context)
 
+    @property
+    def learned_grid(self) -> ResampledTable | None:
+        """What is added to embedded patches."""
+        return None
+
     def rotation(self, places_P2: Tensor, cos_SQ: Tensor, sin_SQ: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin (P, H) of patches at these rows and columns. Half of the H / 2 frequencies turn with the row,
         half with the column, Q each."""
@@ -43,6 +50,25 @@ class Tower(nn.Module):
         """cos and sin (side, Q), up to the longest side of `grids`."""
         config = self.config
         return turns(max(map(max, grids)), config.hidden_size // config.num_heads // 2, config.rope_theta)
+
+    def places(self, grids: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Patches' rows and columns (P, 2); places and weights in the learned grid, where there is one; cos, sin (side,
+        Q). int32 and float32."""
+        merge = self.config.spatial_merge_size
+        places_P2 = np.concatenate([block_order(*grid, merge) for grid in grids])
+        taps = [] if self.learned_grid is None else self.learned_grid.places(grids, merge)
+        return [places_P2, *taps, *self.turns(grids)]
+
+    def through_blocks(self, x_PC: Tensor, grids: Sequence[tuple[int, int]], places_P2: Tensor, cos_SQ: Tensor,
+                       sin_SQ: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last block leaves, x and update, where all of them attend within whole images. Callers keep no
+        reference to `x_PC`, which would hold its memory."""
+        cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
+        plan, update_PC = self.whole_images(grids, x_PC.device), None
+        for block in self.blocks:
+            x_PC, update_PC = block(x_PC, update_PC, cos_PH, sin_PH, plan)
+        assert update_PC is not None, "a tower has blocks"
+        return x_PC, update_PC
 
     def whole_images(self, grids: Sequence[tuple[int, int]], device: torch.device) -> Any:
         """The plan of attention in which patches see all of their image."""

@@ -23,14 +23,7 @@ from npu_runner.platforms.cuda.gated_delta_ring import (
     plan_runs,
     tokens_in_products,
 )
-from npu_runner.platforms.gated_delta import (
-    CHUNK_SIZE,
-    GatedDeltaShape,
-    Ring,
-    RingedGatedDelta,
-    StateSave,
-    check_saves,
-)
+from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, Ring, RingedGatedDelta, StateSave, check_saves
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.transfers import upload_together
 

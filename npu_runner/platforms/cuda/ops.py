@@ -30,17 +30,15 @@ from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.ops import (
+from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
+from npu_runner.platforms.quantised import (
     FP8,
     FP8_BLOCKS,
     INT8,
-    AllowedDraw,
     Fp8Rows,
     Fp8Weight,
-    HeldExperts,
     Int8Rows,
     Int8Weight,
-    Ops,
     QuantisedExperts,
     RoundedRows,
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.cuda import FP8_PROMPT_ROOM
 from npu_runner.platforms.platform import Platform, PlatformDefaults
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class CudaPlatform(Platform):
     weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
     modes_without_forms = ("max-autotune",)
     fp8_cache_backends = ("triton",)
+    fp8_prompt_room = FP8_PROMPT_ROOM
     prefill_graph_backends = ("triton",)
     copies_rows_to_experts = False
     most_state_drafts = None

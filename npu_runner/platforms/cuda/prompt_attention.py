@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.platforms.cuda import FP8_PROMPT_ROOM
 from npu_runner.platforms.cuda.compiled_source import LoadedKernel, tensor_map
 from npu_runner.platforms.cuda.hopper_attention import HopperAttention, Shape, why_not_hopper
 from npu_runner.platforms.transfers import upload_together
@@ -22,8 +23,8 @@ _SHAPE = Shape(dims=128)
 _CHUNK = 64
 # New tokens of a step, and of a sequence on average, from which on it is faster than Triton's kernel (H100).
 _LEAST_TOKENS, _LEAST_A_SEQUENCE = 1024, 64
-# Programs that make 16 bits of one block in e4m3; room for such blocks: so many times the tokens of the largest step.
-_WIDENERS, _ROOM = 16, 2
+# Programs that make 16 bits of one block in e4m3.
+_WIDENERS = 16
 
 
 def why_no_prompts(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -74,7 +75,7 @@ class PromptAttention:
 
     def make_room(self, num_tokens: int, device: torch.device) -> None:
         """For what a step of so many new tokens may read in e4m3."""
-        num_blocks = -(-_ROOM * num_tokens // self._block_size)
+        num_blocks = -(-FP8_PROMPT_ROOM * num_tokens // self._block_size)
         if self.kernel.is_there and (self._wide is None or self._wide.shape[1] < num_blocks):
             self._wide = None
             self._wide = torch.empty((2, num_blocks, self._block_size, self._num_kv_heads, _SHAPE.dims),

@@ -22,7 +22,8 @@ from npu_runner.platforms.cuda.experts import (
     unsorted,
 )
 from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
-from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
+from npu_runner.platforms.ops import HeldExperts
+from npu_runner.platforms.quantised import QuantisedExperts
 
 # The quickest of those that `python scripts/bench_quantised_experts.py --part layer --sweep` tries, on an H100.
 _IN_FP8 = (

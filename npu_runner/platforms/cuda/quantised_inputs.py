@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
-from npu_runner.platforms.ops import FP8_BLOCK, FP8_MAX, INT8_MAX
+from npu_runner.platforms.quantised import FP8_BLOCK, FP8_MAX, INT8_MAX
 
 GROUP = FP8_BLOCK
 FP8 = torch.float8_e4m3fn

@@ -184,8 +184,7 @@ class NpuAttention(AttentionBackend):
             q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask if is_masked else None,
             block_table=metadata.block_tables_BW, input_layout="TND", block_size=self.block_size,
             actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens, num_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=mode, **band,
-        )[0]
+            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=mode, **band)[0]
 
     def _attend_in_window(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                           scale: float, window: int) -> Tensor:
@@ -201,8 +200,7 @@ class NpuAttention(AttentionBackend):
             q_BNH.contiguous().unsqueeze(1), k_cache.flatten(2), v_cache.flatten(2), atten_mask=seen.is_before_B11L,
             block_table=seen.block_tables_BV, input_layout="BSND", block_size=self.block_size,
             actual_seq_lengths_kv=lens, num_heads=self.num_heads, num_key_value_heads=self.num_kv_heads, scale=scale,
-            sparse_mode=_FULL,
-        )[0]
+            sparse_mode=_FULL)[0]
         return out_B1NH.squeeze(1)
 
 

@@ -12,12 +12,7 @@ import torch_npu
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.devices import Communicators, DeviceMemory, Devices, Memory, Roles
-from npu_runner.platforms.npu.host_settings import (
-    check_allocator,
-    communicator_config,
-    process_defaults,
-    rank_defaults,
-)
+from npu_runner.platforms.npu.host_settings import check_allocator, communicator_config, process_defaults, rank_defaults
 from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.npu.weight_layout import WeightLayout
-from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
+from npu_runner.platforms.ops import HeldExperts
+from npu_runner.platforms.quantised import QuantisedExperts
 
 # What npu_dequant_swiglu_quant takes of A2 and A3 devices: features of gate and up together.
 _SWIGLU_ALIGNMENT, _MOST_OF_SWIGLU = 64, 7232

@@ -81,8 +81,7 @@ class NpuGatedDelta(TorchGatedDelta):
         before_TW = (numbers_T * before + (num_tokens + before))[:, None] + places_TW
         return RunPlan(
             firsts_N=numbers_T - places_T, places_T=places_T, lengths_T=runs_T.clamp(min=0),
-            sources_TW=torch.where(places_TW < 0, before_TW, numbers_T[:, None] + self._up_to_W),
-        )
+            sources_TW=torch.where(places_TW < 0, before_TW, numbers_T[:, None] + self._up_to_W))
 
     def _numbers_to(self, num: int) -> Tensor:
         if num <= _MOST_ROWS:
@@ -159,8 +158,7 @@ class NpuGatedDelta(TorchGatedDelta):
             q_TKD, k_TKD, v_TC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim)), state, beta=beta_TV,
             scale=shape.head_k_dim**-0.5,
             actual_seq_lengths=self._one_token_each[: len(qkv_TC)] if plan is None else plan.lengths_T,
-            ssm_state_indices=slots_T, g=g_TV,
-        )
+            ssm_state_indices=slots_T, g=g_TV)
 
     def _step(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row in plain operators, of which the graph engine knows all."""
@@ -209,8 +207,7 @@ class NpuGatedDelta(TorchGatedDelta):
                 k_TKD, k_TKD, v_TVD, state, beta=v_TVD[..., 0].contiguous(), scale=1.0,
                 actual_seq_lengths=torch.tensor(lengths, dtype=torch.int32).to(device),
                 ssm_state_indices=torch.arange(num_tokens, dtype=torch.int32).to(device),
-                g=torch.zeros(num_tokens, shape.num_v_heads, device=device),
-            )
+                g=torch.zeros(num_tokens, shape.num_v_heads, device=device))
             written, read = state.cpu(), out_TVD.cpu().float()
         except RuntimeError as refusal:
             return str(refusal).strip().splitlines()[-1].strip()

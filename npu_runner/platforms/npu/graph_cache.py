@@ -26,12 +26,7 @@ from torch import Tensor
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphSettings, own_code
 from npu_runner.platforms.npu import torchair
-from npu_runner.platforms.npu.graphs import (
-    GraphEngineCompiler,
-    GraphEngineDecode,
-    ResourceErrors,
-    graph_engine_config,
-)
+from npu_runner.platforms.npu.graphs import GraphEngineCompiler, GraphEngineDecode, ResourceErrors, graph_engine_config
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
 from npu_runner.platforms.step_inputs import StepInputs
@@ -129,8 +124,7 @@ class _KeptGraph:
         method = own_code(module.decode, module.name)
         assert isinstance(method, types.MethodType), "cache_compile wants a bound method"
         self._decode = torchair.load("torchair").inference.cache_compile(
-            method, config=graph_engine_config(), dynamic=False, cache_dir=str(folder.path), ge_cache=True
-        )
+            method, config=graph_engine_config(), dynamic=False, cache_dir=str(folder.path), ge_cache=True)
         self._is_ready = False
 
     def __call__(self, inputs: StepInputs) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from npu_runner.platforms import reference_platform
 from npu_runner.platforms.npu.ops import NpuOps
 from npu_runner.platforms.npu.probes import BOUND, difference
-from npu_runner.platforms.ops import INT8, INT8_STATIC, Int8Weight, Ops
-from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight
+from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.quantised import INT8, INT8_STATIC, Int8Weight, NormRounding, StaticInt8Weight
 
 _NUM_TOKENS, _NUM_INPUTS, _NUM_OUTPUTS = 37, 512, 384
 _INPUT_SCALE, _INPUT_OFFSET, _EPS = 1 / 32, -9, 1e-6

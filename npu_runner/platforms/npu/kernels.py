@@ -34,15 +34,13 @@ def _reshape_and_cache(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: T
 def _infer(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, totals: list[int], scale: float) -> Tensor:
     return torch_npu.npu_fused_infer_attention_score(
         q_PNH, k_PNH, v_PNH, input_layout="TND", actual_seq_lengths=totals, actual_seq_lengths_kv=totals,
-        num_heads=q_PNH.shape[1], num_key_value_heads=k_PNH.shape[1], scale=scale, sparse_mode=_FULL,
-    )[0]
+        num_heads=q_PNH.shape[1], num_key_value_heads=k_PNH.shape[1], scale=scale, sparse_mode=_FULL)[0]
 
 
 def _fusion(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, totals: list[int], scale: float) -> Tensor:
     return torch_npu.npu_fusion_attention(
         q_PNH, k_PNH, v_PNH, q_PNH.shape[1], input_layout="TND", scale=scale, actual_seq_qlen=totals,
-        actual_seq_kvlen=totals, sparse_mode=_FULL,
-    )[0]
+        actual_seq_kvlen=totals, sparse_mode=_FULL)[0]
 
 
 CACHE_WRITES: dict[str, CacheWrite] = {

@@ -8,11 +8,9 @@ from __future__ import annotations
 GIF = "GIF"
 _IMAGES = {
     b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": GIF, b"II*\0": "TIFF", b"MM\0*": "TIFF",
-    b"\0\0\1\0": "ICO", b"BM": "BMP", b"\0\0\0\x0cjP  ": "JPEG 2000", b"\xff\x4f\xff\x51": "JPEG 2000",
-}  # fmt: skip
+    b"\0\0\1\0": "ICO", b"BM": "BMP", b"\0\0\0\x0cjP  ": "JPEG 2000", b"\xff\x4f\xff\x51": "JPEG 2000"}
 _VIDEOS = {
-    b"\x1aE\xdf\xa3": "Matroska or WebM", b"OggS": "Ogg", b"FLV\1": "FLV", b"0&\xb2u": "ASF", b"\0\0\1\xba": "MPEG",
-}  # fmt: skip
+    b"\x1aE\xdf\xa3": "Matroska or WebM", b"OggS": "Ogg", b"FLV\1": "FLV", b"0&\xb2u": "ASF", b"\0\0\1\xba": "MPEG"}
 _IMAGE_BRANDS = (b"hei", b"hev", b"mif", b"msf", b"mia", b"avi", b"avc", b"crx")
 _QUICKTIME = (b"moov", b"mdat", b"wide")
 

@@ -95,8 +95,7 @@ def check_pixels(width: int, height: int, max_source_pixels: int) -> None:
         raise RequestError(
             f"the image declares {width}x{height} pixels, more than the {max_source_pixels} allowed "
             f"(max_source_pixels); scale it down",
-            code="image_too_large",
-        )
+            code="image_too_large")
 
 
 def _open_icon(data: bytes, max_source_pixels: int) -> Image.Image:

@@ -61,7 +61,7 @@ class ImageSettings:
             "rescale_factor": self.rescale_factor, "image_mean": self.image_mean, "image_std": self.image_std,
             # Qwen2-VL's is not named: manifests are older than the choice.
             **({} if self.resizing is Resizing.AREA else {"resizing": self.resizing.value}),
-        }  # fmt: skip
+        }
 
     def digest(self) -> bytes:
         """16 bytes that differ when any setting differs."""
@@ -87,8 +87,7 @@ class ImageSettings:
             raise RequestError(
                 f"the image is {width}x{height} pixels, a ratio of {ratio:.1f}; the model takes at most "
                 f"{MAX_ASPECT_RATIO}; crop it or cut it into several images",
-                code="image_aspect_ratio",
-            )
+                code="image_aspect_ratio")
         return within_bounds(tall, wide, side, (self.min_pixels, self.max_pixels), num_frames=frames,
                              num_counted=frames)
 
@@ -125,10 +124,8 @@ class ImageSettings:
 QWEN2_VL_IMAGES = ImageSettings()
 
 
-def read_image_settings(
-    folder: Path, config: Mapping[str, Any], *, default: ImageSettings = QWEN2_VL_IMAGES, min_pixels: int | None = None,
-    max_pixels: int | None = None,
-) -> ImageSettings:
+def read_image_settings(folder: Path, config: Mapping[str, Any], *, default: ImageSettings = QWEN2_VL_IMAGES,
+                        min_pixels: int | None = None, max_pixels: int | None = None) -> ImageSettings:
     """Settings of the checkpoint in `folder`, with the user's bounds on an image's area where given. `default`: the
     family's, for what its file does not say.
 
@@ -149,15 +146,12 @@ def read_image_settings(
     check_against_tower(settings, _tower_of(config["vision_config"], default), source)
     frames = settings.num_counted_frames
     settings = replace(
-        settings,
-        min_pixels=settings.min_pixels if min_pixels is None else frames * min_pixels,
-        max_pixels=settings.max_pixels if max_pixels is None else frames * max_pixels,
-    )
+        settings, min_pixels=settings.min_pixels if min_pixels is None else frames * min_pixels,
+        max_pixels=settings.max_pixels if max_pixels is None else frames * max_pixels)
     if settings.min_pixels > settings.max_pixels:
         raise ConfigError(
             f"image_min_pixels {settings.min_pixels // frames} is more than image_max_pixels "
-            f"{settings.max_pixels // frames} (what is not given comes from {source}); set both"
-        )
+            f"{settings.max_pixels // frames} (what is not given comes from {source}); set both")
     return settings
 
 
@@ -193,8 +187,7 @@ def settings_from(values: Mapping[str, Any], default: ImageSettings = QWEN2_VL_I
         resample=default.resample if resample is None else resample,
         rescale_factor=float(values.get("rescale_factor", default.rescale_factor)) if rescales else 1.0,
         image_mean=_channels(values.get("image_mean", default.image_mean)) if normalises else (0.0,) * 3,
-        image_std=_channels(values.get("image_std", default.image_std)) if normalises else (1.0,) * 3,
-    )
+        image_std=_channels(values.get("image_std", default.image_std)) if normalises else (1.0,) * 3)
     if 0.0 in settings.image_std:
         raise ValueError(f"image_std {settings.image_std} divides by zero")
     if default.temporal_patch_size == 1 != settings.temporal_patch_size:
@@ -228,5 +221,4 @@ def check_against_tower(settings: ImageSettings, vision_config: Mapping[str, Any
         if expected is not None and expected != getattr(settings, ours):
             raise ModelError(
                 f"{ours} is {getattr(settings, ours)} in {source} but {theirs} is {expected} in config.json's "
-                f"vision_config; one of the two files belongs to another checkpoint"
-            )
+                f"vision_config; one of the two files belongs to another checkpoint")

@@ -13,28 +13,25 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.file_kinds import image_kind, video_kind
-from npu_runner.prompts.media.image_formats import (
-    FORMATS,
-    check_pixels,
-    missing_decoder,
-    open_encoded,
-)
+from npu_runner.prompts.media.image_formats import FORMATS, check_pixels, missing_decoder, open_encoded
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import ImageInput
 
-# H, W sides of the resized image
+# H, W sides of an image
 
 _REMEDY = "convert it to JPEG or PNG"
 _EXIF_ORIENTATION = 0x0112
 _STRIP_PIXELS = 1 << 18
+_COLOURS = (1, 3, 4)  # of arrays
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -46,10 +43,8 @@ _TURNS = {
 }
 
 
-def prepare_image(
-    source: bytes | Image.Image, settings: ImageSettings, *, max_source_pixels: int = LIMITS.max_source_pixels,
-    is_low: bool = False,
-) -> ImageInput:
+def prepare_image(source: bytes | Image.Image, settings: ImageSettings, *,
+                  max_source_pixels: int = LIMITS.max_source_pixels, is_low: bool = False) -> ImageInput:
     """Decode, upright, flatten and resize one image. Raises RequestError, never anything else, for a bad one.
 
     is_low: with low detail.
@@ -83,8 +78,7 @@ def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.m
         image = _open(source, max_source_pixels)
     if not isinstance(image, Image.Image):
         raise RequestError(
-            f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type"
-        )
+            f"an image must be encoded bytes or a PIL image, not {type(source).__name__}", code="invalid_type")
     width, height = image.size
     check_pixels(width, height, max_source_pixels)
     if width < 1 or height < 1:
@@ -104,8 +98,7 @@ def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.m
     except MemoryError as error:
         raise RequestError(
             f"the image of {width}x{height} pixels needs more memory than there is; scale it down",
-            code="image_out_of_memory",
-        ) from error
+            code="image_out_of_memory") from error
     except Exception as error:  # decoders fed with hostile bytes raise anything; only this row may fail
         raise _decoding_error(error) from error
 
@@ -152,8 +145,7 @@ def _not_recognised(head: bytes) -> RequestError:
     if known is not None and unread is None:
         return RequestError(
             f"the image starts like a {known} file but its header is cut short or broken; upload it again",
-            code="image_truncated",
-        )
+            code="image_truncated")
     unreadable = {
         f"{unread}": unread is not None,
         "SVG": b"<svg" in head or b"<?xml" in head,
@@ -163,8 +155,7 @@ def _not_recognised(head: bytes) -> RequestError:
     kind = next((f"it looks like {name}" for name, found in unreadable.items() if found), "unknown format")
     return RequestError(
         f"not an image this runner reads ({kind}); it reads {', '.join(FORMATS)}; {_REMEDY}",
-        code="image_not_recognised",
-    )
+        code="image_not_recognised")
 
 
 def _decoding_error(error: Exception) -> RequestError:
@@ -184,8 +175,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise RequestError(
             "the image has floating-point pixels, whose brightness is not defined; convert it to 8 bit",
-            code="image_mode",
-        )
+            code="image_mode")
     convert = _opaque if image.has_transparency_data else lambda strip: strip.convert("RGB")
     if image.mode.startswith("I"):
         _check_grey16(image)
@@ -212,8 +202,7 @@ def _check_grey16(image: Image.Image) -> None:
         raise RequestError(
             f"the image has 32-bit pixels from {lowest} to {highest}; at most 16 bit grey (0 to 65535) "
             f"can be shown; convert it to 8 bit",
-            code="image_mode",
-        )
+            code="image_mode")
 
 
 def _grey16_to_rgb(strip: Image.Image) -> Image.Image:
@@ -240,3 +229,30 @@ def largest_image(images: ImageSettings, videos: VideoSettings | None, max_token
         num_frames = images.temporal_patch_size
     height, width = max(sizes, key=lambda size: size[0] * size[1])
     return image_input(np.full((height, width, 3 * num_frames), 127, dtype=np.uint8), images)
+
+
+def as_image(value: Any, where: str) -> Any:
+    """A PIL image of an array or a tensor, uint8 (H, W), (H, W, C) or (C, H, W); anything else as it is. Imports no
+    torch. C: 1 (grey), 3 or 4 colours.
+
+    Where both ends could be colours, the last axis is. Raises RequestError naming `where` for other numbers or shapes.
+    """
+    if isinstance(value, Image.Image) or not hasattr(value, "__array__"):
+        return value
+    try:
+        pixels = value.numpy(force=True) if hasattr(value, "detach") else np.asarray(value)  # torch's, wherever it lies
+    except (TypeError, ValueError, RuntimeError) as error:  # numbers that numpy has not: bfloat16
+        raise RequestError(f"{where}: the array cannot be read ({error})", "invalid_type", where) from error
+    if pixels.dtype != np.uint8:
+        raise RequestError(f"{where}: the array holds {pixels.dtype}; uint8 is needed, 0 to 255: scale it, then "
+                           ".astype('uint8')", "invalid_type", where)
+    if pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS and pixels.shape[0] in _COLOURS:
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[-1] == 1:
+        pixels = pixels[..., 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS):
+        raise RequestError(f"{where}: the array has the shape {pixels.shape}; (height, width, 3) is needed",
+                           "invalid_type", where)
+    if 0 in pixels.shape:
+        raise RequestError(f"{where}: the array has the shape {pixels.shape}: no area", "image_empty", where)
+    return Image.fromarray(np.ascontiguousarray(pixels))

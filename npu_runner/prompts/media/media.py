@@ -82,8 +82,7 @@ def _kind_of(url: Any) -> tuple[str, str]:
     if len(url) > LIMITS.max_path_chars:
         raise RequestError(
             f"the address has {len(url)} characters, a file's name at most {LIMITS.max_path_chars}: {_shown(url)}",
-            code="media_unreadable",
-        )
+            code="media_unreadable")
     if url[:5].lower() == "file:":
         return "file", _path_of_file_url(url)
     if "://" in url:
@@ -120,16 +119,14 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules, *, names: Sequence
             f"messages: {len(addresses)} images and videos, at most {rules.max_images} are allowed "
             "(max_images_per_prompt)",
             "too_many_images",
-            "messages",
-        )
+            "messages")
     known: dict[tuple[str, str, str | None], Media] = {}
     resolved = [
         {**message, "content": [
             _resolve_part(part, f"{name}.content[{j}]", rules, known)
             for j, part in enumerate(message["content"])
         ]} if _parts(message) else message
-        for name, message in zip(names or [f"messages[{i}]" for i in range(len(messages))], messages, strict=True)
-    ]  # fmt: skip
+        for name, message in zip(names or [f"messages[{i}]" for i in range(len(messages))], messages, strict=True)]
     total = sum({media.url: media.num_bytes() for media in known.values()}.values())
     if total > rules.max_total_bytes:
         where = "messages" if names is None else names[-1].partition("[")[0]
@@ -137,8 +134,7 @@ def resolve_media(messages: Sequence[Any], rules: MediaRules, *, names: Sequence
             f"{where}: the {len(known)} different images and videos have {total} bytes together, at most "
             f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
             "media_too_large",
-            where,
-        )
+            where)
     return resolved
 
 
@@ -166,9 +162,7 @@ def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[st
     if detail not in DETAILS if kind == "image" else detail is not None:
         raise RequestError(
             f"{where}.detail: {str(detail)[:40]!r} is not supported; of images low, high and auto are",
-            code="unsupported_field",
-            param=f"{where}.detail",
-        )
+            code="unsupported_field", param=f"{where}.detail")
     url = value.get("url") if isinstance(value, Mapping) else value
     if isinstance(url, Path):
         url = os.path.realpath(url)
@@ -226,8 +220,7 @@ def _allowed_folder(allowed_media_dir: Path | str | None) -> AllowedFolder:
     if allowed_media_dir is None:
         raise RequestError(
             "files are not allowed here; name their folder with --allowed-media-dir, or allowed_media_dir in Python",
-            code="media_not_allowed",
-        )
+            code="media_not_allowed")
     try:
         return AllowedFolder(allowed_media_dir)
     except (FileNotFoundError, NotADirectoryError) as error:

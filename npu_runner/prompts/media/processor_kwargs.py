@@ -21,8 +21,7 @@ OF_IMAGES = ("min_pixels", "max_pixels")
 _ALL_TOKENS = 1 << 40
 _MOST = {
     "fps": MAX_VIDEO_FPS, "num_frames": LIMITS.max_video_frames, "max_frames": LIMITS.max_video_frames,
-    "min_pixels": LIMITS.max_source_pixels, "max_pixels": LIMITS.max_source_pixels,
-}  # fmt: skip
+    "min_pixels": LIMITS.max_source_pixels, "max_pixels": LIMITS.max_source_pixels}
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

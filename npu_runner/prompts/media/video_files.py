@@ -110,8 +110,7 @@ class VideoFile:
         if (frame.width, frame.height) != (self.width, self.height):
             raise RequestError(
                 f"the video declares {self.width}x{self.height} pixels and has a frame of {frame.width}x{frame.height}"
-                "; encode it again", "video_size_changes",
-            )  # fmt: skip
+                "; encode it again", "video_size_changes")
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
@@ -122,8 +121,7 @@ class VideoFile:
         try:
             with self._av.open(
                 io.BytesIO(self._data), options={"format_whitelist": _CONTAINERS, **codec_options},
-                metadata_errors="replace",
-            ) as container:  # fmt: skip
+                metadata_errors="replace") as container:
                 what = "decoded"
                 stream = _video_of(container)
                 stream.codec_context.options = codec_options
@@ -144,8 +142,7 @@ def _load_av() -> Any:
     except ImportError as error:
         raise RequestError(
             f"videos are decoded by PyAV, which is not there ({error}); pip install 'npu-runner[video]'",
-            "video_package_missing",
-        ) from error
+            "video_package_missing") from error
 
 
 def _video_of(container: Any) -> Any:
@@ -164,8 +161,7 @@ def _check_declared(container: Any, stream: Any) -> None:
     if seconds > LIMITS.max_video_seconds:
         raise RequestError(
             f"the video declares {seconds:.0f} seconds, at most {LIMITS.max_video_seconds} are allowed "
-            "(max_video_seconds); cut it", "video_too_long",
-        )  # fmt: skip
+            "(max_video_seconds); cut it", "video_too_long")
     _check_count(stream.frames)
     if not 0 < stream.width * stream.height <= LIMITS.max_video_pixels:
         # A decoder that is told of the limit forgets the size beyond it.
@@ -177,8 +173,7 @@ def _check_count(num_frames: int) -> None:
     if num_frames > LIMITS.max_video_frames:
         raise RequestError(
             f"the video has {num_frames} frames or more, at most {LIMITS.max_video_frames} are allowed "
-            "(max_video_frames); cut it", "video_too_many_frames",
-        )  # fmt: skip
+            "(max_video_frames); cut it", "video_too_many_frames")
 
 
 def _rate(stream: Any) -> float:
@@ -217,8 +212,7 @@ def _scan(container: Any, stream: Any) -> tuple[array[int], list[int]]:
         raise RequestError(
             f"the video is cut off: it declares {stream.frames or 'an unknown number of'} frames and {declared:.1f} "
             f"seconds, {num_packets} frames and {end_seconds - start:.1f} seconds are there; upload it again",
-            "video_truncated",
-        )
+            "video_truncated")
     return pts, starts
 
 

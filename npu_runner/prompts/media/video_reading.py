@@ -10,12 +10,7 @@ from typing import Any
 from npu_runner.checkpoint.files import read_json
 from npu_runner.config import MAX_VIDEO_FPS
 from npu_runner.errors import ModelError
-from npu_runner.prompts.media.image_settings import (
-    ImageSettings,
-    check_against_tower,
-    positive_integer,
-    settings_from,
-)
+from npu_runner.prompts.media.image_settings import ImageSettings, check_against_tower, positive_integer, settings_from
 from npu_runner.prompts.media.video_settings import (
     FrameVideoSettings,
     SlowingVideoSettings,
@@ -27,8 +22,7 @@ from npu_runner.prompts.media.video_settings import (
 _IMAGES_FILE = "preprocessor_config.json"
 _RULES: dict[VideoForm, type[VideoSettings]] = {
     VideoForm.TIMESTAMPS: VideoSettings, VideoForm.STEPS: FrameVideoSettings, VideoForm.SECONDS: FrameVideoSettings,
-    VideoForm.WHOLE_SECONDS_BEHIND: SteadyVideoSettings, VideoForm.SECONDS_BEHIND: SlowingVideoSettings,
-}  # fmt: skip
+    VideoForm.WHOLE_SECONDS_BEHIND: SteadyVideoSettings, VideoForm.SECONDS_BEHIND: SlowingVideoSettings}
 _GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}
 # What files do not say, by the rules that they are for.
 _DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
@@ -39,14 +33,12 @@ _DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
     FrameVideoSettings: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}},
     SteadyVideoSettings: {"size": _GLM_SIZE},
     SlowingVideoSettings: {"size": _GLM_SIZE},
-}  # fmt: skip
+}
 
 
-def read_video_settings(
-    folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS, fps: float | None = None,
-    max_frames: int | None = None, num_frames: int | None = None, min_pixels: int | None = None,
-    max_pixels: int | None = None,
-) -> VideoSettings:
+def read_video_settings(folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS,
+                        fps: float | None = None, max_frames: int | None = None, num_frames: int | None = None,
+                        min_pixels: int | None = None, max_pixels: int | None = None) -> VideoSettings:
     """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given. `min_pixels`
     and `max_pixels`, which are of images, bound each frame where the rules do so.
 
@@ -113,5 +105,4 @@ def _from_values(values: Mapping[str, Any], rules: type[VideoSettings], *, is_of
         max_frames=positive_integer(own.get("max_frames"), default.max_frames),
         cap_pixels_per_frame=bool(own.get("cap_pixels_per_frame")),
         max_video_tokens=positive_integer(own.get("max_video_tokens"), default.max_video_tokens),
-        **rules.own_fields(own),
-    )  # fmt: skip
+        **rules.own_fields(own))

@@ -194,7 +194,7 @@ class _Paced(VideoSettings, ABC):
         if self.num_frames is not None:
             chosen = _spread(num_source_frames, self.num_frames)
         else:
-            chosen = _distinct(self.paced(num_source_frames, source_fps)) or [0]
+            chosen = list(dict.fromkeys(self.paced(num_source_frames, source_fps))) or [0]
             if len(chosen) > self.max_frames:
                 chosen = [chosen[place] for place in _spread(len(chosen), self.max_frames)]
         return np.array(chosen + chosen[-1:] * (-len(chosen) % self.frame.temporal_patch_size), dtype=np.int64)
@@ -280,7 +280,3 @@ def _spread(num_frames: int, count: int) -> list[int]:
     """At most `count` of so many frames, evenly from the first to the last."""
     places: list[int] = np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(np.int64).tolist()
     return places
-
-
-def _distinct(indices: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(indices))

@@ -39,15 +39,12 @@ class ChatPrompts:
         if self.control.typed_in(("", text) for text in strings_in(list(plain.values()))):
             raise RequestError(
                 "chat_template_kwargs: a control token of the model stands in it; only the template writes those",
-                "special_token_in_text",
-                "chat_template_kwargs",
-            )
+                "special_token_in_text", "chat_template_kwargs")
         return plain
 
-    def text_and_ids(
-        self, conversation: Conversation, kwargs: Mapping[str, Any], *, tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True, continue_final_message: bool = False,
-    ) -> tuple[str, list[int]]:
+    def text_and_ids(self, conversation: Conversation, kwargs: Mapping[str, Any], *,
+                     tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
+                     continue_final_message: bool = False) -> tuple[str, list[int]]:
         """What the template writes, and its tokens. `tools`: checked. Raises RequestError where the template refuses,
         or reads no tools."""
         template = self._needed_template()
@@ -69,9 +66,8 @@ class ChatPrompts:
             rendered = rendered.replace(fence, "")
         return rendered, ids
 
-    def split_token_ids(
-        self, conversation: Conversation, kwargs: Mapping[str, Any], *, add_generation_prompt: bool,
-    ) -> tuple[list[int], list[int]]:  # fmt: skip
+    def split_token_ids(self, conversation: Conversation, kwargs: Mapping[str, Any], *,
+                        add_generation_prompt: bool) -> tuple[list[int], list[int]]:
         """The tokens up to the end of the last message's text, and those behind it. Side by side they make the prompt,
         unless a token reaches over the end of that text.
 
@@ -91,9 +87,8 @@ class ChatPrompts:
         ids = [self.control.encode(text, add_special_tokens=False, fences=fences) for text in (before, after)]
         return start + ids[0], ids[1] + end
 
-    def _fenced(
-        self, conversation: Conversation, texts: list[tuple[str, str]]
-    ) -> tuple[tuple[str, str] | None, list[dict[str, Any]]]:
+    def _fenced(self, conversation: Conversation,
+                texts: list[tuple[str, str]]) -> tuple[tuple[str, str] | None, list[dict[str, Any]]]:
         """The messages, with typed control tokens between fences; None: there are none."""
         if not self.control.typed_in(texts):
             return None, conversation.messages
@@ -105,8 +100,7 @@ class ChatPrompts:
             raise RequestError(
                 f"the model in {self.model_path} has no chat template (chat_template.jinja); give one with "
                 "--chat-template FILE (chat_template in Python), or send a raw prompt",
-                code="model_has_no_chat_template",
-            )
+                code="model_has_no_chat_template")
         return self.template
 
     def _adds_special_tokens(self, rendered: str) -> bool:
@@ -121,8 +115,7 @@ def _rendered_up_to_the_end(render: Any, messages: list[dict[str, Any]], *, mark
     if mark not in rendered:
         raise RequestError(
             "continue_final_message: the model's chat template leaves the last message out", "chat_template_error",
-            "continue_final_message",
-        )  # fmt: skip
+            "continue_final_message")
     at = rendered.rindex(mark)
     # A template that trims its messages has taken the space behind the mark, and would have taken those before it.
     return str(rendered[:at]) if rendered[at + 1 : at + 2] == " " else str(rendered[:at].rstrip())
@@ -147,5 +140,4 @@ def _refuse_escaped(fences: tuple[str, ...], rendered: str) -> None:
         if json.dumps(fence)[1:-1] in rendered:
             raise RequestError(
                 "the model's chat template escapes characters, so a control token of the model in these messages would "
-                "not stay text; take it out", "special_token_in_text", "messages",
-            )  # fmt: skip
+                "not stay text; take it out", "special_token_in_text", "messages")

@@ -26,8 +26,7 @@ from npu_runner.request.limits import shown
 
 # What an expression of a faulty template can raise besides jinja2's own errors.
 _TEMPLATE_FAULTS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """What makes a prompt of a conversation, and is not for a request to set."""
 DEFAULT = "default"
@@ -65,10 +64,8 @@ class ChatTemplate:
                 message = f"{where}: the model's chat template reads no such name; it reads {known}"
                 raise RequestError(message, "unknown_parameter", where)
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
+               tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
         """The prompt text; with `add_generation_prompt` it ends where the assistant's answer begins. A template that
         refuses is a RequestError.
 
@@ -76,8 +73,7 @@ class ChatTemplate:
         """
         ours = {
             "messages": messages, "tools": tools or None, "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
+            "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**(kwargs or {}), **self.token_variables, **ours})
         except _TEMPLATE_FAULTS as error:
@@ -85,8 +81,7 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages{' with these chat_template_kwargs' * bool(kwargs)}: "
                 f"{error or type(error).__name__}",
                 code="chat_template_error",
-                param="messages",
-            ) from error
+                param="messages") from error
 
     def literals(self) -> list[str]:
         """Every piece of text the template itself can write or compare with."""
@@ -181,8 +176,7 @@ class _GuardedNamespace(jinja2.utils.Namespace):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
     environment.globals.update(
         raise_exception=_raise_exception,
@@ -197,15 +191,13 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+             sort_keys: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def kwargs_with_effort(
-    kwargs: Mapping[str, Any] | None, effort: str | None, template_reads: Callable[[str], bool]
-) -> Mapping[str, Any] | None:
+def kwargs_with_effort(kwargs: Mapping[str, Any] | None, effort: str | None,
+                       template_reads: Callable[[str], bool]) -> Mapping[str, Any] | None:
     """chat_template_kwargs with the effort; `kwargs` themselves if there is none.
 
     Raises RequestError for a value that OpenAI does not have, for a template that does not read it, and for two

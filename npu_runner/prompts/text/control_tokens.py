@@ -19,10 +19,8 @@ _FENCE_CANDIDATES = range(0xE000, 0xF8FF)  # private use: never part of a word, 
 class ControlTokens:
     """The added tokens of one checkpoint that steer the model, and how to encode around typed ones."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, template_literals: Sequence[str] = (), always: Iterable[str] = (), *,
-        of_assistants: Iterable[str] = (),
-    ):  # fmt: skip
+    def __init__(self, tokenizer: Tokenizer, template_literals: Sequence[str] = (), always: Iterable[str] = (), *,
+                 of_assistants: Iterable[str] = ()):
         """`always`: tokens that count whatever their flags (the image's); `of_assistants`: those that do in all
         messages but the assistant's own (the tags of reasoning)."""
         self._tokenizer = tokenizer
@@ -74,8 +72,7 @@ class ControlTokens:
         if sum(token in self._ids for token in ids) > num_trusted:
             raise RequestError(
                 "the tokenizer makes a control token of ordinary characters in this prompt; remove what looks like one",
-                code="special_token_in_text",
-            )
+                code="special_token_in_text")
         return self._prefix_ids + ids + self._suffix_ids if add_special_tokens else ids
 
     def _split_at(self, fences: tuple[str, str], text: str) -> list[str]:

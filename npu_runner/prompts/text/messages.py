@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.arrays import as_image
+from npu_runner.prompts.media.images import as_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.text.tools import map_strings, parse_tool_calls, strings_in
@@ -23,8 +23,7 @@ from npu_runner.request.limits import LIMITS, check_count, shown
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("name",), "user": ("name",), "tool": ("name", "tool_call_id"),
-    "assistant": ("name", "reasoning_content", "tool_calls"),
-}  # fmt: skip
+    "assistant": ("name", "reasoning_content", "tool_calls")}
 """What a message of each role may have beside role and content."""
 
 
@@ -88,9 +87,7 @@ def parse_content(content: Any, where: str, *, has_vision: bool,
     return parsed if has_vision or isinstance(parsed, str) else _joined(parsed, separator="\n")
 
 
-def check_ending(
-    conversation: Conversation, add_generation_prompt: bool | None, continue_final_message: bool
-) -> None:
+def check_ending(conversation: Conversation, add_generation_prompt: bool | None, continue_final_message: bool) -> None:
     """Raises RequestError if a conversation cannot be continued as requested. add_generation_prompt: None, not
     given."""
     if not continue_final_message:
@@ -142,8 +139,7 @@ def _content(content: Any, role: str, where: str, seen: list[tuple[Any, str]]) -
         return checked_text(content, where)
     if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
         raise RequestError(
-            f"{where}: text or a list of parts is needed, not {type(content).__name__}", "invalid_type", where
-        )
+            f"{where}: text or a list of parts is needed, not {type(content).__name__}", "invalid_type", where)
     if not content:
         raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
     check_count(where, "parts", content, LIMITS.max_parts)
@@ -161,9 +157,7 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> dict
         if not isinstance(image, (bytes, bytearray, Image.Image, Media)):
             raise RequestError(
                 f"{where}.image: encoded bytes, a PIL image or an array is needed, not {type(image).__name__}",
-                "invalid_type",
-                f"{where}.image",
-            )
+                "invalid_type", f"{where}.image")
         if role != "user":
             raise RequestError(f"{where}: images belong in user messages, not in {role} ones", "image_role", where)
         seen.append((bytes(image) if isinstance(image, bytearray) else image, where))
@@ -207,8 +201,7 @@ def _check_seen(conversation: Conversation, has_vision: bool, max_images: int) -
             f"messages: {len(conversation.seen)} images and videos, at most {max_images} are allowed "
             "(max_images_per_prompt)",
             "too_many_images",
-            "messages",
-        )
+            "messages")
 
 
 def _no_vision(where: str) -> RequestError:

@@ -31,13 +31,13 @@ _PUBLISHED = (
     + _TOLD.format(default="Given a web search query, retrieve relevant passages that answer the query")
     + "\n<Query>: " + _OF_ROLE.format(role=QUERY) + "\n<Document>: " + _OF_ROLE.format(role=DOCUMENT)
     + "{{ '<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"
-)  # fmt: skip
+)
 _PUBLISHED_VISION = (
     _START
     + _TOLD.format(default="Given a search query, retrieve relevant candidates that answer the query.")
     + "<Query>:" + _OF_ROLE.format(role=QUERY) + "\n<Document>:" + _OF_ROLE.format(role=DOCUMENT)
     + "{{ '<|im_end|>\n<|im_start|>assistant\n' }}"
-)  # fmt: skip
+)
 # No template writes these by itself.
 _PROBES = {QUERY: "qprobeq", DOCUMENT: "dprobed", INSTRUCTION: "iprobei"}
 
@@ -56,10 +56,8 @@ class PairTemplate(ChatTemplate):
         self._takes_parts = takes_parts
         self._placeholders = placeholders
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
+               tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
         """See ChatTemplate."""
         shaped = [{**message, "content": self._shaped(message["content"])} for message in messages]
         return super().render(shaped, kwargs, tools=tools, add_generation_prompt=add_generation_prompt)

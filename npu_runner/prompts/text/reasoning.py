@@ -56,10 +56,8 @@ class SplitAnswer:
     num_reasoning_tokens: int
 
 
-def split_answer(
-    text: str, token_ids: Sequence[int], *, thinking: Thinking | None, tokens: ReasoningTokens | None,
-    tokenizer: Tokenizer, skip_special_tokens: bool = True,
-) -> SplitAnswer:
+def split_answer(text: str, token_ids: Sequence[int], *, thinking: Thinking | None, tokens: ReasoningTokens | None,
+                 tokenizer: Tokenizer, skip_special_tokens: bool = True) -> SplitAnswer:
     """`text`: what `token_ids` decode to, with or without special tokens, or as much of it as precedes a stop string.
 
     `thinking`: where the prompt ends; with None, or no `tokens`, all is content. An answer that never ends its
@@ -80,9 +78,8 @@ def split_answer(
     return SplitAnswer(text[num_chars(start): num_chars(end)], text[num_chars(end + 1):], end - start)
 
 
-def _reasoning_span(
-    token_ids: Sequence[int], thinking: Thinking, tokens: ReasoningTokens, tokenizer: Tokenizer
-) -> tuple[int, int] | None:
+def _reasoning_span(token_ids: Sequence[int], thinking: Thinking, tokens: ReasoningTokens,
+                    tokenizer: Tokenizer) -> tuple[int, int] | None:
     """The tokens [start, end) between the tags; token `end`, if there is one, is the closing tag."""
     num_blank = next((n for n, token in enumerate(token_ids) if not is_blank(token, tokenizer)), len(token_ids))
     has_start = num_blank < len(token_ids) and token_ids[num_blank] == tokens.start_id

@@ -49,8 +49,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise ModelError(
             f"{path} is missing; copy it from the original checkpoint, or write it once with "
-            f"transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
+            f"transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -68,8 +67,7 @@ def _add_listed_tokens(tokenizer: Tokenizer, folder: Path) -> None:
         missing = [(int(number), _added_token(entry)) for number, entry in listed.items()]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
-            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is malformed ({error!r})"
-        ) from error
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is malformed ({error!r})") from error
     for number, token in sorted(missing, key=lambda pair: pair[0]):
         if token.content in known:
             continue
@@ -77,8 +75,7 @@ def _add_listed_tokens(tokenizer: Tokenizer, folder: Path) -> None:
         if tokenizer.token_to_id(token.content) != number:
             raise ModelError(
                 f"{folder}: tokenizer_config.json gives {token.content!r} the id {number}, tokenizer.json leaves room "
-                f"at {tokenizer.token_to_id(token.content)}; the files belong to different checkpoints"
-            )
+                f"at {tokenizer.token_to_id(token.content)}; the files belong to different checkpoints")
 
 
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:
@@ -86,9 +83,8 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
 
 
-def resolve_sampling(
-    params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int | None
-) -> SamplingParams:
+def resolve_sampling(params: SamplingParams, encode: Callable[[str], list[int]],
+                     vocab_size: int | None) -> SamplingParams:
     """`params` with its bad words as token ids, both with and without a space before them, beside those that it names
     by ids. Done twice it is the same.
 
@@ -127,9 +123,7 @@ def _check_ids(what: str, ids: Collection[int], vocab_size: int | None) -> None:
         name = what.split(":")[0]
         raise RequestError(
             f"{what}: token id {highest} is asked for, the model has 0 to {vocab_size - 1}",
-            code="invalid_sampling_parameter",
-            param=name,
-        )
+            code="invalid_sampling_parameter", param=name)
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
@@ -179,8 +173,7 @@ class TextLength:
             raise RequestError(
                 f"the text has {num_chars} characters; at most {limit} can fit into {self.max_model_len} tokens "
                 f"(max_model_len) of {self.longest_token} characters; shorten it",
-                code="prompt_too_long",
-            )
+                code="prompt_too_long")
         if not is_cut:
             self._check_pieces(texts)
 
@@ -202,5 +195,4 @@ class TextLength:
                 if num_tokens > most:
                     raise RequestError(
                         f"the text has more than {self.max_model_len} tokens (max_model_len); shorten it",
-                        code="prompt_too_long",
-                    )
+                        code="prompt_too_long")

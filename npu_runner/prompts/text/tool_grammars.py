@@ -18,7 +18,7 @@ Tools = Sequence[Mapping[str, Any]]
 _WHITE_SPACE = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}}
 # What a schema of arguments may say beside its properties: each property is written and checked by itself.
 _OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
-                         "$id", "title", "description", "default", "examples"))  # fmt: skip
+                         "$id", "title", "description", "default", "examples"))
 # What a text may say, where it stands between tags as it is.
 _OF_TEXTS = frozenset(("type", "enum", "const", "title", "description", "default", "examples", "nullable"))
 _TAGS = ("</parameter>", "<parameter=", "</function>", "<function=", "</tool_call>", "<tool_call>")
@@ -46,7 +46,7 @@ def arguments_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
     schema = dict(function.get("parameters") or {})
     if schema.setdefault("type", "object") != "object":
         raise RequestError(f"{where}: arguments are an object, and the schema's type is {schema['type']!r}",
-                           "invalid_value", "tools")  # fmt: skip
+                           "invalid_value", "tools")
     return schema
 
 
@@ -75,7 +75,7 @@ def qwen3_coder_call(function: Mapping[str, Any], rule: str, where: str) -> str:
         if any(character in name for character in ">\n<"):
             raise _unserved(place, "a name with these characters cannot stand in a tag")
         rules += [f"{part}: {_text(f'<parameter={name}>{chr(10)}')} {part}_value",
-                  *_value_rules(f"{part}_value", value, schema, place)]  # fmt: skip
+                  *_value_rules(f"{part}_value", value, schema, place)]
     parts.append(_text("</function>\n</tool_call>"))
     return "\n".join([f"{rule}: {' '.join(parts)}", *rules])
 
@@ -147,12 +147,12 @@ def _refuse_others(schema: Mapping[str, Any], known: frozenset[str], where: str)
     other = next((name for name in schema if name not in known), None)
     if other is not None:
         raise _unserved(f"{where}/{other}" if "#" in where else f"{where}#/{other}",
-                        "the way in which this model writes calls leaves no room for it")  # fmt: skip
+                        "the way in which this model writes calls leaves no room for it")
 
 
 def _unserved(place: str, why: str) -> RequestError:
     return RequestError(f"tool_choice: a call cannot be forced, for {place}: {why}", "unsupported_parameter",
-                        "tool_choice")  # fmt: skip
+                        "tool_choice")
 
 
 def _text(text: str) -> str:

@@ -153,9 +153,8 @@ def find_tool_parser(setting: str, template: str | None) -> str | None:
     return next((name for name in names if template and tool_parser(name).reads(template)), None)
 
 
-def forced_calls(
-    name_of_parser: str | None, tools: Sequence[Mapping[str, Any]], *, name: str | None, is_parallel: bool
-) -> StructuredOutputsParams:
+def forced_calls(name_of_parser: str | None, tools: Sequence[Mapping[str, Any]], *, name: str | None,
+                 is_parallel: bool) -> StructuredOutputsParams:
     """The grammar of calls of `tools`; of the one called `name` alone, once. Raises RequestError where none can be."""
     field = "tool_choice"
     wanted = [tool for tool in tools if name in (None, tool["function"]["name"])]
@@ -171,9 +170,8 @@ def forced_calls(
     return followed(grammar, field)
 
 
-def parse_calls(
-    name: str, text: str, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = True
-) -> tuple[str, list[ToolCall]]:
+def parse_calls(name: str, text: str, tools: Sequence[Mapping[str, Any]], *,
+                is_parallel: bool = True) -> tuple[str, list[ToolCall]]:
     """(content, calls) of an answer. What cannot be read as calls is content, all of it; without `is_parallel` the
     first call alone counts."""
     try:
@@ -186,9 +184,7 @@ def parse_calls(
     return (content, calls if is_parallel else calls[:1]) if calls else (text, [])
 
 
-def _blocks(
-    text: str, read: Callable[[str, int], tuple[list[ToolCall], int]]
-) -> tuple[str, list[ToolCall]]:
+def _blocks(text: str, read: Callable[[str, int], tuple[list[ToolCall], int]]) -> tuple[str, list[ToolCall]]:
     """The text around the tagged blocks, and the calls in them. read(text, place behind an opening tag): the calls of
     that block, and their end."""
     content, calls, at = "", [], 0

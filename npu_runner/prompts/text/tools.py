@@ -88,7 +88,7 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
     checked = {"type": "function", "function": {
         "name": _name_of(function, where),
         "arguments": _arguments(function.get("arguments"), f"{where}.function.arguments"),
-    }}  # fmt: skip
+    }}
     if call.get("id") is None:
         return checked
     if not isinstance(call["id"], str):

@@ -181,16 +181,14 @@ class PromptServer(InlineReplica):
         max_waiting = max_waiting_requests(engine.max_num_seqs)
         limits = PoolLimits(
             num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
-            worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting,
-        )  # fmt: skip
+            worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting)
         endpoint = PromptEndpoint(engine.processor, limits, max_source_pixels=engine.config.prompts.max_source_pixels,
                                   pack=self._pack)
         self.endpoint, self.pool = endpoint, endpoint.pool
         self._open.callback(endpoint.pool.close)
         return ReplicaFacts(
             version=npu_runner.__version__, settings=engine.describe(), ledger=engine.ledger,
-            max_rows=engine.max_num_seqs + 2 * max_waiting + limits.num_workers,
-        )  # fmt: skip
+            max_rows=engine.max_num_seqs + 2 * max_waiting + limits.num_workers)
 
 
 def load_engine(config: RunnerConfig, progress: Progress = silent) -> LLMEngine:

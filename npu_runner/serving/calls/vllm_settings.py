@@ -23,8 +23,7 @@ _ANY = object()
 _RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_bytes"}
 _PROCESSOR_KWARGS = {
     "min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels", "fps": "video_fps",
-    "num_frames": "video_num_frames", "max_frames": "video_max_frames",
-}  # fmt: skip
+    "num_frames": "video_num_frames", "max_frames": "video_max_frames"}
 _TASKS = {"generate": {"runner": "generate"}, "embedding": {"task": "embed"}}
 _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "no code of a checkpoint is ever run; docs/models.md says which models are served"),
@@ -169,5 +168,4 @@ def _limit_of_kinds(_: str, value: Any) -> dict[str, Any]:
 _SPECIAL: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "load_format": _load_format, "tokenizer": _tokenizer, "swap_space": _swap_space, "max_logprobs": _max_logprobs,
     "task": _task, "quantization": _quantization, "mm_processor_kwargs": _processor_kwargs,
-    "limit_mm_per_prompt": _limit_of_kinds,
-}  # fmt: skip
+    "limit_mm_per_prompt": _limit_of_kinds}

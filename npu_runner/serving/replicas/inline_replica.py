@@ -100,10 +100,8 @@ class InlineReplica(Replica):
         if self._engine is None:
             return ReplicaStats()
         return ReplicaStats(
-            engine=replace(self._engine.stats()),
-            wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
-            num_workers_replaced=self.endpoint.pool.num_replaced,
-        )
+            engine=replace(self._engine.stats()), wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
+            num_workers_replaced=self.endpoint.pool.num_replaced)
 
     def _report(self, phase: str) -> None:
         """The progress of an engine."""

@@ -48,31 +48,25 @@ def place(platform: str, num_replicas: int | None, num_ranks: int) -> list[Place
     return on_devices(found, num_devices, cores, num_replicas, num_ranks)
 
 
-def on_devices(
-    platform: Platform, num_devices: int, cores: list[int], num_replicas: int | None, num_ranks: int
-) -> list[Placement]:
+def on_devices(platform: Platform, num_devices: int, cores: list[int], num_replicas: int | None,
+               num_ranks: int) -> list[Placement]:
     """Neighbouring devices for each replica, of the `num_devices` that this process sees."""
     if num_replicas is None:
         if num_devices % num_ranks:
             raise ConfigError(
                 f"data_parallel_size auto: tensor_parallel_size {num_ranks} does not divide the {num_devices} devices "
-                f"that are visible; set one that does, or a number of replicas, at most {num_devices // num_ranks}"
-            )
+                f"that are visible; set one that does, or a number of replicas, at most {num_devices // num_ranks}")
         num_replicas = num_devices // num_ranks
     if num_replicas * num_ranks > num_devices:
         raise ConfigError(
             f"data_parallel_size {num_replicas}: with tensor_parallel_size {num_ranks} it takes "
             f"{num_replicas * num_ranks} devices, {num_devices} are visible; at most {num_devices // num_ranks} "
-            "replicas have room"
-        )
+            "replicas have room")
     shares = [range(number * num_ranks, (number + 1) * num_ranks) for number in range(num_replicas)]
     return [
         Placement(
-            platform=platform.name,
-            description=f"{platform.name} {','.join(map(str, share))}",
-            environment=platform.share(share, num_devices),
-            num_cores=max(1, len(cores) // num_replicas),
-        )
+            platform=platform.name, description=f"{platform.name} {','.join(map(str, share))}",
+            environment=platform.share(share, num_devices), num_cores=max(1, len(cores) // num_replicas))
         for share in shares
     ]
 
@@ -83,11 +77,8 @@ def on_cores(platform: str, cores: list[int], num_replicas: int | None) -> list[
                           f"give a number of replicas, which share {len(cores)} cores")
     return [
         Placement(
-            platform=platform,
-            description=f"{platform}, cores {_ranges(share)}",
-            cores=frozenset(share),
-            num_cores=len(share),
-        )
+            platform=platform, description=f"{platform}, cores {_ranges(share)}", cores=frozenset(share),
+            num_cores=len(share))
         for share in (_share(cores, number, num_replicas) for number in range(num_replicas))
     ]
 

@@ -40,10 +40,8 @@ _numbers = itertools.count()
 class ProcessReplica(RemoteReplica):
     """Has the replica that `make` (picklable) makes run there. `inherited`: descriptors that it has too."""
 
-    def __init__(
-        self, name: str, make: Callable[[], Replica], placement: Placement, *, num_rows_ahead: int,
-        inherited: Sequence[int] = (),
-    ):  # fmt: skip
+    def __init__(self, name: str, make: Callable[[], Replica], placement: Placement, *, num_rows_ahead: int,
+                 inherited: Sequence[int] = ()):
         super().__init__(name, make, num_rows_ahead=num_rows_ahead)
         self._placement = placement
         self._inherited = tuple(inherited)

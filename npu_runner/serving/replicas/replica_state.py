@@ -103,10 +103,8 @@ def added(stats: Sequence[ReplicaStats]) -> ReplicaStats:
     names = [field.name for field in dataclasses.fields(EngineStats)]
     engine = EngineStats(**{name: sum(getattr(one.engine, name) for one in stats) for name in names})
     return ReplicaStats(
-        engine=engine,
-        wait_seconds=sum(one.wait_seconds for one in stats),
-        num_workers_replaced=sum(one.num_workers_replaced for one in stats),
-    )
+        engine=engine, wait_seconds=sum(one.wait_seconds for one in stats),
+        num_workers_replaced=sum(one.num_workers_replaced for one in stats))
 
 
 def _without_gauges(stats: ReplicaStats) -> ReplicaStats:

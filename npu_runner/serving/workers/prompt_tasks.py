@@ -67,7 +67,7 @@ class ChatTask(PromptTask):
                 for part in message["content"]
             ]} if isinstance(message["content"], list) else message
             for message in self.messages
-        ]  # fmt: skip
+        ]
         return processor(messages, self.chat_template_kwargs, truncate_prompt_tokens=self.truncate_prompt_tokens,
                          **self.options)
 
@@ -114,12 +114,10 @@ def pair_task(pair: tuple[Any, Any], rules: MediaRules, *, has_vision: bool, opt
                     images=[*query.seen, *document.seen], options=options)
 
 
-def chat_task(
-    messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | None = None, needs_text: bool = True,
-) -> ChatTask:  # fmt: skip
+def chat_task(messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
+              tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
+              continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
+              chat_template: str | None = None, needs_text: bool = True) -> ChatTask:
     """Raises RequestError for what can be seen without reading an address or decoding an image."""
     conversation = checked_conversation(messages, rules, has_vision=has_vision, needs_text=needs_text)
     check_ending(conversation, add_generation_prompt, continue_final_message)
@@ -129,8 +127,7 @@ def chat_task(
     return ChatTask(
         messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, images=conversation.seen,
         options={name: value for name, value in asked.items() if value is not None},
-        num_chars=sum(len(text) for _, text in conversation.texts()),
-    )  # fmt: skip
+        num_chars=sum(len(text) for _, text in conversation.texts()))
 
 
 def text_task(raw: RawPrompt) -> TextTask:

@@ -38,6 +38,8 @@ class Case:
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     """More fields of SamplingParams."""
     is_null_block_poisoned: bool = False
+    stale: float | None = None
+    """Fills the cache before: keys and values that no length counts."""
     has_npugraph_ex: bool = True
 
 
@@ -53,6 +55,10 @@ def run_case(case: Case) -> dict[str, Any]:
             with torch.inference_mode():
                 for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
                     cache[:, 0] = float("nan")
+        if case.stale is not None:
+            with torch.inference_mode():
+                for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
+                    cache.fill_(case.stale)
         has_ranks = "tensor_parallel_size" in case.settings
         eager_drafts, eager_heads = ([], []) if has_ranks else (drafts_without_graph(llm), heads_without_graph(llm))
         before = snapshot()

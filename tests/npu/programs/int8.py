@@ -21,8 +21,7 @@ from torch import Tensor
 
 from npu_runner import LLM
 from npu_runner.platforms import find_platform
-from npu_runner.platforms.ops import Int8Rows, Int8Weight
-from npu_runner.platforms.static_int8 import NormRounding, StaticInt8Weight, StaticRows
+from npu_runner.platforms.quantised import Int8Rows, Int8Weight, NormRounding, StaticInt8Weight, StaticRows
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.reference import random_image
 from tests.oracle.running import greedy, recorded_logits

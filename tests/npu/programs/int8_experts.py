@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.ops import HeldExperts, QuantisedExperts
+from npu_runner.platforms.ops import HeldExperts
+from npu_runner.platforms.quantised import QuantisedExperts
 
 NUM_EXPERTS, TOP_K, HIDDEN = 7, 2, 128
 WIDTHS = (96, 40)

@@ -1,0 +1,160 @@
+"""Weights in int8 and FP8 as products take them, inputs that are rounded alike, by row or by one scale and one offset
+for all, and how plain torch makes and multiplies them. Knows no vendor.
+
+T tokens, I inputs, O outputs, D hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+INT8, INT8_STATIC = "int8", "int8_static"
+"""The forms of weights that `Int8Weight` and `StaticInt8Weight` hold."""
+INT8_MAX = 127.0
+_LEAST, _MOST = -128, 127
+
+
+class Int8Weight(NamedTuple):
+    """Rows of int8 and a scale for each: values * scales. Products take inputs that are rounded alike."""
+
+    values_OI: Tensor
+    """int8, contiguous."""
+    scales_O: Tensor
+    """float32."""
+
+
+FP8, FP8_BLOCKS = "fp8", "fp8_blocks"
+"""The forms of weights that `Fp8Weight` holds: with a scale for each row, or for each block of 128 x 128."""
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+FP8_ALIGNMENT = 16
+"""What inputs and outputs of products with FP8 are multiples of."""
+
+
+class Fp8Weight(NamedTuple):
+    """values * scales. Products take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
+
+    values_OI: Tensor
+    """float8_e4m3fn, contiguous."""
+    scales: Tensor
+    """float32, (O,), or (O / 128, I / 128)."""
+
+
+INT8_EXPERTS, FP8_EXPERTS = "int8_experts", "fp8_block_experts"
+"""The forms of experts that `QuantisedExperts` holds: int8 by row, and FP8 with a scale for each block of 128 x 128."""
+
+
+class QuantisedExperts(NamedTuple):
+    """Of each expert what `Int8Weight` or `Fp8Weight` holds of a weight: values * scales."""
+
+    values: Tensor
+    """int8 or float8_e4m3fn, contiguous: (E, O, I), or (E, I, O) with `Ops.experts_in_out`."""
+    scales: Tensor
+    """(E, O) of int8, float32 or as `Ops.down_scales_dtype` says; float32 (E, O / 128, I / 128) of FP8."""
+
+
+class Int8Rows(NamedTuple):
+    """Inputs of such products, rounded already: values * scales, one scale for each token."""
+
+    values_TI: Tensor
+    """int8."""
+    scales_T: Tensor
+    """float32."""
+    dtype: torch.dtype
+    """What they were, and what products with them are."""
+
+
+class Fp8Rows(NamedTuple):
+    """Inputs of products with `Fp8Weight`, rounded already: values * scales."""
+
+    values_TI: Tensor
+    """float8_e4m3fn."""
+    scales: Tensor
+    """float32, (T,), or (T, I / 128)."""
+    dtype: torch.dtype
+    """What they were, and what products with them are."""
+
+
+class StaticInt8Weight(NamedTuple):
+    """Rows of int8 for products with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
+
+    values_OI: Tensor
+    """int8, contiguous."""
+    shifts_O: Tensor
+    """int32, in units of the sums of integers: the bias, less what the offset adds."""
+    scales_O: Tensor
+    """float32, of the sums: those of the weights times the scale of inputs, as this is rounded."""
+    input_scale_1: Tensor
+    input_offset_1: Tensor
+    """Both of x's dtype."""
+    ones_R: Tensor | None = None
+    """float32, for products in float16 that take their scales exactly only beside scales of rows."""
+
+
+class NormRounding(NamedTuple):
+    """How a norm rounds what such a product takes: round(x / scales + offsets).
+
+    In bfloat16 both are of it. Else scales are float32, and offsets int32.
+    """
+
+    scales_D: Tensor
+    offsets_D: Tensor
+
+
+class StaticRows(NamedTuple):
+    """Inputs of such a product, rounded already."""
+
+    values_TI: Tensor
+    """int8."""
+    dtype: torch.dtype
+    """What they were, and what products with them are."""
+
+
+RoundedRows: TypeAlias = Int8Rows | Fp8Rows | StaticRows
+
+
+def fp8_rows(x_TI: Tensor, *, in_blocks: bool) -> Fp8Rows:
+    """Rows rounded to the nearest, the largest at 448, of each row or of each 128 of one. Zeros have scale 0."""
+    wide_TGI = x_TI.float().unflatten(-1, (-1, FP8_BLOCK if in_blocks else x_TI.shape[-1]))
+    scales_TG = wide_TGI.abs().amax(-1) / FP8_MAX
+    divisors_TG1 = scales_TG.masked_fill(scales_TG == 0, 1.0)[..., None]
+    values_TI = (wide_TGI / divisors_TG1).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(torch.float8_e4m3fn)
+    return Fp8Rows(values_TI, scales_TG if in_blocks else scales_TG[:, 0], x_TI.dtype)
+
+
+def scaled(values: Tensor, scales: Tensor, num_rows: int) -> Tensor:
+    """values * scales in float32; scales of rows, or of `num_rows` rows and 128 columns."""
+    if scales.dim() == 1:
+        return values.float() * scales[:, None]
+    return values.float() * scales.repeat_interleave(num_rows, 0).repeat_interleave(FP8_BLOCK, 1)
+
+
+def int8_rows(x_TI: Tensor) -> Int8Rows:
+    """Rows rounded to the nearest, symmetric, the largest at 127. A row of zeros has scale 0."""
+    wide_TI = x_TI.float()
+    scales_T = wide_TI.abs().amax(-1) / INT8_MAX
+    divisors_T1 = scales_T.masked_fill(scales_T == 0, 1.0)[:, None]
+    return Int8Rows((wide_TI / divisors_T1).round().to(torch.int8), scales_T, x_TI.dtype)
+
+
+def static_rows(x_TI: Tensor, weight: StaticInt8Weight) -> StaticRows:
+    """round(x * input_scale + input_offset), computed in float32."""
+    return _rows(x_TI.float() * weight.input_scale_1.float() + weight.input_offset_1.float(), x_TI.dtype)
+
+
+def divided_rows(x_TD: Tensor, rounding: NormRounding) -> StaticRows:
+    """round(x / scales + offsets), computed in float32."""
+    return _rows(x_TD.float() / rounding.scales_D.float() + rounding.offsets_D.float(), x_TD.dtype)
+
+
+def static_product(rows: StaticRows, weight: StaticInt8Weight) -> Tensor:
+    """(q values^T + shifts) * scales, (T, O), where q are the rows; the sum is exact, the rest float32."""
+    sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t()) + weight.shifts_O
+    return (sums_TO.float() * weight.scales_O).to(rows.dtype)
+
+
+def _rows(wide_TI: Tensor, dtype: torch.dtype) -> StaticRows:
+    return StaticRows(wide_TI.round().clamp(_LEAST, _MOST).to(torch.int8), dtype)
