@@ -82,6 +82,7 @@ def test_every_row_is_in_the_output_once_and_a_second_run_finds_nothing_to_do(
     assert names_in(job.output) == found
 
 
+@pytest.mark.full("hostile rows of an interrupted job; those of a whole one stay, and interrupted jobs")
 def test_an_interrupted_job_answers_each_of_them_once_in_all(
     job: Job, rows: list[tuple[bytes, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from tests import zygote
 from tests.batch.job_folder import LEFT, Job, numbered, overtaken
 from tests.batch.mounts import mounted
 from tests.batch.scripted import OvertakingEngine, read_rows, row, write_rows
+from tests.full_set import only_full
 from tests.replicas.jobs import PYTHONPATH
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
@@ -163,11 +164,12 @@ def test_standard_output_takes_one_thing(job: Job) -> None:
     assert job.files() == set()
 
 
-def test_a_closed_descriptor_is_refused(job: Job) -> None:
-    for shell, options in ((">&-", {"summary": "-"}), ("3< in.jsonl", {"summary": "/dev/fd/3"})):
-        done = script(job.folder, shell, **options)
-        assert done.returncode == 2
-        assert b"this descriptor is" in done.stderr
+@pytest.mark.parametrize(("shell", "summary"), [
+    (">&-", "-"), *only_full("one that is open, but not for writing", ("3< in.jsonl", "/dev/fd/3"))])
+def test_a_closed_descriptor_is_refused(job: Job, shell: str, summary: str) -> None:
+    done = script(job.folder, shell, summary=summary)
+    assert done.returncode == 2
+    assert b"this descriptor is" in done.stderr
     assert job.files() == set()
 
 

@@ -163,6 +163,7 @@ def test_a_document_that_fails_behind_its_preparation_is_named_too() -> None:
     assert placed(error, ScoreForm(), 0) == error, "a single document needs no name"
 
 
+@pytest.mark.full("four starts of the model; a resumed job stays in test_classes.py, and replicas with a script")
 def test_replicas_and_a_resumed_job_write_what_one_run_writes(tmp_path: Path) -> None:
     rows = [rerank_row(str(number), query=f"a red circle {number}", documents=DOCUMENTS[:2] + [LONG] * (number == 3))
             for number in range(6)]

@@ -25,6 +25,7 @@ from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
 from npu_runner.serving.workers.prompt_tasks import text_task
+from tests.full_set import examples
 from tests.videos import moving_frames, video_of
 
 LEAST, MOST = 128 * 32 * 32, 768 * 32 * 32
@@ -46,7 +47,7 @@ def test_each_pair_has_the_time_that_transformers_writes(indices: list[int], rat
     assert SETTINGS.timestamps(indices, rate) == Qwen3VLProcessor._calculate_timestamps(None, list(indices), rate, 2)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @example(num=3, height=480, width=480, is_capped=False)  # an odd number, of which one more or less decides
 @given(num=st.integers(2, 800), height=st.integers(1, 5000), width=st.integers(1, 5000), is_capped=st.booleans())
 def test_frames_are_resized_to_the_size_that_transformers_takes(

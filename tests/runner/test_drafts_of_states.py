@@ -180,7 +180,7 @@ def test_the_ledger_has_the_states_of_drafts_and_a_step_has_no_more_drafts(check
         assert pool.num_bytes == plan.num_bytes
         assert llm.engine.info.state is not None
         assert llm.engine.info.state.spares == plan.spares
-        llm.generate(["a b a b a b a b"] * 9, DRAWN.replace(temperature=0.0, ignore_eos=True, max_tokens=40))
+        llm.generate(["a b a b a b a b"] * 3, DRAWN.replace(temperature=0.0, ignore_eos=True, max_tokens=20))
         assert llm.stats().num_drafts > 0
 
 

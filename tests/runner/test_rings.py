@@ -23,6 +23,7 @@ from npu_runner.platforms.gated_delta_plan import PrefillPlan
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.states import StatePlan, StatePool, StateShape
+from tests.full_set import only_full
 from tests.oracle.running import UncompiledGraphs, greedy, runner_of
 from tests.runner.test_several_tokens import knows
 
@@ -136,7 +137,7 @@ def with_rings(monkeypatch: pytest.MonkeyPatch, platform_name: str) -> pytest.Mo
     return monkeypatch
 
 
-@pytest.fixture(params=["eager", "padded"])
+@pytest.fixture(params=["padded", *only_full("steps that nothing pads; padded ones stay", "eager")])
 def ringed(request: pytest.FixtureRequest, checkpoint: Any, with_rings: pytest.MonkeyPatch) -> Iterator[LLM]:
     graphs: dict[str, Any] = {}
     if request.param == "padded":

@@ -200,7 +200,7 @@ def test_no_slot_is_shared_or_leaked_over_random_traffic(watched: tuple[LLM, lis
     llm, changed = watched
     rng = random.Random(0)
     beginnings = [rng.choices(range(256), k=length) for length in (70, 130, 5)]
-    prompts = {f"r{i}": [*rng.choice(beginnings), *rng.choices(range(256), k=rng.randint(1, 60))] for i in range(24)}
+    prompts = {f"r{i}": [*rng.choice(beginnings), *rng.choices(range(256), k=rng.randint(1, 60))] for i in range(12)}
     waiting, aborted, found = list(prompts), set(), {}
     engine = llm.engine
     while waiting or engine.has_unfinished_requests():
@@ -218,7 +218,7 @@ def test_no_slot_is_shared_or_leaked_over_random_traffic(watched: tuple[LLM, lis
     assert stats.num_preemptions > 0, "the test must force preemption"
     assert stats.prefix_cache_hits > 0, "the test must find prefixes"
     assert engine.scheduler._table.num_free_slots == 4, "a slot leaked"
-    assert len(changed) > 100
+    assert len(changed) > 50
     for name, output in found.items():
         if name not in aborted:
             alone = llm.generate([engine.processor.from_text(prompts[name])],

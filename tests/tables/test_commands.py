@@ -15,6 +15,7 @@ from npu_runner.cli.options import options_of
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_json_example
 from tests.batch.scripted import read_rows, write_rows
+from tests.full_set import only_full
 from tests.tables.made import answered, completion
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64
 COMMANDS = {"rows": RowsOptions, "table": TableOptions, "merge": MergeOptions}
 
 
-@pytest.mark.parametrize("source", ["folder", "parquet"])
+@pytest.mark.parametrize("source", ["parquet", *only_full("what scripts/demo.sh does, which CI runs", "folder")])
 def test_a_folder_becomes_a_table_by_way_of_a_job(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
