@@ -57,8 +57,11 @@ wanted=$(cat requirements.txt requirements-tests.txt "$requirements" pyproject.t
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     echo "installing $requirements into $environment (minutes on the first run)"
     "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r "$requirements"
-    "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+    # torch brings the setuptools that builds this; pip would install another one first.
+    "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
     # pip compiles one of 17,000 modules after the other, for over a minute. Some are templates, and cannot be compiled.
-    "$environment"/bin/python -m compileall -q -j 0 "$environment"/lib >/dev/null 2>&1 || true
+    # These folders have half of them, of which few are ever imported: Python compiles those itself.
+    "$environment"/bin/python -m compileall -q -j 0 -x '/(tests|testing|models|networkx|sklearn|mypyc?|setuptools|pip|pygments)/' \
+        "$environment"/lib >/dev/null 2>&1 || true
     printf '%s' "$wanted" >"$stamp"
 fi

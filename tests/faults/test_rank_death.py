@@ -89,8 +89,8 @@ def test_ranks_end_when_the_engine_is_killed(checkpoint: Any) -> None:
         "print(*llm.engine._executor.process_ids(), flush=True)\n"
         "time.sleep(600)\n"
     )
-    with zygote.Popen([sys.executable, "-c", script, str(checkpoint("qwen3"))], stdout=subprocess.PIPE,
-                      text=True) as engine:
+    with zygote.unless_full().Popen([sys.executable, "-c", script, str(checkpoint("qwen3"))], stdout=subprocess.PIPE,
+                                      text=True) as engine:
         assert engine.stdout is not None
         process_ids = [int(word) for word in engine.stdout.readline().split()]
         assert len(process_ids) == 2

@@ -111,7 +111,7 @@ def test_tasks_under_way_are_not_given_up_and_not_tried_again(tmp_path: Path) ->
 
 def test_a_replica_that_goes_on_later_than_its_driver_is_none_that_was_stopped() -> None:
     """9 s."""
-    with script(FLEET, start=zygote) as job:
+    with script(FLEET, start=zygote.unless_full()) as job:
         wait_for_line(job, "serving")
         suspend(job, first_alone=1.5)
         output, errors = job.communicate()

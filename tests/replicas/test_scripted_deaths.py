@@ -172,6 +172,7 @@ def test_a_stopped_replica_is_noticed(tmp_path: Path, undisturbed: list[bytes]) 
     assert lines(tmp_path) == undisturbed
 
 
+@pytest.mark.full("one that is killed while it starts stays, in the test of a killed driver")
 def test_a_replica_that_loses_a_rank_while_it_starts_is_started_again(
     tmp_path: Path, undisturbed: list[bytes]
 ) -> None:

@@ -47,7 +47,7 @@ def asks(data: Any) -> list[dict[str, Any]]:
 def huge() -> bytes:
     """A small file that takes half a gigabyte decoded."""
     file = io.BytesIO()
-    Image.new("RGB", (11_000, 11_000)).save(file, "PNG", compress_level=1)
+    Image.new("L", (11_000, 11_000)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
