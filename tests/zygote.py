@@ -33,7 +33,6 @@ from typing import Any, NoReturn
 from npu_runner.platforms import host
 from npu_runner.processes import child
 from npu_runner.serving.replicas import placement
-from tests import full_set
 
 ROOT = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -145,6 +144,8 @@ def run(command: Sequence[Any], *, input: Any = None, timeout: float | None = No
 
 def unless_full() -> Any:
     """What starts a program whose own start others prove: forks in the fast set, `subprocess` in the full one."""
+    from tests import full_set  # whose imports no fork needs
+
     return sys.modules[__name__] if full_set.is_fast else subprocess
 
 
