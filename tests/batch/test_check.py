@@ -21,7 +21,6 @@ from npu_runner.config import RunnerConfig
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 from tests.batch.scripted import row, write_rows
 from tests.batch.test_real_job import EXAMPLES, SMALL, rows_of
-from tests.full_set import only_full
 
 MODEL = [option for option in SMALL if option not in ("--progress", "off")]
 BAD: list[Any] = [
@@ -84,7 +83,8 @@ def test_answers_and_prices_are_what_their_definition_gives(folder: Path, capsys
     assert found["price_at_most"] == {"prompts": 4 * length * 2 / 1e6, "answers": at_most * 3 / 1e6}
 
 
-@pytest.mark.parametrize(("size", "status"), [("1G", 1), *only_full("a device that is large enough", ("8G", 0))])
+@pytest.mark.full("estimates a model twice; what does not fit stays in runner/test_estimate.py")
+@pytest.mark.parametrize(("size", "status"), [("1G", 1), ("8G", 0)])
 def test_a_model_that_does_not_fit_is_an_exit_status(size: str, status: int, folder: Path,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(folder / "one.jsonl", [row("a", "What is this?", max_tokens=5)])

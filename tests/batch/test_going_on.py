@@ -334,7 +334,7 @@ COMMANDS = {
     "all at once": (replace(AGAIN, seed="1", accept=("seed",)), 8),
     "overwrite": (Command(rows=CORRECTED, seed="1", limit=20, overwrite=True), 5),
 }
-IN_EACH_RUN = ("a first error file", "all at once", "overwrite")
+IN_EACH_RUN = ("all at once", "overwrite")
 
 
 @pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(

@@ -137,6 +137,7 @@ def test_an_output_that_goes_before_the_last_steps_is_a_job_error(job: Job, opti
     assert json.loads((job.folder / "s.json").read_text())["this_run"]["exit_status"] == 1
 
 
+@pytest.mark.full("a limit on the size of files; a disk that is full stays (test_full_disk.py)")
 def test_a_full_disk_ends_the_job_with_the_rows_it_took_counted(job: Job) -> None:
     write_rows(job.input, [row(f"r{n:03d}") for n in range(400)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -86,6 +86,7 @@ def test_an_image_that_ends_its_worker_costs_the_page_that_image_alone(tmp_path:
     assert text.count("no image to show") == 3
 
 
+@pytest.mark.full("a start from nothing, and 25 megapixels; that an image ends its own process alone stays")
 def test_a_large_image_takes_the_job_no_memory(tmp_path: Path) -> None:
     Image.new("L", (5000, 5000), 99).save(tmp_path / "large.jpg")
     Image.new("L", (5000, 5000), 99).save(tmp_path / "large.png", compress_level=1)

@@ -37,10 +37,15 @@ MOST_ARROWS = 111
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> list[str]:
     """The modules that a file imports, wherever in the file it does."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -151,7 +156,7 @@ def test_the_core_imports_no_torch() -> None:
 
 def literals(path: Path) -> Iterator[str]:
     """The strings of a file's code; its docstrings, those under fields too, are not among them."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:

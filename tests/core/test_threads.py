@@ -32,8 +32,9 @@ def spin_count(arguments: list[str], **variables: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("arguments", [IMPORT, *only_full("the command, which imports the same", COMMAND)],
-                         ids=["the api", "the command"])
+@pytest.mark.parametrize("arguments", [OPENMP, *only_full(
+    "with torch, which takes seconds to import; the same OpenMP without it stays", IMPORT, COMMAND)],
+    ids=["OpenMP alone", "the api", "the command"])
 def test_threads_that_wait_sleep_soon(arguments: list[str]) -> None:
     assert spin_count(arguments) == "1000"
 

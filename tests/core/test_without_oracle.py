@@ -74,6 +74,7 @@ def test_imports_are_followed_through_definitions_fixtures_and_programs(
         "tests/test_clean.py", f"{mixed}::test_clean", f"{mixed}::test_table", f"{mixed}::test_alone"]  # fmt: skip
 
 
+@pytest.mark.full("reads all tests; nothing but test_all.sh uses the list, and how it is made stays")
 def test_every_import_of_ours_is_seen() -> None:
     """A file that imports transformers has definitions that need it: no statement escapes."""
     for path in sorted((without_oracle.ROOT / "tests").rglob("*.py")):

@@ -116,6 +116,7 @@ def test_reports_are_made_while_it_runs_of_rows_that_are_there(folder: Path, hel
     assert len(names(report.read_text())) == 50
 
 
+@pytest.mark.full("reports that are made again and again; those that are made while a job runs stay")
 def test_a_report_that_is_killed_is_said_and_costs_nothing(folder: Path, held: Path) -> None:
     options = {"report": str(folder / "report.html"), "report_every": 0.01, "progress": "lines"}
     with start_scripted(folder, stage="watched", **options) as process:

@@ -106,6 +106,7 @@ def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_with_another_number(
     assert leftovers(tmp_path) == set()
 
 
+@pytest.mark.full("a signal to a job of one stays (batch/test_job_process.py), and a driver that is killed")
 def test_a_signal_stops_all_of_them_and_the_job_goes_on_with_one(tmp_path: Path, undisturbed: list[bytes]) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path)

@@ -21,6 +21,7 @@ from npu_runner.errors import JobError, RequestError
 from npu_runner.request.limits import MIB
 from npu_runner.serving.calls.prompt_service import LocalService
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests.full_set import only_full
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "enforce_eager": True,
@@ -129,7 +130,7 @@ def test_a_worker_that_is_killed_costs_no_answer(llm: LLM) -> None:
     assert victim not in workers_of(llm)
 
 
-@pytest.mark.parametrize("how", ["a worker is killed", "a call is interrupted"])
+@pytest.mark.parametrize("how", ["a call is interrupted", *only_full("another end of a worker", "a worker is killed")])
 def test_workers_that_start_later_prepare_as_the_first_or_not_at_all(
     platform_name: str, tmp_path: Path, how: str
 ) -> None:

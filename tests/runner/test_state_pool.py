@@ -282,7 +282,7 @@ def test_a_max_num_seqs_that_nobody_asked_for_is_lowered_and_serves(checkpoint: 
         assert "10 states of 16.5 KiB: 9 sequences, 0 padded rows, 1 snapshots" in llm.engine.ledger
         assert "max_num_seqs lowered from 256 to 9" in llm.engine.ledger
         assert llm.engine.describe()["gated_delta"] == "torch"
-        prompts = [llm.engine.processor.from_text(f"{count} images " * 9) for count in range(20)]
+        prompts = [llm.engine.processor.from_text(f"{count} images " * 9) for count in range(12)]
         together = [output.token_ids for output in llm.generate(prompts, greedy())]
     with LLM(checkpoint("qwen3_5_text"), max_num_seqs=2, **settings) as llm:
         assert [output.token_ids for output in llm.generate(prompts, greedy())] == together
