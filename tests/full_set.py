@@ -13,8 +13,8 @@ is_fast = False
 
 
 def examples(count: int) -> int:
-    """How many examples a test of random traffic tries: `count`, and a fifth of them in the fast set."""
-    return count // 5 if is_fast else count
+    """How many examples a test of random traffic tries: `count`, and an eighth of them in the fast set."""
+    return max(count // 8, 5) if is_fast else count
 
 
 def only_full(reason: str, *cases: Any) -> list[Any]:

@@ -193,6 +193,7 @@ def test_an_error_file_that_goes_away_is_noticed_and_made_up_for(job: Job, error
     assert_each_once(job, errors)
 
 
+@pytest.mark.full("two replicas; the files of a job of one stay, and whose fault it is (faults/test_blame.py)")
 @pytest.mark.parametrize("stage", ["kill", *only_full("nobody is killed", "")])
 def test_replicas_write_to_both(tmp_path: Path, stage: str) -> None:
     """A row that kills whoever has it is given up, and its error row, the driver's own, is among the others."""

@@ -115,6 +115,7 @@ def test_a_row_that_kills_its_worker_is_answered_under_its_name(job: Job) -> Non
     assert codes == {"a": None, "b": "preprocessing_crashed", "c": None}
 
 
+@pytest.mark.full("changes of the input stay (test_input_changed.py)")
 def test_an_input_that_is_changed_while_the_job_runs_ends_it(job: Job) -> None:
     job.input.write_bytes(b"".join(json.dumps(row(f"{n:03d}")).encode() + b"\n" for n in range(300)))
 

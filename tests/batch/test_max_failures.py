@@ -96,6 +96,7 @@ def test_what_is_no_limit_is_refused(text: str) -> None:
         BatchOptions(input="a", output="b", max_failures=text)
 
 
+@pytest.mark.full("two replicas; the status of a job of one stays")
 def test_replicas_in_processes_end_with_that_status(job: Job) -> None:
     rows_of(job, 1000, bad_from=50)
     with start_scripted(job.folder, max_failures="20") as process:

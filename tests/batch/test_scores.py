@@ -183,6 +183,7 @@ def _results(answer: dict[str, Any]) -> dict[int, float]:
     return {item["index"]: item["relevance_score"] for item in found}
 
 
+@pytest.mark.full("another start of the model; another head stays (test_classes.py), and another runner")
 def test_another_task_is_another_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run(tmp_path, GOOD[1:2])
     write_rows(tmp_path / "rows.jsonl", GOOD[1:3])

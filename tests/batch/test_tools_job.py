@@ -165,7 +165,7 @@ STOP = {"type": "function", "function": {"name": "stop", "parameters": {
 @pytest.mark.parametrize("parser", ["hermes", *only_full(
     "the other form of a call; its grammar stays (tests/prompts/test_tool_grammars.py)", "qwen3_coder")])
 def test_forced_calls_are_calls_and_nothing_else(model: Path, tmp_path: Path, parser: str) -> None:
-    tools = {"tools": [POINT, STOP], "temperature": 1, "max_tokens": 400, "messages": [ASK]}
+    tools = {"tools": [POINT, STOP], "temperature": 1, "max_tokens": 250, "messages": [ASK]}
     named = {"tool_choice": {"type": "function", "function": {"name": "stop"}}}
     rows = [row("required", tool_choice="required", n=4, **tools), row("named", **named, n=3, **tools),
             row("one", tool_choice="required", parallel_tool_calls=False, n=4, **tools),

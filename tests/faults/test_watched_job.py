@@ -89,6 +89,7 @@ def test_suspended_killed_resumed_and_finished(folder: Path, held: Path) -> None
     assert sum(replica.rows for replica in finished.status.replicas) == finished.status.pace.rows
 
 
+@pytest.mark.full("a lost output that is said as the end stays (batch/test_status.py), and a job that is killed")
 def test_a_signal_is_said_as_the_end(folder: Path, held: Path) -> None:
     with start_scripted(folder, stage="watched") as process:
         hold(process, folder, held)

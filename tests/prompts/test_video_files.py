@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 
 @pytest.mark.parametrize("name", [*(name for name in REFUSED if name != LARGE), *only_full(
-    "takes a second to make; the smaller ones stay, and a job's (batch/test_video_job.py)", LARGE)])
+    "takes a second to make; other videos that cannot be shown stay", LARGE)])
 def test_what_cannot_be_shown_is_named(name: str) -> None:
     code, make = REFUSED[name]
     with pytest.raises(RequestError) as caught:

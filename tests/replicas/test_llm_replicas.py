@@ -19,6 +19,7 @@ from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, Re
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.calls.prompt_server import pack_answer
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests.full_set import only_full
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -106,6 +107,7 @@ def test_what_cannot_be_served_is_named_in_its_place(
     assert tokens([output for output in results if output.finish_reason != "error"]) == tokens(expected[0])
 
 
+@pytest.mark.full("some hundred prompts; that one replica reads a bounded way ahead stays (runner/test_llm_streams.py)")
 def test_an_iterator_is_read_a_bounded_way_ahead(several: LLM) -> None:
     counter = itertools.count()
     stream = several.generate(("which" for _ in counter), GREEDY.replace(max_tokens=1), stream_results=True)
@@ -123,7 +125,8 @@ def interrupted_while_it_reads() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("how", ["interrupt", "interrupt while it waits", "error", "left"])
+@pytest.mark.parametrize("how", ["interrupt while it waits", "left", *only_full(
+    "ends between two rows; one while it waits stays, and one that is left", "interrupt", "error")])
 def test_after_any_end_of_a_call_the_next_one_is_as_ever(
     how: str, several: LLM, expected: tuple[list[RequestOutput], list[RequestOutput]]
 ) -> None:

@@ -139,6 +139,7 @@ def test_order_report_summary_and_failed_rows_once_more_are_as_with_one(tmp_path
     assert [item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")] == [f"r{n:03d}" for n in range(80)]
 
 
+@pytest.mark.full("a stream of one replica stays (batch/test_ordered.py), and the order of several in a file")
 def test_a_stream_is_in_order(tmp_path: Path) -> None:
     names = [f"r{n:03d}" for n in range(120)]
     write_rows(tmp_path / "in.jsonl", [row(name, "x" * (n * 7 % 40 + 1)) for n, name in enumerate(names)])
@@ -162,6 +163,7 @@ def test_with_no_replica_left_the_job_ends_and_can_be_resumed(tmp_path: Path, un
     assert leftovers(tmp_path) == set()
 
 
+@pytest.mark.full("a replica that stops beside others stays (test_stopped_replicas.py)")
 def test_a_stopped_replica_is_noticed(tmp_path: Path, undisturbed: list[bytes]) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path, progress="lines", stage="impatient")

@@ -184,6 +184,7 @@ def test_the_ledger_has_the_states_of_drafts_and_a_step_has_no_more_drafts(check
         assert llm.stats().num_drafts > 0
 
 
+@pytest.mark.full("two engines; made-up steps beside states and rings stay")
 def test_made_up_steps_leave_the_states_of_moved_sequences_alone(checkpoint: Any) -> None:
     """Their states may lie where drafts left them, or in part in rings."""
     path: Path = checkpoint("qwen3_5_text")

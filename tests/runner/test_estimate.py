@@ -215,7 +215,7 @@ def test_what_it_prints_is_called_an_estimate(config_file: str, capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("an estimate for platform npu, bfloat16")
     assert lines[-2].startswith("does not fit: ")
-    assert lines[-1] == "would fit: --tensor-parallel-size 2"
+    assert lines[-1] == "would fit: --tensor-parallel-size 2 or --quantization int8"
 
 
 @pytest.mark.parametrize(("options", "reason"), [

@@ -78,6 +78,7 @@ def test_a_long_text_is_prepared_in_a_worker(llm: LLM) -> None:
     assert len(workers_of(llm)) == 1
 
 
+@pytest.mark.full("121 megapixels; such a row of a job stays (batch/test_limits.py)")
 def test_an_image_that_wants_too_much_memory_fails_by_name_alone(llm: LLM) -> None:
     conversations = [CONVERSATION, asks(huge()), CONVERSATION]
     first, failed, last = llm.chat(conversations, GREEDY, return_errors=True)
