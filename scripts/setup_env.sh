@@ -52,9 +52,9 @@ if ! "$environment"/bin/python -m pip --version >/dev/null 2>&1 && ! "$environme
     exit 1
 fi
 # One stamp per list: it holds what was installed, so that a changed list installs again.
+wanted() { cat requirements.txt requirements-tests.txt "$1" pyproject.toml; }
 stamp="$environment/installed-$requirements"
-wanted=$(cat requirements.txt requirements-tests.txt "$requirements" pyproject.toml)
-if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+if [ ! -f "$stamp" ] || [ "$(wanted "$requirements")" != "$(cat "$stamp")" ]; then
     echo "installing $requirements into $environment (minutes on the first run)"
     "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r "$requirements"
     # torch brings the setuptools that builds this; pip would install another one first.
@@ -63,5 +63,6 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     # These folders have half of them, of which few are ever imported: Python compiles those itself.
     "$environment"/bin/python -m compileall -q -j 0 -x '/(tests|testing|models|networkx|sklearn|mypyc?|setuptools|pip|pygments)/' \
         "$environment"/lib >/dev/null 2>&1 || true
-    printf '%s' "$wanted" >"$stamp"
+    wanted "$requirements" >"$stamp"
+    [ "$name" != dev ] || wanted requirements.txt >"$environment/installed-requirements.txt" # dev has all of these
 fi
