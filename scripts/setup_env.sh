@@ -52,13 +52,17 @@ if ! "$environment"/bin/python -m pip --version >/dev/null 2>&1 && ! "$environme
     exit 1
 fi
 # One stamp per list: it holds what was installed, so that a changed list installs again.
+wanted() { cat requirements.txt requirements-tests.txt "$1" pyproject.toml; }
 stamp="$environment/installed-$requirements"
-wanted=$(cat requirements.txt requirements-tests.txt "$requirements" pyproject.toml)
-if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+if [ ! -f "$stamp" ] || [ "$(wanted "$requirements")" != "$(cat "$stamp")" ]; then
     echo "installing $requirements into $environment (minutes on the first run)"
     "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r "$requirements"
-    "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+    # torch brings the setuptools that builds this; pip would install another one first.
+    "$environment"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
     # pip compiles one of 17,000 modules after the other, for over a minute. Some are templates, and cannot be compiled.
-    "$environment"/bin/python -m compileall -q -j 0 "$environment"/lib >/dev/null 2>&1 || true
-    printf '%s' "$wanted" >"$stamp"
+    # These folders have half of them, of which few are ever imported: Python compiles those itself.
+    "$environment"/bin/python -m compileall -q -j 0 -x '/(tests|testing|models|networkx|sklearn|mypyc?|setuptools|pip|pygments)/' \
+        "$environment"/lib >/dev/null 2>&1 || true
+    wanted "$requirements" >"$stamp"
+    [ "$name" != dev ] || wanted requirements.txt >"$environment/installed-requirements.txt" # dev has all of these
 fi

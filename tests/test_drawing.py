@@ -32,6 +32,7 @@ from scripts.shapes.drawing import (
     json_question,
     questions,
 )
+from tests.full_set import examples
 
 ROOT = Path(__file__).parents[1]
 SCENES = [draw_scene(random.Random(seed)) for seed in TEST_SEEDS[:150]]
@@ -217,7 +218,7 @@ def tokenizer():
 
 
 @always_try(text="".join(map(chr, range(0x250))) + "漢字 🎈")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
     normal = tokenizer.backend_tokenizer.normalizer.normalize_str(text)

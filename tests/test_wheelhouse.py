@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from npu_runner import __version__
-from tests.full_set import only_full
 
 ROOT = Path(__file__).parents[1]
 REFUSES = """\
@@ -128,16 +127,39 @@ def install_from_wheelhouse(source: Path, elsewhere: dict[str, str], image: dict
     assert not list((tmp_path / "wheelhouse").glob("torch*"))
     for gone in ("index", "checkout"):
         shutil.rmtree(tmp_path / gone)
+    return install_in(image, tmp_path)
+
+
+def install_in(image: dict[str, str], tmp_path: Path) -> Path:
     installed = run(tmp_path / "wheelhouse/install.sh", "environment", env=image, cwd=tmp_path)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     assert not (tmp_path / "connected").exists(), (tmp_path / "connected").read_text()
     return tmp_path / "environment"
 
 
+@pytest.mark.full("makes the wheelhouse, too; one that lies there stays, and a requirement that the making refuses")
 def test_a_wheelhouse_installs_what_the_image_lacks_and_leaves_the_pair(
     elsewhere: dict[str, str], image: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = install_from_wheelhouse(checkout(tmp_path, whole=False), elsewhere, image, tmp_path)
+    source = checkout(tmp_path, whole=False)
+    assert_installed(install_from_wheelhouse(source, elsewhere, image, tmp_path), image)
+
+
+def test_what_the_image_lacks_comes_out_of_a_folder_of_wheels_and_the_pair_is_left(
+    image: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "scripts/deploy", tmp_path / "wheelhouse")
+    for name in ("run_ascend.sh", "ray_ascend.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "wheelhouse")
+    wanted = "".join(line for line in (ROOT / "requirements-npu.txt").read_text().splitlines(keepends=True)
+                     if not line.startswith("torch"))
+    (tmp_path / "wheelhouse/requirements.txt").write_text(wanted)
+    for name, version in {**INDEX, "npu_runner": __version__}.items():
+        make_wheel(tmp_path / "wheelhouse", name, version)
+    assert_installed(install_in(image, tmp_path), image)
+
+
+def assert_installed(environment: Path, image: dict[str, str]) -> None:
     pair = (environment / "pair.txt").read_text().split()
     assert [line.replace("_", "-") for line in pair] == ["torch==2.10.0+cpu", "torch-npu==2.10.0.post4"]
     found = {path.name.partition(".dist-info")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
@@ -159,8 +181,8 @@ def test_the_whole_package_comes_out_of_a_wheelhouse(
     assert (environment / "bin/npu-runner").is_file()
 
 
-@pytest.mark.parametrize("packages", [IMAGE, *only_full("an image with older packages; one image stays", OLDER)],
-                         ids=["transformers 5", "transformers 4"])
+@pytest.mark.full("every version of an image as a constraint; an image that keeps what fits stays")
+@pytest.mark.parametrize("packages", [IMAGE, OLDER], ids=["transformers 5", "transformers 4"])
 def test_pip_leaves_all_that_an_image_has_and_adds_what_it_lacks(
     packages: dict[str, str], elsewhere: dict[str, str], tmp_path: Path
 ) -> None:

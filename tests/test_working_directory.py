@@ -1,7 +1,7 @@
 """No child process imports a file of the working directory, whatever it is called. Commands and processes are real.
 
 Its files are called like modules that every child imports. Each notes which process has imported it, and is then the
-real module, so that a process that may import it (the user's own) goes on. Each case takes 5 to 15 s on two cores.
+real module, so that a process that may import it (the user's own) goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 
 from npu_runner.assets import EMBEDDED
 from npu_runner.processes import commands
+from tests.full_set import only_full
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["mmap", "socket", "struct", "pickle", "typing", "numpy", "torch", "linecache", "runpy", "json", "traceback",
@@ -54,6 +55,15 @@ WAYS = {
     "generation": ["doctor"],
 }
 SCRIPTS = {"llm": "1", "llm of ranks": "2"}
+WORKER = """
+from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
+if __name__ == "__main__":
+    with WorkerPool(abs, PoolLimits(num_workers=1, task_timeout_seconds=600.0)) as pool:
+        pool.submit(-1)
+        while (done := pool.get(1.0)) is None:
+            pass
+        assert done.result == 1
+"""
 
 
 @pytest.fixture
@@ -96,15 +106,16 @@ def check(folder: Path, way: str, pythonpath: str) -> None:
 CLEAN, EMPTY_ENTRY, RELATIVE = str(ROOT), f"/x:{ROOT}:", f"lib:{ROOT}:."
 
 
-@pytest.mark.parametrize(("way", "pythonpath"), [
-    ("llm of ranks", RELATIVE), ("doctor", EMPTY_ENTRY),
-])  # fmt: skip
-def test_no_child_imports_a_file_of_the_working_directory(folder: Path, way: str, pythonpath: str) -> None:
-    check(folder, way, pythonpath)
+@pytest.mark.parametrize("pythonpath", [RELATIVE, *only_full("each PYTHONPATH; relative entries stay",
+                                                             CLEAN, EMPTY_ENTRY)])
+def test_no_child_imports_a_file_of_the_working_directory(folder: Path, pythonpath: str) -> None:
+    """A worker, which starts in a second; ranks, replicas and probes start by the same recipe (processes/child.py)."""
+    (folder.parent / "command.py").write_text(WORKER)
+    assert importers(folder, "job", pythonpath) == (0, set())
 
 
 @pytest.mark.slow
-@pytest.mark.full("each way to start a child with each PYTHONPATH; two of them stay, with a worker and two ranks")
+@pytest.mark.full("each way to start a child with each PYTHONPATH; a worker stays, whose recipe all of them have")
 @pytest.mark.parametrize("pythonpath", [CLEAN, EMPTY_ENTRY, RELATIVE])
 @pytest.mark.parametrize("way", [*WAYS, *SCRIPTS])
 def test_no_way_to_start_one_does(folder: Path, way: str, pythonpath: str) -> None:
@@ -115,13 +126,15 @@ def test_without_the_option_of_later_pythons_it_is_not_imported_either(folder: P
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.10 has none, and puts the working directory first for what is started with -c."""
     monkeypatch.setattr(commands, "_SAFE_PATH", [])
-    code = f"import sys; print(sys.path); import {', '.join(NAMES[:-2])}"
+    names = [name for name in NAMES[:-2] if name != "torch"]  # which takes seconds
+    code = f"import sys; print(sys.path); import {', '.join(names)}"
     done = subprocess.run(commands.code_command(code), cwd=folder, env=commands.environment(), capture_output=True,
                           text=True, check=True)
     assert str(folder) not in done.stdout
     assert not (folder.parent / "marks").exists()
 
 
+@pytest.mark.full("imports torch in two processes; a worker stays, which starts by the same recipe")
 def test_a_probe_of_devices_does_not_either(folder: Path) -> None:
     """As `--data-parallel-size auto` asks: through a child of its own."""
     code = "from npu_runner.serving.replicas.placement import count_devices; print(count_devices('cpu'))"

@@ -142,6 +142,13 @@ def run(command: Sequence[Any], *, input: Any = None, timeout: float | None = No
     return done
 
 
+def unless_full() -> Any:
+    """What starts a program whose own start others prove: forks in the fast set, `subprocess` in the full one."""
+    from tests import full_set  # whose imports no fork needs
+
+    return sys.modules[__name__] if full_set.is_fast else subprocess
+
+
 _FORKING = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen, "run": run})
 _Kind = tuple[bool, str, bool]
 _found: dict[_Kind, Zygote] = {}

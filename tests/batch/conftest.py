@@ -1,16 +1,12 @@
-"""Settings of these tests. Wall-clock deadlines belong to benches: a busy machine must not fail a law."""
+"""What tests of jobs share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.batch.job_folder import Job
-
-settings.register_profile("no_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no_clock")
 
 
 @pytest.fixture

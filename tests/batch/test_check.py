@@ -35,7 +35,7 @@ GOOD = [row("two", "What is this?", n=2, max_tokens=5), row("open", "What is thi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Twelve rows with images, two without, and five that fail."""
+    """Six rows with images, two without, and five that fail."""
     folder = tmp_path_factory.mktemp("check")
     write_rows(folder / "in.jsonl", [*BAD, *rows_of(EXAMPLES, folder), *GOOD])
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 
 
 def test_it_finds_what_the_job_finds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """10 s. Failures by code and all prompt tokens; the job is the oracle."""
+    """Failures by code and all prompt tokens; the job is the oracle."""
     status, found = check(capsys, "in.jsonl")
     assert cli.main(["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--allowed-media-dir", ".", "--summary", "s.json",
                      *SMALL]) == status == 3
@@ -83,11 +83,13 @@ def test_answers_and_prices_are_what_their_definition_gives(folder: Path, capsys
     assert found["price_at_most"] == {"prompts": 4 * length * 2 / 1e6, "answers": at_most * 3 / 1e6}
 
 
-def test_a_model_that_does_not_fit_is_an_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for size, status in (("1G", 1), ("8G", 0)):
-        write_rows(folder / "one.jsonl", [row("a", "What is this?", max_tokens=5)])
-        assert cli.main(["check", "one.jsonl", "--device-memory", size, "--max-model-len", "1024"]) == status
-        assert "fit       an estimate for platform npu" in capsys.readouterr().out
+@pytest.mark.full("estimates a model twice; what does not fit stays in runner/test_estimate.py")
+@pytest.mark.parametrize(("size", "status"), [("1G", 1), ("8G", 0)])
+def test_a_model_that_does_not_fit_is_an_exit_status(size: str, status: int, folder: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(folder / "one.jsonl", [row("a", "What is this?", max_tokens=5)])
+    assert cli.main(["check", "one.jsonl", "--device-memory", size, "--max-model-len", "1024"]) == status
+    assert "fit       an estimate for platform npu" in capsys.readouterr().out
 
 
 def test_rows_beyond_the_length_that_memory_leaves_would_fail(folder: Path) -> None:
@@ -99,7 +101,7 @@ def test_rows_beyond_the_length_that_memory_leaves_would_fail(folder: Path) -> N
 
 
 def test_a_sample_is_answered_and_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """8 s. Of too few rows no time is said."""
+    """Of too few rows no time is said."""
     before = set(folder.iterdir())
     _, few = check(capsys, "in.jsonl", "--sample", "3", "--max-num-seqs", "2")
     _, enough = check(capsys, "in.jsonl", "--sample", "100", "--max-num-seqs", "2")

@@ -15,6 +15,7 @@ from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
 from tests import zygote
 from tests.batch.job_folder import Job, numbered
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, read_rows, row, write_rows
+from tests.full_set import only_full
 from tests.replicas.jobs import ended, start_scripted
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def test_failed_rows_are_there_and_answers_are_not(job: Job, errors: Path, tmp_p
     assert len(job.engines) == 1
 
 
-@pytest.mark.parametrize("steps", [0, 3, 9, 14])
+@pytest.mark.parametrize("steps", [3, *only_full("other moments; one of them stays", 0, 9, 14)])
 def test_a_job_that_died_is_finished_by_the_same_command(job: Job, errors: Path, steps: int) -> None:
     def step(engine: ScriptedEngine) -> None:
         if engine.num_steps > steps:
@@ -192,7 +193,8 @@ def test_an_error_file_that_goes_away_is_noticed_and_made_up_for(job: Job, error
     assert_each_once(job, errors)
 
 
-@pytest.mark.parametrize("stage", ["", "kill"])
+@pytest.mark.full("two replicas; the files of a job of one stay, and whose fault it is (faults/test_blame.py)")
+@pytest.mark.parametrize("stage", ["kill", *only_full("nobody is killed", "")])
 def test_replicas_write_to_both(tmp_path: Path, stage: str) -> None:
     """A row that kills whoever has it is given up, and its error row, the driver's own, is among the others."""
     deadly = [row("deadly", "kill me")] if stage else []

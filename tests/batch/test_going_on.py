@@ -29,7 +29,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.serving.replica import ReplicaFacts
 from tests.batch.scripted import read_rows
-from tests.full_set import only_full
+from tests.full_set import only_full, some_of
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 LIMIT = "prompts.max_images_per_prompt"
@@ -334,11 +334,11 @@ COMMANDS = {
     "all at once": (replace(AGAIN, seed="1", accept=("seed",)), 8),
     "overwrite": (Command(rows=CORRECTED, seed="1", limit=20, overwrite=True), 5),
 }
-IN_EACH_RUN = ("a first error file", "all at once", "overwrite")
+IN_EACH_RUN = ("all at once",)
 
 
 @pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(
-    "each change by itself; all of them at once stay, and an output begun afresh",
+    "each change by itself; all of them at once stay, and below what is left of an output begun afresh",
     *(name for name in COMMANDS if name not in IN_EACH_RUN))])
 def test_a_job_killed_at_any_step_of_its_beginning_goes_on(folder: Path, name: str, tmp_path_factory: Any) -> None:
     command, least = COMMANDS[name]
@@ -346,7 +346,7 @@ def test_a_job_killed_at_any_step_of_its_beginning_goes_on(folder: Path, name: s
     images = images_of(folder, command)
     assert len(images) >= least
     corrected_again = [replace(command, rows=put(command.rows, 1, ("b", "brief")))] if command.retry_errors else []
-    for image, following in itertools.product(images, [command, *corrected_again]):
+    for image, following in itertools.product(some_of(images, 6), [command, *corrected_again]):
         again = restored(image, tmp_path_factory.mktemp("again"))
         run(again, following)
         assert_finished(again, following)
@@ -354,7 +354,7 @@ def test_a_job_killed_at_any_step_of_its_beginning_goes_on(folder: Path, name: s
 
 
 @pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(
-    "each change by itself; all of them at once stay, and an output begun afresh",
+    "each change by itself; all of them at once stay, and below what is left of an output begun afresh",
     *(name for name in COMMANDS if name not in IN_EACH_RUN))])
 def test_a_job_killed_there_and_gone_on_with_otherwise_mixes_nothing(
     folder: Path, name: str, tmp_path_factory: Any
@@ -366,7 +366,7 @@ def test_a_job_killed_there_and_gone_on_with_otherwise_mixes_nothing(
         other = Command(rows=rows, limit=limit, seed=seed, has_error_file=command.has_error_file)
         others += [other] if other not in others else []
     num_finished = 0
-    for image, other in itertools.product(images_of(folder, command), others):
+    for image, other in itertools.product(some_of(images_of(folder, command), 6), others):
         place = restored(image, tmp_path_factory.mktemp("other"))
         try:
             run(place, other)

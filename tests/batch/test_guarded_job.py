@@ -60,6 +60,7 @@ def test_options_are_for_rows_that_say_nothing(finished: Path) -> None:
     assert rows["repetition"] == sum(end == repeated for end in ends(finished).values())
 
 
+@pytest.mark.full("another start of the model; resumed jobs stay (test_job.py), and what guards do in one run")
 def test_a_job_that_goes_on_counts_and_ends_as_an_undisturbed_one(finished: Path, tmp_path: Path) -> None:
     for path in finished.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

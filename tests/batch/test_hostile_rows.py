@@ -82,6 +82,7 @@ def test_every_row_is_in_the_output_once_and_a_second_run_finds_nothing_to_do(
     assert names_in(job.output) == found
 
 
+@pytest.mark.full("hostile rows of an interrupted job; those of a whole one stay, and interrupted jobs")
 def test_an_interrupted_job_answers_each_of_them_once_in_all(
     job: Job, rows: list[tuple[bytes, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_row_that_kills_its_worker_is_answered_under_its_name(job: Job) -> Non
     assert codes == {"a": None, "b": "preprocessing_crashed", "c": None}
 
 
+@pytest.mark.full("changes of the input stay (test_input_changed.py)")
 def test_an_input_that_is_changed_while_the_job_runs_ends_it(job: Job) -> None:
     job.input.write_bytes(b"".join(json.dumps(row(f"{n:03d}")).encode() + b"\n" for n in range(300)))
 

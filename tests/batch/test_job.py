@@ -16,6 +16,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, workers_of, write_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -77,7 +78,7 @@ def test_bad_rows_fail_alone_and_the_exit_status_says_so(job: Job) -> None:
     assert len(read_rows(job.output)) == 7
 
 
-@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+@pytest.mark.parametrize("steps", [0, 7, *only_full("other moments; before any row and among them stay", 1, 40)])
 def test_a_job_that_died_is_finished_by_the_same_command(job: Job, steps: int) -> None:
     write_rows(job.input, [row(f"r{n}", "x" * (n % 17 + 1)) for n in range(50)])
     with pytest.raises(EngineDeadError):

@@ -27,17 +27,17 @@ def told(job: Job) -> dict[str, object]:
 
 
 def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
-    rows_of(job, 1000, bad_from=100)
+    rows_of(job, 300, bad_from=30)
     with pytest.raises(TooManyFailuresError, match=r"\d+ of \d+ finished rows have failed, more than --max-failures 5"):
         job.run(max_failures="5", summary=job.folder / "s.json")
     rows = read_rows(job.output)
     num_failed = sum(item["error"] is not None for item in rows)
     assert num_failed > 5
-    assert len(rows) < 1000
+    assert len(rows) < 300
     summary = told(job)
     assert summary["exit_status"] == 4
     assert "more than --max-failures 5 allows" in str(summary["error"])
-    assert (summary["rows"]["failed"], summary["rows"]["unfinished"]) == (num_failed, 1000 - len(rows))  # type: ignore[index]
+    assert (summary["rows"]["failed"], summary["rows"]["unfinished"]) == (num_failed, 300 - len(rows))  # type: ignore[index]
 
     # The same command loads no model for what the limit would not let be served.
     num_loads = len(job.engines)
@@ -47,22 +47,22 @@ def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
     assert read_rows(job.output) == rows
 
     # It is no setting of the output: another limit goes on, and so do mended rows.
-    rows_of(job, 1000, bad_from=998)
+    rows_of(job, 300, bad_from=298)
     resumed = job.run(max_failures="2", retry_errors=True)
     assert (resumed.exit_status, resumed.num_resumed) == (3, len(rows) - num_failed)
-    assert len(read_rows(job.output)) == 1000
+    assert len(read_rows(job.output)) == 300
 
 
 @pytest.mark.parametrize(("limit", "is_early"), [("3", True), ("4", False), ("0", True)])
 def test_as_many_as_the_limit_may_fail(job: Job, limit: str, is_early: bool) -> None:
-    write_rows(job.input, [row(text, "bad" if int(text) < 4 else "x" * 90) for text in numbered(400)])
+    write_rows(job.input, [row(text, "bad" if int(text) < 4 else "x" * 40) for text in numbered(200)])
     if is_early:
         with pytest.raises(TooManyFailuresError):
             job.run(max_failures=limit)
-        assert len(read_rows(job.output)) < 400
+        assert len(read_rows(job.output)) < 200
     else:
         assert job.run(max_failures=limit).exit_status == 3
-        assert len(read_rows(job.output)) == 400
+        assert len(read_rows(job.output)) == 200
 
 
 def test_a_job_that_is_over_has_not_ended_early(job: Job) -> None:
@@ -84,10 +84,10 @@ def test_a_share_counts_from_two_hundred_rows_and_with_those_under_way() -> None
 
 
 def test_a_share_ends_a_job_whose_rows_all_fail(job: Job) -> None:
-    rows_of(job, 3000, bad_from=0)
+    rows_of(job, 1000, bad_from=0)
     with pytest.raises(TooManyFailuresError, match="more than --max-failures 10% allows"):
         job.run(max_failures="10%")
-    assert 200 <= len(read_rows(job.output)) < 3000
+    assert 200 <= len(read_rows(job.output)) < 1000
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "101%", "%", "5 %", "nan%", "1e3%", "٣", "5%%", " 5"])
@@ -96,10 +96,11 @@ def test_what_is_no_limit_is_refused(text: str) -> None:
         BatchOptions(input="a", output="b", max_failures=text)
 
 
+@pytest.mark.full("two replicas; the status of a job of one stays")
 def test_replicas_in_processes_end_with_that_status(job: Job) -> None:
-    rows_of(job, 3000, bad_from=50)
+    rows_of(job, 1000, bad_from=50)
     with start_scripted(job.folder, max_failures="20") as process:
         status, said = ended(process)
     assert status == 4, said
     assert "more than --max-failures 20 allows" in said
-    assert len(read_rows(job.output)) < 3000
+    assert len(read_rows(job.output)) < 1000

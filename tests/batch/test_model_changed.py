@@ -19,7 +19,7 @@ from tests.batch.scripted import ScriptedEngine, read_rows, row, workers_of, wri
 from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-ROWS = [row(f"r{n:04d}", f"red {n}") for n in range(1000)]
+ROWS = [row(f"r{n:04d}", f"red {n}") for n in range(300)]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-NUM_ROWS = 600
+NUM_ROWS = 150
 
 
 def replace_by_another(path: Path) -> None:
@@ -60,9 +60,10 @@ def harmed_after(num_rows: int, harm: Callable[[], Any]) -> Callable[[RunnerConf
 
 
 @pytest.mark.parametrize(("name", "num_rows"), [
-    ("removed", 200), *((name, NUM_ROWS) for name in HARMS),
-    *only_full("each harm earlier as well; one of them stays",
-               *((name, 200) for name in HARMS if name != "removed"))])
+    ("removed", 50), ("replaced", NUM_ROWS), ("written to", NUM_ROWS),
+    *only_full("each harm in the midst and at the end; one of each kind stays",
+               *((name, 50) for name in HARMS if name != "removed"),
+               *((name, NUM_ROWS) for name in HARMS if name not in ("replaced", "written to")))])
 def test_an_output_that_is_lost_ends_the_job_and_nothing_of_it_is_counted(job: Job, name: str, num_rows: int) -> None:
     harm, why = HARMS[name]
     write_rows(job.input, [row(f"r{n}") for n in range(NUM_ROWS)])
@@ -136,8 +137,9 @@ def test_an_output_that_goes_before_the_last_steps_is_a_job_error(job: Job, opti
     assert json.loads((job.folder / "s.json").read_text())["this_run"]["exit_status"] == 1
 
 
+@pytest.mark.full("a limit on the size of files; a disk that is full stays (test_full_disk.py)")
 def test_a_full_disk_ends_the_job_with_the_rows_it_took_counted(job: Job) -> None:
-    write_rows(job.input, [row(f"r{n:03d}") for n in range(NUM_ROWS)])
+    write_rows(job.input, [row(f"r{n:03d}") for n in range(400)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -146,12 +148,12 @@ def test_a_full_disk_ends_the_job_with_the_rows_it_took_counted(job: Job) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     told = json.loads((job.folder / "summary.json").read_text())
-    assert 0 < told["rows"]["answered"] == len(job.names()) < NUM_ROWS
-    assert told["rows"]["answered"] + told["rows"]["unfinished"] == NUM_ROWS
+    assert 0 < told["rows"]["answered"] == len(job.names()) < 400
+    assert told["rows"]["answered"] + told["rows"]["unfinished"] == 400
     assert job.output.read_bytes().endswith(b"\n")
     again = job.run()
     assert again.num_resumed == told["rows"]["answered"]
-    assert sorted(job.names()) == [f"r{n:03d}" for n in range(NUM_ROWS)]
+    assert sorted(job.names()) == [f"r{n:03d}" for n in range(400)]
 
 
 def test_a_dead_engine_leaves_a_summary_of_what_it_did(job: Job) -> None:

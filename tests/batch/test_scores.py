@@ -163,6 +163,7 @@ def test_a_document_that_fails_behind_its_preparation_is_named_too() -> None:
     assert placed(error, ScoreForm(), 0) == error, "a single document needs no name"
 
 
+@pytest.mark.full("four starts of the model; a resumed job stays in test_classes.py, and replicas with a script")
 def test_replicas_and_a_resumed_job_write_what_one_run_writes(tmp_path: Path) -> None:
     rows = [rerank_row(str(number), query=f"a red circle {number}", documents=DOCUMENTS[:2] + [LONG] * (number == 3))
             for number in range(6)]
@@ -182,6 +183,7 @@ def _results(answer: dict[str, Any]) -> dict[int, float]:
     return {item["index"]: item["relevance_score"] for item in found}
 
 
+@pytest.mark.full("another start of the model; another head stays (test_classes.py), and another runner")
 def test_another_task_is_another_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run(tmp_path, GOOD[1:2])
     write_rows(tmp_path / "rows.jsonl", GOOD[1:3])

@@ -47,6 +47,7 @@ def content(lines: list[bytes]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda item: str(item["custom_id"]))
 
 
+@pytest.mark.full("three starts; drafts of LLM stay, whose settings a job has (runner/test_several_tokens.py)")
 def test_a_job_with_drafts_answers_as_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")

@@ -24,9 +24,10 @@ from npu_runner.errors import ConfigError, OutputLostError
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import ScriptedEngine, row, write_rows
+from tests.full_set import only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-NUM_ROWS = 200
+NUM_ROWS = 80
 BAD = [number for number in range(NUM_ROWS) if number % 10 == 3]
 
 
@@ -101,7 +102,9 @@ def test_totals_are_of_all_runs_and_rates_of_this_one(job: Job) -> None:
     assert (seen(job).state, seen(job).status.pace.rows) == ("finished", 0), "nothing was left to do"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1', '{"format": NaN}', "nul\0", '{"format": 2}'])
+@pytest.mark.parametrize("text", ["", '{"format": 1', '{"format": 2}', *only_full(
+    "more that is no status; nothing, half of one and one of another format stay",
+    "[]", "{}", '{"format": NaN}', "nul\0")])
 def test_a_status_that_is_damaged_is_named_and_the_rows_are_counted(job: Job, text: str,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     job.run()

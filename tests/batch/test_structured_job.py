@@ -194,7 +194,7 @@ def test_a_jobs_budget_for_a_model_that_does_not_think_is_refused(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("asked", [{}, {"guided_choice": ["circle"]}])
+@pytest.mark.parametrize("asked", [{"guided_choice": ["circle"]}, *only_full("rows that ask for nothing", {})])
 def test_the_table_of_tokens_is_begun_while_the_model_loads_if_a_first_row_needs_it(
     asked: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,10 +66,10 @@ def run_until_it_ends(job: Job, blame: str | None, **options: Any) -> int:
 
 
 @pytest.mark.parametrize(("blame", "code", "deaths_each", "ordered"), [
-    ("out_of_memory", "out_of_memory", 2, True),  # once together, once alone
     (None, "request_failed", 3, False),  # a rank was killed: alone it has to happen twice
-    *only_full("each blame in the other order", ("out_of_memory", "out_of_memory", 2, False),
-               (None, "request_failed", 3, True)),
+    *only_full("another blame, and each in the other order",
+               ("out_of_memory", "out_of_memory", 2, True),  # once together, once alone
+               ("out_of_memory", "out_of_memory", 2, False), (None, "request_failed", 3, True)),
 ])  # fmt: skip
 def test_rows_that_end_the_job_are_given_up_by_name(blame: str | None, code: str, deaths_each: int, ordered: bool,
                                                     job: Job, tmp_path_factory: Any) -> None:

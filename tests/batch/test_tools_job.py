@@ -165,7 +165,7 @@ STOP = {"type": "function", "function": {"name": "stop", "parameters": {
 @pytest.mark.parametrize("parser", ["hermes", *only_full(
     "the other form of a call; its grammar stays (tests/prompts/test_tool_grammars.py)", "qwen3_coder")])
 def test_forced_calls_are_calls_and_nothing_else(model: Path, tmp_path: Path, parser: str) -> None:
-    tools = {"tools": [POINT, STOP], "temperature": 1, "max_tokens": 400, "messages": [ASK]}
+    tools = {"tools": [POINT, STOP], "temperature": 1, "max_tokens": 250, "messages": [ASK]}
     named = {"tool_choice": {"type": "function", "function": {"name": "stop"}}}
     rows = [row("required", tool_choice="required", n=4, **tools), row("named", **named, n=3, **tools),
             row("one", tool_choice="required", parallel_tool_calls=False, n=4, **tools),
@@ -202,8 +202,10 @@ class Turn(BaseModel):
     is_whole: bool
 
 
-def test_strict_tools_as_openais_sdk_writes_them(model: Path, tmp_path: Path) -> None:
-    """4 s. Taken where the call is forced, by each parser that has a grammar; elsewhere the row fails by name."""
+@pytest.mark.parametrize("parser", ["hermes", *only_full(
+    "the other form of a call; its grammar stays (tests/prompts/test_tool_grammars.py)", "qwen3_coder")])
+def test_strict_tools_as_openais_sdk_writes_them(model: Path, tmp_path: Path, parser: str) -> None:
+    """Taken where the call is forced, by each parser that has a grammar; elsewhere the row fails by name."""
     kinds: dict[str, type[BaseModel]] = {"Look": Look, "Turn": Turn}
     tools = [dict(openai.pydantic_function_tool(kind)) for kind in kinds.values()]
     assert all(tool["function"]["strict"] is True for tool in tools)  # type: ignore[index]
@@ -211,19 +213,17 @@ def test_strict_tools_as_openais_sdk_writes_them(model: Path, tmp_path: Path) ->
     named = {"type": "function", "function": {"name": "Turn"}}
     rows = [row("required", tool_choice="required", n=4, **asks), row("named", tool_choice=named, **asks),
             row("none", tool_choice="none", **{**asks, "max_tokens": 3}), row("auto", **asks)]  # fmt: skip
-    for parser in ("hermes", "qwen3_coder"):
-        (tmp_path / parser).mkdir()
-        found = run(model, tmp_path / parser, rows, "--tool-call-parser", parser, "--max-model-len", "2048")
-        error = found.pop("auto")["error"]
-        assert (error["code"], error["param"]) == ("unsupported_parameter", "tools[0].function.strict")
-        answers = {name: ChatCompletion.model_validate(item["response"]["body"]) for name, item in found.items()}
-        calls = [call for answer in answers.values() for choice in answer.choices if choice.finish_reason != "length"
-                 for call in choice.message.tool_calls or []]  # fmt: skip
-        assert len(calls) >= 3
-        for call in calls:
-            assert call.type == "function"
-            kinds[call.function.name].model_validate_json(call.function.arguments)
-        assert {call.function.name for call in answers["named"].choices[0].message.tool_calls or []} <= {"Turn"}
+    found = run(model, tmp_path, rows, "--tool-call-parser", parser, "--max-model-len", "2048")
+    error = found.pop("auto")["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "tools[0].function.strict")
+    answers = {name: ChatCompletion.model_validate(item["response"]["body"]) for name, item in found.items()}
+    calls = [call for answer in answers.values() for choice in answer.choices if choice.finish_reason != "length"
+             for call in choice.message.tool_calls or []]  # fmt: skip
+    assert len(calls) >= 3
+    for call in calls:
+        assert call.type == "function"
+        kinds[call.function.name].model_validate_json(call.function.arguments)
+    assert {call.function.name for call in answers["named"].choices[0].message.tool_calls or []} <= {"Turn"}
 
 
 def test_a_call_cannot_be_forced_where_calls_are_text(model: Path, tmp_path: Path) -> None:

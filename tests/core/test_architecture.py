@@ -6,7 +6,6 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,17 +36,25 @@ MOST_ARROWS = 111
 
 
 @functools.cache
-def imports(path: Path) -> list[str]:
-    """The modules that a file imports, wherever in the file it does."""
+def read(path: Path) -> tuple[list[str], list[str]]:
+    """The modules that a file imports, wherever in the file it does, and the strings of its code; its docstrings, those
+    under fields too, are not among them."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.append(node.module)
             if node.module == "npu_runner":
                 found += [f"npu_runner.{alias.name}" for alias in node.names]
-    return found
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return found, [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                   and id(node) not in docstrings]
+
+
+def imports(path: Path) -> list[str]:
+    return read(path)[0]
 
 
 def all_sources() -> list[Path]:
@@ -149,13 +156,8 @@ def test_the_core_imports_no_torch() -> None:
         assert not any(module.split(".")[0] == "torch" for module in imports(path)), path.name
 
 
-def literals(path: Path) -> Iterator[str]:
-    """The strings of a file's code; its docstrings, those under fields too, are not among them."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
-            yield node.value
+def literals(path: Path) -> list[str]:
+    return read(path)[1]
 
 
 def test_nobody_above_a_platform_asks_which_one_it_is() -> None:

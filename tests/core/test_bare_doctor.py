@@ -59,6 +59,7 @@ def few(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(ROOT)])}
 
 
+@pytest.mark.full("imports torch; a Python without any package stays, and an image with torch and another command")
 def test_with_torch_and_numpy_alone_it_lists_the_others_and_advises_no_torch_npu(few: dict[str, str]) -> None:
     command = [BASE, "-s", "-m", "npu_runner", "doctor", "--platform", "npu", "--skip-generation", "--json"]
     done = subprocess.run(command, env=few, capture_output=True, text=True)

@@ -30,8 +30,9 @@ def decode_steps(world: World) -> int:
 
 
 @pytest.mark.parametrize(("count", "length", "num_output", "wanted", "depth"), [
-    (16, 128, 8, 7, 1), (16, 128, 8, 7, 2), (6, 500, 40, 39, 2),
-    *only_full("longer prompts; one length stays", (6, 512, 40, 39, 1), (6, 512, 40, 39, 2), (6, 500, 40, 39, 1))])
+    (16, 128, 8, 7, 1), (16, 128, 8, 7, 2),
+    *only_full("longer prompts; one length stays", (6, 512, 40, 39, 1), (6, 512, 40, 39, 2), (6, 500, 40, 39, 1),
+               (6, 500, 40, 39, 2))])
 def test_prompts_that_all_can_join_wait_for_nobody(count: int, length: int, num_output: int, wanted: int,
                                                    depth: int) -> None:
     world = make_world(max_num_seqs=256, num_tokens=512, depth=depth)
@@ -96,8 +97,8 @@ def test_a_feed_with_gaps_is_gathered_until_it_ends() -> None:
 
 
 def test_a_full_cache_costs_no_admission_until_something_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 prompts on 256 slots, and blocks for about 40 of them."""
-    world = make_world(max_num_seqs=256, num_tokens=2048, num_blocks=400)
+    """100 prompts on 80 slots, and blocks for about 20 of them."""
+    world = make_world(max_num_seqs=80, num_tokens=2048, num_blocks=200)
     refusals: list[tuple[int, int]] = []
     allocate = world.scheduler._allocate_prefill
 
@@ -109,7 +110,7 @@ def test_a_full_cache_costs_no_admission_until_something_was_freed(monkeypatch: 
 
     monkeypatch.setattr(world.scheduler, "_allocate_prefill", counted)
     lengths = random.Random(1)
-    for number in range(300):
+    for number in range(100):
         add(world, number, lengths.randint(60, 200), lengths.randint(5, 60))
     num_steps = decode_steps(world)
     assert len(set(refusals)) == len(refusals), "asked again, and nothing had been freed"

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.grammars.matchers import Matchers, expected_bytes
+from tests.full_set import only_full
 
 MIB = 1 << 20
 TOKENIZER = SHAPES_VL / "tokenizer.json"
@@ -112,6 +113,7 @@ print(_resident_bytes() - before)
 """
 
 
+@pytest.mark.full("forty grammars in a process of its own; that copies are counted stays, and who is dropped")
 def test_resident_memory_stays_within_the_limit() -> None:
     """Forty grammars of some 1.8 MiB each, of which 8 MiB may be kept: 3 s. What is freed is not all given back."""
     assert int(run_alone(_KEEPING)) < 40 * MIB
@@ -126,7 +128,7 @@ print(matchers.prepare("start: r0\\n" + chain + 'r2400: "a"').failure())
 """
 
 
-@pytest.mark.parametrize("limit", ["8192", "unlimited"])
+@pytest.mark.parametrize("limit", ["unlimited", *only_full("a stack of the usual size", "8192")])
 def test_a_deep_grammar_is_built_whatever_stack_the_process_was_given(limit: str) -> None:
     """The builder recurses. Threads have 2 MiB where the process's stack has no end, which is not enough: 2 s."""
     root = Path(__file__).parents[2]

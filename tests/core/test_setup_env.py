@@ -39,9 +39,10 @@ def add_python(checkout: Path, name: str, *, venv_status: int = 0) -> None:
     path.chmod(0o755)
 
 
-def setup_env(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(checkout / "bin" / "bash"), "scripts/setup_env.sh"], cwd=checkout, capture_output=True,
-                          text=True, env={"PATH": str(checkout / "bin"), **variables})
+def setup_env(checkout: Path, *names: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [str(checkout / "bin" / "bash"), "scripts/setup_env.sh", *names]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True,
+                          env={"PATH": str(checkout / "bin"), **variables})
 
 
 def test_the_newest_python_is_taken_unless_another_is_named(checkout: Path) -> None:
@@ -64,6 +65,21 @@ def test_where_venv_is_missing_it_names_the_package(checkout: Path) -> None:
     assert done.returncode == 1
     assert "apt install python3.13-venv" in done.stderr
     assert not (checkout / ".venv").exists()
+
+
+def test_the_development_environment_is_the_plain_one_too(checkout: Path) -> None:
+    """scripts/demo.sh, which CI runs behind the tests, installs nothing once more."""
+    for name in ("requirements.txt", "requirements-dev.txt", "requirements-tests.txt", "pyproject.toml"):
+        (checkout / name).write_text(name)
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    says = "installing {} into .venv (minutes on the first run)\n"
+    assert setup_env(checkout, "dev").stdout == says.format("requirements-dev.txt")
+    assert setup_env(checkout).stdout == setup_env(checkout, "dev").stdout == ""
+    (checkout / "requirements.txt").write_text("another torch")
+    assert setup_env(checkout).stdout == says.format("requirements.txt")
 
 
 def test_every_place_says_the_same_versions() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.full_set import only_full
+
 pytestmark = pytest.mark.skipif("GNU" not in torch.__config__.show() and "GCC" not in torch.__config__.show(),
                                 reason="this torch brings another OpenMP")
 IMPORT = ["-c", "from npu_runner import LLM"]
@@ -30,7 +32,9 @@ def spin_count(arguments: list[str], **variables: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("arguments", [IMPORT, COMMAND], ids=["the api", "the command"])
+@pytest.mark.parametrize("arguments", [OPENMP, *only_full(
+    "with torch, which takes seconds to import; the same OpenMP without it stays", IMPORT, COMMAND)],
+    ids=["OpenMP alone", "the api", "the command"])
 def test_threads_that_wait_sleep_soon(arguments: list[str]) -> None:
     assert spin_count(arguments) == "1000"
 

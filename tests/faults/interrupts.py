@@ -25,7 +25,7 @@ from npu_runner.assets import SHAPES_VL
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
-DRAWN = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, max_tokens=12, ignore_eos=True)
 PARAMS = [DRAWN, DRAWN.replace(temperature=0.0), DRAWN.replace(n=3), DRAWN.replace(bad_words=("a",))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 MOST_LOST = 2

@@ -17,6 +17,7 @@ from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.calls import prompt_service
+from tests.full_set import only_full
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 POISON = [7, 7, 7, 7]
@@ -71,7 +72,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("blame", [None, "out_of_memory"])
+@pytest.mark.parametrize("blame", [None, *only_full("another blame, which is passed on alike", "out_of_memory")])
 def test_a_request_that_ends_the_engine_is_given_up_and_no_other_is_lost(llm: LLM, blame: str | None) -> None:
     stage: Stage = llm.stage  # type: ignore[attr-defined]
     stage.blame = blame

@@ -51,6 +51,7 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
     return {item["custom_id"]: item for item in read_rows(path)}
 
 
+@pytest.mark.full("rows of the same kind stay in test_blame.py, and memory that runs out in runner/test_culprits.py")
 def test_a_poisoned_row_fails_alone(checkpoint: Any, tmp_path: Path) -> None:
     assert_fails_alone(1, {3: "Z", 4: "Q", 12: "Z"}, 0, checkpoint, tmp_path)
 

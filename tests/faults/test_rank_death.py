@@ -16,6 +16,8 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.errors import EngineDeadError, OutOfMemoryError
+from tests import zygote
+from tests.full_set import only_full
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "tensor_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 4}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -38,7 +40,7 @@ def assert_gone(process_ids: list[int]) -> None:
             os.kill(process_id, 0)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, *only_full("the first rank; another one stays", 0)])
 def test_a_killed_rank_is_named_and_the_others_end(victim: int, checkpoint: Any) -> None:
     segments = set(os.listdir("/dev/shm"))
     llm = LLM(checkpoint("qwen3"), **SETTINGS)
@@ -87,8 +89,8 @@ def test_ranks_end_when_the_engine_is_killed(checkpoint: Any) -> None:
         "print(*llm.engine._executor.process_ids(), flush=True)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(checkpoint("qwen3"))], stdout=subprocess.PIPE,
-                          text=True) as engine:
+    with zygote.unless_full().Popen([sys.executable, "-c", script, str(checkpoint("qwen3"))], stdout=subprocess.PIPE,
+                                      text=True) as engine:
         assert engine.stdout is not None
         process_ids = [int(word) for word in engine.stdout.readline().split()]
         assert len(process_ids) == 2

@@ -21,6 +21,7 @@ import pytest
 
 from npu_runner.processes import stopwatch
 from npu_runner.processes.stopwatch import Stopwatch
+from tests import zygote
 from tests.batch.scripted import row, write_rows
 from tests.replicas.jobs import ROOT, processes
 
@@ -84,9 +85,10 @@ def suspend(job: subprocess.Popen[bytes], *, first_alone: float = 0.05) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def script(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+def script(code: str, *arguments: str, start: Any = subprocess) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", code, *arguments]
+    found: subprocess.Popen[bytes] = start.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return found
 
 
 def wait_for_line(job: subprocess.Popen[bytes], line: str) -> None:
@@ -109,7 +111,7 @@ def test_tasks_under_way_are_not_given_up_and_not_tried_again(tmp_path: Path) ->
 
 def test_a_replica_that_goes_on_later_than_its_driver_is_none_that_was_stopped() -> None:
     """9 s."""
-    with script(FLEET) as job:
+    with script(FLEET, start=zygote.unless_full()) as job:
         wait_for_line(job, "serving")
         suspend(job, first_alone=1.5)
         output, errors = job.communicate()

@@ -15,6 +15,7 @@ from preprocessing_checkpoints import QWEN_SPECIAL, QWEN_TEMPLATE, write_json, w
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template
+from tests.full_set import examples
 
 IMAGE = {"type": "image", "image": Image.new("RGB", (64, 64))}
 
@@ -107,7 +108,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     messages=st.one_of(JSON, st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": JSON}), max_size=3))
 )

@@ -24,6 +24,7 @@ from npu_runner.checkpoint.files import PROMPT_FILES
 from npu_runner.errors import JobError, ModelError, RequestError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.full_set import examples
 
 
 def drawn_image(width: int = 100, height: int = 70, seed: int = 0) -> Image.Image:
@@ -154,7 +155,7 @@ ANY_TEXT = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=ANY_TEXT, answer=ANY_TEXT)
 def test_any_text_is_encoded_as_transformers_does_with_control_tokens_escaped(
     question: str, answer: str, qwen: ChatProcessor, hf_qwen: Any, llama: ChatProcessor, hf_llama: Any
@@ -174,7 +175,7 @@ def test_any_text_is_encoded_as_transformers_does_with_control_tokens_escaped(
     assert llama(messages).token_ids == theirs
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_ordinary_text_takes_the_plain_path(question: str, qwen: ChatProcessor, hf_qwen: Any) -> None:
     messages = [user("q" + question)]

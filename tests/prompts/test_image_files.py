@@ -20,6 +20,7 @@ from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import open_image, prepare_image
 from npu_runner.prompts.processor import ChatProcessor
+from tests.full_set import examples
 
 ANY = 1 << 20
 """Tokens: more than any image here has."""
@@ -284,7 +285,7 @@ SAMPLES = [
 ]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(data=st.data())
 def test_damaged_files_raise_nothing_but_request_errors(data: st.DataObject) -> None:
     sample = bytearray(data.draw(st.sampled_from(SAMPLES)))
@@ -294,7 +295,7 @@ def test_damaged_files_raise_nothing_but_request_errors(data: st.DataObject) -> 
     assert shown_or_refused(bytes(sample[:cut]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     head=st.sampled_from(
         [
@@ -325,7 +326,7 @@ def modes() -> st.SearchStrategy[str]:
     return st.sampled_from(["RGB", "L", "P", "CMYK", *(["RGBA", "LA"] if shows_white else [])])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(width=st.integers(1, 900), height=st.integers(1, 900), mode=st.deferred(modes))
 def test_pixels_equal_transformers_for_any_size_and_mode(
     width: int, height: int, mode: str, qwen: ChatProcessor, hf_qwen: Any
@@ -348,7 +349,7 @@ def test_pixels_equal_transformers_for_any_size_and_mode(
         np.testing.assert_allclose(values, shown, atol=1e-6, rtol=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     width=st.integers(1, 20000),
     height=st.integers(1, 20000),

@@ -20,6 +20,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_formats import READS_AVIF
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import open_image, prepare_image
+from tests.full_set import examples
 from tests.prompts.test_image_files import encoded, photo, png
 
 pillow_heif.register_heif_opener()
@@ -191,7 +192,7 @@ SAMPLES = [made(photo(32, 32), kind) for kind in KINDS] + [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_damaged_files_raise_nothing_but_request_errors(data: st.DataObject) -> None:
     sample = bytearray(data.draw(st.sampled_from(SAMPLES)))
@@ -205,7 +206,7 @@ HEADS = [b"\0\0\1\0", b"\0\0\1\0\1\0", b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\x
          b"\0\0\0\x18ftypheic", b"\0\0\0\x18ftypmif1", b"\0\0\2" + bytes(9), b"\0\1\1\0\0\1\0\x18"]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(head=st.sampled_from(HEADS), tail=st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_request_errors(head: bytes, tail: bytes) -> None:
     assert shown_or_refused(head + tail)

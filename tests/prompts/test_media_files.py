@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.media import MediaRules, load_media, resolve_media
+from tests.full_set import examples
 
 SECRET = b"the secret outside"
 
@@ -36,7 +37,7 @@ def refusal(url: object, allowed: Path | None, **options: int) -> RequestError:
     return caught.value
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(content=st.binary(max_size=300))
 def test_data_urls_give_their_bytes(content: bytes) -> None:
     encoded = base64.b64encode(content).decode()
@@ -242,7 +243,7 @@ def test_an_address_must_be_text(url: object, allowed: Path) -> None:
     assert refusal(url, allowed).code == "invalid_type"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     url=st.one_of(
         st.text(max_size=60),

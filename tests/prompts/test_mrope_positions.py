@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.vision_prompts import asks_for_mrope, mrope_positions
 from npu_runner.request.prompt_inputs import ImageSpan
+from tests.full_set import examples
 
 MERGE = 2
 
@@ -43,7 +44,7 @@ GRIDS = st.tuples(st.just(1), st.integers(1, 9).map(lambda n: n * MERGE), st.int
 LAYOUT = st.lists(st.tuples(st.integers(0, 12), GRIDS), max_size=4)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=LAYOUT, tail=st.integers(0, 12))
 def test_positions_equal_transformers(layout: list[tuple[int, tuple[int, int, int]]], tail: int, hf_model: Any) -> None:
     spans, num_tokens = [], 0

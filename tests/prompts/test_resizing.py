@@ -17,6 +17,7 @@ from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings, settings_from
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.resizing import Resizing
+from tests.full_set import examples
 
 PADDLE = ImageSettings(resizing=Resizing.SHORT_SIDE, min_pixels=384**2, max_pixels=1536**2, temporal_patch_size=1)
 GLM = ImageSettings(resizing=Resizing.FRAMES, min_pixels=112**2, max_pixels=28 * 28 * 15000)
@@ -65,7 +66,7 @@ sides = st.integers(1, 60) | st.integers(1, 9000)
 
 
 @pytest.mark.parametrize(("name", "default"), FAMILIES[:2])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(width=sides, height=sides, low=st.integers(1, 1 << 20), high=st.integers(1, 1 << 24),
        patch=st.sampled_from([14, 16]))
 def test_sizes_equal_transformers_and_none_exceeds_the_largest(
@@ -113,7 +114,7 @@ def sizes_of(name: str, height: int, width: int, ours: ImageSettings) -> tuple[i
 
 
 @pytest.mark.parametrize(("name", "default"), FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(width=st.integers(1, 300), height=st.integers(1, 300))
 def test_pixels_equal_transformers(name: str, default: ImageSettings, width: int, height: int) -> None:
     if max(width, height) > 200 * min(width, height):

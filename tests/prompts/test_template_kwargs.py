@@ -15,6 +15,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.text.reasoning import find_reasoning_tokens, thinking_after
 from npu_runner.request.limits import LIMITS
+from tests.full_set import examples
 from tests.oracle.thinking_checkpoints import LEAVES_IT, OPENS, make_thinking
 
 ASKS = [{"role": "user", "content": "which of the two?"}]
@@ -213,7 +214,7 @@ JSON = st.recursive(
 NAMES = st.sampled_from(["enable_thinking", "effort", "notes"])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kwargs=st.one_of(JSON, st.dictionaries(NAMES, JSON), st.dictionaries(NAMES | st.text(max_size=8), JSON)))
 def test_any_json_is_a_prompt_or_a_request_error(kwargs: Any, opens: ChatProcessor) -> None:
     try:

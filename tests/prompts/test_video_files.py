@@ -22,6 +22,7 @@ from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.video_files import VideoFile, _wanted_groups
 from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import Limits
+from tests.full_set import only_full
 from tests.videos import declaring_seconds, moving_frames, sound_only, video_of
 
 MOVING = moving_frames(30)
@@ -101,6 +102,7 @@ def damaged() -> bytes:
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
+LARGE = "frames of 8192 x 4352"
 REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "no bytes": ("video_empty", lambda: b""),
     "garbage": ("video_not_recognised", lambda: np.random.default_rng(0).bytes(5000)),
@@ -116,13 +118,14 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "10 hours declared": ("video_too_long", lambda: declaring_seconds(video_of(MOVING, kind="matroska"), 36_000)),
     "3 hours declared, 3 seconds there": ("video_truncated", lambda: declaring_seconds(
         video_of(MOVING, kind="matroska"), 3 * 3600)),
-    "frames of 8192 x 4352": ("video_too_large", lambda: video_of([np.zeros((4352, 8192, 3), np.uint8)], kind="mov",
+    LARGE: ("video_too_large", lambda: video_of([np.zeros((4352, 8192, 3), np.uint8)], kind="mov",
                                                                   codec="mjpeg")),
     "turned by 45 degrees": ("video_rotation", lambda: video_of(MOVING[:2], rotation=45)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*(name for name in REFUSED if name != LARGE), *only_full(
+    "takes a second to make; other videos that cannot be shown stay", LARGE)])
 def test_what_cannot_be_shown_is_named(name: str) -> None:
     code, make = REFUSED[name]
     with pytest.raises(RequestError) as caught:

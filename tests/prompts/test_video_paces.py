@@ -17,6 +17,7 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import SlowingVideoSettings, SteadyVideoSettings, VideoForm, VideoSettings
+from tests.full_set import examples
 from tests.oracle.videos_reference import GLM4V, GLM46V
 
 LEAST, MOST = 112 * 112, 28 * 28 * 2 * 30000
@@ -38,7 +39,7 @@ def shown(indices: Any) -> list[int]:
     return list(indices) or [0, 0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @example(num=1, rate=10.0, fps=2.0, most=300)
 @example(num=9000, rate=30.0, fps=2.0, most=300)
 @example(num=9001, rate=30.0, fps=2.0, most=300)
@@ -52,7 +53,7 @@ def test_a_steady_pace_is_that_of_transformers(num: int, rate: float, fps: float
     assert ours.timestamps(theirs, rate) == [index / rate for index in theirs[::2]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @example(num=1, rate=10.0)
 @example(num=300, rate=10.0)
 @example(num=301, rate=10.0)
@@ -77,7 +78,7 @@ def test_a_request_may_choose_its_frames(rules: VideoSettings) -> None:
     assert rules.asked({"fps": 1}).sample(40, 10.0).tolist() == [0, 10, 20, 30]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @example(num=4, height=14, width=14)
 @given(num=st.integers(1, 320), height=st.integers(1, 5000), width=st.integers(1, 5000))
 def test_frames_are_resized_to_the_size_that_transformers_takes(num: int, height: int, width: int) -> None:

@@ -25,6 +25,7 @@ from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
 from npu_runner.serving.workers.prompt_tasks import text_task
+from tests.full_set import examples, only_full
 from tests.videos import moving_frames, video_of
 
 LEAST, MOST = 128 * 32 * 32, 768 * 32 * 32
@@ -46,7 +47,7 @@ def test_each_pair_has_the_time_that_transformers_writes(indices: list[int], rat
     assert SETTINGS.timestamps(indices, rate) == Qwen3VLProcessor._calculate_timestamps(None, list(indices), rate, 2)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @example(num=3, height=480, width=480, is_capped=False)  # an odd number, of which one more or less decides
 @given(num=st.integers(2, 800), height=st.integers(1, 5000), width=st.integers(1, 5000), is_capped=st.booleans())
 def test_frames_are_resized_to_the_size_that_transformers_takes(
@@ -164,8 +165,12 @@ def any_form(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", VideoForm)
-@pytest.mark.parametrize(("name", "value"), [("fps", 5.0), ("num_frames", 4), ("max_frames", 2)])
+@pytest.mark.parametrize(("form", "name", "value"), [
+    *((form, "fps", 5.0) for form in VideoForm), (VideoForm.SECONDS, "num_frames", 4),
+    (VideoForm.SECONDS, "max_frames", 2),
+    *only_full("each setting in each form; each form stays with one, and each setting in one form", *(
+        (form, name, value) for form in VideoForm for name, value in (("num_frames", 4), ("max_frames", 2))
+        if form != VideoForm.SECONDS))])
 def test_each_setting_of_videos_acts_whoever_says_it(form: VideoForm, name: str, value: Any, any_form: Path) -> None:
     def num_pairs(settings: dict[str, Any], kwargs: dict[str, Any]) -> int:
         processor = ChatProcessor(str(any_form), ProcessorSettings(takes_videos=True, video_form=form, **settings))

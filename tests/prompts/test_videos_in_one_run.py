@@ -25,6 +25,7 @@ from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.vision_prompts import mrope_positions
 from npu_runner.request.prompt_inputs import ImageSpan
+from tests.full_set import examples
 from tests.oracle.positions_reference import go_on_behind_the_largest_position
 from tests.oracle.videos_reference import OF_FRAMES
 from tests.videos import moving_frames, video_of
@@ -35,7 +36,7 @@ CONFIG = {"vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal
 PROCESSOR = OF_FRAMES.Qwen2VLVideoProcessor
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(num=st.integers(2, 200_000), rate=st.floats(0.1, 240), fps=st.floats(0.1, 60), most=st.integers(2, 1000))
 def test_frames_are_sampled_as_transformers_samples_them(num: int, rate: float, fps: float, most: int) -> None:
     least = min(4, most)
@@ -63,7 +64,7 @@ def test_a_video_of_few_frames_is_shown(num: int, expected: list[int]) -> None:
     assert FrameVideoSettings(frame=FRAME).sample(num, 30.0).tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @example(num=4, height=14, width=14, is_capped=False)
 @given(num=st.integers(2, 800), height=st.integers(1, 5000), width=st.integers(1, 5000), is_capped=st.booleans())
 def test_frames_are_resized_to_the_size_that_transformers_takes(num: int, height: int, width: int,
@@ -150,7 +151,7 @@ def both(model: Any, parts: list[tuple[int, int, int, int]], seconds: float, *, 
 PART = st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(1, 4), st.integers(1, 4))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(parts=st.lists(PART, max_size=4), seconds=st.sampled_from([0.1, 0.3, 1.0, 1.3, 7.7]))
 def test_positions_equal_transformers(parts: list[tuple[int, int, int, int]], seconds: float, model: Any) -> None:
     (ours, delta), (theirs, their_delta) = both(model, parts, seconds)

@@ -19,11 +19,12 @@ from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, Re
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.calls.prompt_server import pack_answer
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests.full_set import only_full
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 FREE = SamplingParams(max_tokens=12, ignore_eos=True, n=2, temperature=1.3, logprobs=2)
-CONVERSATIONS = [draw_example(seed).conversation() for seed in TEST_SEEDS[:7]]
+CONVERSATIONS = [draw_example(seed).conversation() for seed in TEST_SEEDS[:4]]
 TEXTS = [f"which {number}" for number in range(6)]
 NO_IMAGE = [{"role": "user", "content": [{"type": "image", "image": b"junk"}, {"type": "text", "text": "Which?"}]}]
 SETTINGS: dict[str, Any] = {"platform": "cpu", "max_num_seqs": 4, "max_model_len": 512, "kv_cache_bytes": 32 << 20,
@@ -92,10 +93,10 @@ def test_what_cannot_be_served_is_named_in_its_place(
     several: LLM, expected: tuple[list[RequestOutput], list[RequestOutput]]
 ) -> None:
     before = several.stats().num_prefill_tokens
-    with pytest.raises(RequestError, match="prompt 7: messages"):
+    with pytest.raises(RequestError, match="prompt 4: messages"):
         several.chat([*CONVERSATIONS, [{"role": "user", "content": []}]], GREEDY)
     assert several.stats().num_prefill_tokens == before, "what shows without an image read is refused before all"
-    with pytest.raises(RequestError, match=r"prompt 7: messages\[0\].content\[0\]: not an image") as caught:
+    with pytest.raises(RequestError, match=r"prompt 4: messages\[0\].content\[0\]: not an image") as caught:
         several.chat([*CONVERSATIONS, NO_IMAGE], GREEDY)
     assert caught.value.code == "image_not_recognised"
     bad = [NO_IMAGE, [{"role": "user", "content": []}], [{"role": "user", "content": "red " * 3000}], 7]
@@ -106,6 +107,7 @@ def test_what_cannot_be_served_is_named_in_its_place(
     assert tokens([output for output in results if output.finish_reason != "error"]) == tokens(expected[0])
 
 
+@pytest.mark.full("some hundred prompts; that one replica reads a bounded way ahead stays (runner/test_llm_streams.py)")
 def test_an_iterator_is_read_a_bounded_way_ahead(several: LLM) -> None:
     counter = itertools.count()
     stream = several.generate(("which" for _ in counter), GREEDY.replace(max_tokens=1), stream_results=True)
@@ -123,16 +125,17 @@ def interrupted_while_it_reads() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("how", ["interrupt", "interrupt while it waits", "error", "left"])
+@pytest.mark.parametrize("how", ["interrupt while it waits", "left", *only_full(
+    "ends between two rows; one while it waits stays, and one that is left", "interrupt", "error")])
 def test_after_any_end_of_a_call_the_next_one_is_as_ever(
     how: str, several: LLM, expected: tuple[list[RequestOutput], list[RequestOutput]]
 ) -> None:
-    endless = GREEDY.replace(max_tokens=400, ignore_eos=True)
+    endless = GREEDY.replace(max_tokens=200, ignore_eos=True)
     if how == "interrupt":
         with pytest.raises(KeyboardInterrupt):
             several.chat(interrupted_while_it_reads(), GREEDY)
     elif how == "interrupt while it waits":
-        stream = several.generate(["which"] * 30, [GREEDY, *[endless] * 29], stream_results=True)
+        stream = several.generate(["which"] * 10, [GREEDY, *[endless] * 9], stream_results=True)
         next(stream)
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.05)
@@ -160,8 +163,8 @@ def test_a_call_that_is_left_between_two_completions_of_a_prompt_kills_nobody(
 ) -> None:
     """Some of each prompt's completions have ended by themselves, others have a long way to go."""
     deaths = [state.num_deaths for state in several._service._fleet.states]  # type: ignore[attr-defined]
-    params = SamplingParams(n=4, temperature=1.5, max_tokens=400)
-    stream = several.generate((f"which {number}" for number in range(60)), params, stream_results=True)
+    params = SamplingParams(n=4, temperature=1.5, max_tokens=150)
+    stream = several.generate((f"which {number}" for number in range(20)), params, stream_results=True)
     next(stream)
     assert tokens(several.chat(CONVERSATIONS, GREEDY)) == tokens(expected[0])
     assert [state.num_deaths for state in several._service._fleet.states] == deaths  # type: ignore[attr-defined]

@@ -81,6 +81,7 @@ def answers_of_two_ranks(folder: Path) -> list[bytes]:
     return lines(output)
 
 
+@pytest.mark.full("five replicas load a model; two of LLM stay (test_llm_replicas.py), and jobs with a script")
 def test_three_replicas_and_then_two_of_which_one_is_killed_answer_as_one(folder: Path) -> None:
     output = folder / "three.jsonl"
     segments = set(os.listdir("/dev/shm"))

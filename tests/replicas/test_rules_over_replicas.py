@@ -62,6 +62,7 @@ def lines(path: Path) -> list[bytes]:
     return sorted(path.read_bytes().splitlines())
 
 
+@pytest.mark.full("what rows with rules ask for stays in batch/test_structured_job.py and test_tools_job.py")
 def test_the_rows_of_one_engine_are_what_they_ask_for(folder: Path) -> None:
     found = {item["custom_id"]: item for item in read_rows(folder / "one.jsonl")}
     for name, item in found.items():

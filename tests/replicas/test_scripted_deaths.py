@@ -106,6 +106,7 @@ def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_with_another_number(
     assert leftovers(tmp_path) == set()
 
 
+@pytest.mark.full("a signal to a job of one stays (batch/test_job_process.py), and a driver that is killed")
 def test_a_signal_stops_all_of_them_and_the_job_goes_on_with_one(tmp_path: Path, undisturbed: list[bytes]) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path)
@@ -138,6 +139,7 @@ def test_order_report_summary_and_failed_rows_once_more_are_as_with_one(tmp_path
     assert [item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")] == [f"r{n:03d}" for n in range(80)]
 
 
+@pytest.mark.full("a stream of one replica stays (batch/test_ordered.py), and the order of several in a file")
 def test_a_stream_is_in_order(tmp_path: Path) -> None:
     names = [f"r{n:03d}" for n in range(120)]
     write_rows(tmp_path / "in.jsonl", [row(name, "x" * (n * 7 % 40 + 1)) for n, name in enumerate(names)])
@@ -161,6 +163,7 @@ def test_with_no_replica_left_the_job_ends_and_can_be_resumed(tmp_path: Path, un
     assert leftovers(tmp_path) == set()
 
 
+@pytest.mark.full("a replica that stops beside others stays (test_stopped_replicas.py)")
 def test_a_stopped_replica_is_noticed(tmp_path: Path, undisturbed: list[bytes]) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path, progress="lines", stage="impatient")
@@ -172,6 +175,7 @@ def test_a_stopped_replica_is_noticed(tmp_path: Path, undisturbed: list[bytes]) 
     assert lines(tmp_path) == undisturbed
 
 
+@pytest.mark.full("one that is killed while it starts stays, in the test of a killed driver")
 def test_a_replica_that_loses_a_rank_while_it_starts_is_started_again(
     tmp_path: Path, undisturbed: list[bytes]
 ) -> None:

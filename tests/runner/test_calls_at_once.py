@@ -17,6 +17,7 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import RequestError
 from npu_runner.llm import Results
 from npu_runner.request.outputs import RequestOutput
+from tests.full_set import only_full
 
 TEXTS = [f"which {number}" for number in range(6)]
 OTHER_TEXTS = [f"what colour is {number}" for number in range(3)]
@@ -122,7 +123,8 @@ class Asked:
         self.is_as_ever = True
 
 
-@pytest.fixture(params=[1, 2], ids=["one replica", "two replicas"])
+@pytest.fixture(params=[1, *only_full("two replicas, whose calls are kept apart in the same place", 2)],
+                ids=["one replica", "two replicas"])
 def asked(request: pytest.FixtureRequest, loaded: Loaded, expected: dict[str, list[int]]) -> Iterator[Asked]:
     found = Asked(loaded.get(request.param), expected)
     yield found

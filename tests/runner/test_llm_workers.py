@@ -21,6 +21,7 @@ from npu_runner.errors import JobError, RequestError
 from npu_runner.request.limits import MIB
 from npu_runner.serving.calls.prompt_service import LocalService
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests.full_set import only_full
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "enforce_eager": True,
@@ -47,7 +48,7 @@ def asks(data: Any) -> list[dict[str, Any]]:
 def huge() -> bytes:
     """A small file that takes half a gigabyte decoded."""
     file = io.BytesIO()
-    Image.new("RGB", (11_000, 11_000)).save(file, "PNG", compress_level=1)
+    Image.new("L", (11_000, 11_000)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -77,6 +78,7 @@ def test_a_long_text_is_prepared_in_a_worker(llm: LLM) -> None:
     assert len(workers_of(llm)) == 1
 
 
+@pytest.mark.full("121 megapixels; such a row of a job stays (batch/test_limits.py)")
 def test_an_image_that_wants_too_much_memory_fails_by_name_alone(llm: LLM) -> None:
     conversations = [CONVERSATION, asks(huge()), CONVERSATION]
     first, failed, last = llm.chat(conversations, GREEDY, return_errors=True)
@@ -129,7 +131,7 @@ def test_a_worker_that_is_killed_costs_no_answer(llm: LLM) -> None:
     assert victim not in workers_of(llm)
 
 
-@pytest.mark.parametrize("how", ["a worker is killed", "a call is interrupted"])
+@pytest.mark.parametrize("how", ["a call is interrupted", *only_full("another end of a worker", "a worker is killed")])
 def test_workers_that_start_later_prepare_as_the_first_or_not_at_all(
     platform_name: str, tmp_path: Path, how: str
 ) -> None:

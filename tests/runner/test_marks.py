@@ -9,6 +9,7 @@ from torch import Tensor
 from npu_runner import LLM, SamplingParams
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.transfers import Download
+from tests.full_set import only_full
 from tests.oracle.running import UncompiledGraphs, runner_of
 
 
@@ -27,7 +28,7 @@ class Event:
         self.is_done = True
 
 
-@pytest.mark.parametrize("waits_for_replay", [True, False])
+@pytest.mark.parametrize("waits_for_replay", [True, *only_full("one that is not replayed", False)])
 def test_the_next_step_waits_for_one_that_brings_nothing(waits_for_replay: bool,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []

@@ -187,6 +187,7 @@ def test_params_of_another_task_are_refused_by_name(platform_name: str) -> None:
                 vectors({"prompt": ["a"], name: [{}]})
 
 
+@pytest.mark.full("loads a model of its own; who says a setting of videos stays (prompts/test_videos.py)")
 def test_settings_of_videos_are_for_raw_prompts_too_unless_they_bring_their_own(checkpoint: Any) -> None:
     data, text = video_of(moving_frames(30)), "<|vision_start|><|video_pad|><|vision_end|>"
     own, few, many = {"fps": 5}, {"num_frames": 2}, {"num_frames": 8}

@@ -13,6 +13,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.request.outputs import RequestOutput
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
+from tests.full_set import only_full
 from tests.oracle.running import runner_of
 
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 512}
@@ -44,7 +45,8 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("what", ["profile_run", "dummy_run"])
+@pytest.mark.parametrize("what", ["profile_run", *only_full(
+    "a step of another size; with states both stay (test_state_pool.py)", "dummy_run")])
 def test_a_made_up_step_in_the_midst_of_a_job_changes_none_of_its_tokens(what: str, llm: LLM) -> None:
     start(llm, "undisturbed")
     expected = tokens(finish(llm))

@@ -82,7 +82,7 @@ def some_params(random: Random) -> SamplingParams:
     return SamplingParams(**random.choice(others if random.random() < 0.05 else plain))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [*range(6), *only_full("fourteen more seeds", *range(6, 20))])
+@pytest.mark.parametrize("seed", [0, *only_full("nineteen more seeds", *range(1, 20))])
 def test_every_token_is_that_of_the_sampler_operator_by_operator(seed: int) -> None:
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     graph, other = Graph(sampler()), sampler()

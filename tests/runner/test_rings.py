@@ -23,6 +23,7 @@ from npu_runner.platforms.gated_delta_plan import PrefillPlan
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.states import StatePlan, StatePool, StateShape
+from tests.full_set import only_full
 from tests.oracle.running import UncompiledGraphs, greedy, runner_of
 from tests.runner.test_several_tokens import knows
 
@@ -136,7 +137,7 @@ def with_rings(monkeypatch: pytest.MonkeyPatch, platform_name: str) -> pytest.Mo
     return monkeypatch
 
 
-@pytest.fixture(params=["eager", "padded"])
+@pytest.fixture(params=["padded", *only_full("steps that nothing pads; padded ones stay", "eager")])
 def ringed(request: pytest.FixtureRequest, checkpoint: Any, with_rings: pytest.MonkeyPatch) -> Iterator[LLM]:
     graphs: dict[str, Any] = {}
     if request.param == "padded":
@@ -192,8 +193,9 @@ def test_random_traffic_gives_the_tokens_of_states_that_every_step_writes(
             assert all(each.token_ids == alone[0].token_ids for each in found[name].completions), name
 
 
-@pytest.mark.parametrize("graphs", [{}, {"graph_mode": "reduce-overhead", "graph_batch_sizes": (2, 4, 7, 12)}],
-                         ids=["eager", "padded"])
+@pytest.mark.parametrize("graphs", [
+    {"graph_mode": "reduce-overhead", "graph_batch_sizes": (2, 4, 7, 12)},
+    *only_full("steps that nothing pads; padded ones stay", {})], ids=["padded", "eager"])
 def test_drafts_go_into_rings_and_answers_are_those_without_either(
         graphs: dict[str, Any], checkpoint: Any, platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with drafts beside rows without, plain steps between; preemptions, snapshots, prompts that are cut."""

@@ -21,6 +21,7 @@ from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.structured_outputs import StructuredOutputsParams
+from tests.full_set import only_full
 from tests.oracle.running import runner_of
 from tests.runner.test_culprits import failing
 
@@ -35,7 +36,7 @@ def path(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("qwen3")
 
 
-@pytest.fixture(params=[False, True], ids=["one step", "two steps"])
+@pytest.fixture(params=[True, *only_full("one step under way; two stay", False)], ids=["two steps", "one step"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(path, async_scheduling=request.param, **SETTINGS) as llm:
         yield llm

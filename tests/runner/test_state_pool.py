@@ -200,7 +200,7 @@ def test_no_slot_is_shared_or_leaked_over_random_traffic(watched: tuple[LLM, lis
     llm, changed = watched
     rng = random.Random(0)
     beginnings = [rng.choices(range(256), k=length) for length in (70, 130, 5)]
-    prompts = {f"r{i}": [*rng.choice(beginnings), *rng.choices(range(256), k=rng.randint(1, 60))] for i in range(24)}
+    prompts = {f"r{i}": [*rng.choice(beginnings), *rng.choices(range(256), k=rng.randint(1, 60))] for i in range(12)}
     waiting, aborted, found = list(prompts), set(), {}
     engine = llm.engine
     while waiting or engine.has_unfinished_requests():
@@ -218,7 +218,7 @@ def test_no_slot_is_shared_or_leaked_over_random_traffic(watched: tuple[LLM, lis
     assert stats.num_preemptions > 0, "the test must force preemption"
     assert stats.prefix_cache_hits > 0, "the test must find prefixes"
     assert engine.scheduler._table.num_free_slots == 4, "a slot leaked"
-    assert len(changed) > 100
+    assert len(changed) > 50
     for name, output in found.items():
         if name not in aborted:
             alone = llm.generate([engine.processor.from_text(prompts[name])],
@@ -282,7 +282,7 @@ def test_a_max_num_seqs_that_nobody_asked_for_is_lowered_and_serves(checkpoint: 
         assert "10 states of 16.5 KiB: 9 sequences, 0 padded rows, 1 snapshots" in llm.engine.ledger
         assert "max_num_seqs lowered from 256 to 9" in llm.engine.ledger
         assert llm.engine.describe()["gated_delta"] == "torch"
-        prompts = [llm.engine.processor.from_text(f"{count} images " * 9) for count in range(20)]
+        prompts = [llm.engine.processor.from_text(f"{count} images " * 9) for count in range(12)]
         together = [output.token_ids for output in llm.generate(prompts, greedy())]
     with LLM(checkpoint("qwen3_5_text"), max_num_seqs=2, **settings) as llm:
         assert [output.token_ids for output in llm.generate(prompts, greedy())] == together

@@ -14,7 +14,9 @@ from npu_runner.cli import main as cli
 from npu_runner.cli.options import options_of
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 from scripts.shapes.drawing import TEST_SEEDS, draw_json_example
+from tests import zygote
 from tests.batch.scripted import read_rows, write_rows
+from tests.full_set import only_full
 from tests.tables.made import answered, completion
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64
 COMMANDS = {"rows": RowsOptions, "table": TableOptions, "merge": MergeOptions}
 
 
-@pytest.mark.parametrize("source", ["folder", "parquet"])
+@pytest.mark.parametrize("source", ["parquet", *only_full("what scripts/demo.sh does, which CI runs", "folder")])
 def test_a_folder_becomes_a_table_by_way_of_a_job(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +75,7 @@ def test_a_folder_becomes_a_table_by_way_of_a_job(
 def test_rows_go_through_standard_output(tmp_path: Path) -> None:
     write_rows(tmp_path / "t.jsonl", [{"a": "b"}])
     command = [sys.executable, "-m", "npu_runner", "rows", "t.jsonl", "--prompt", "?", "-o", "-"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    done = zygote.run(command, cwd=tmp_path, capture_output=True, check=True)
     assert json.loads(done.stdout)["custom_id"] == "t.jsonl#1"
     assert done.stderr.startswith(b"rows      -: 1 rows\n")
 

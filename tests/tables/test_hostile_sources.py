@@ -23,9 +23,10 @@ from npu_runner.prompts.media.media import load_media
 from npu_runner.request.limits import LIMITS
 from npu_runner.tables import text_records
 from tests.batch.scripted import write_rows
+from tests.full_set import examples
 from tests.tables.made import asked, made, rows, shown
 
-EASY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EASY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = [
     b"a\nb.png",
     b"a..b.png",

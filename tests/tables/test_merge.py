@@ -16,9 +16,10 @@ from npu_runner.tables.merge_outputs import merge
 from npu_runner.tables.options import MergeOptions
 from tests.batch.job_folder import Job
 from tests.batch.scripted import read_rows, row, write_rows
+from tests.full_set import examples
 from tests.tables.made import answered, completion, failed
 
-EASY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EASY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def merged(folder: Path, first: bytes, second: bytes, **options: Any) -> Any:

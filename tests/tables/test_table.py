@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from npu_runner.errors import ConfigError
+from tests.full_set import examples
 from tests.tables.made import answered, completion, embedded, failed, request, table
 
-EASY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EASY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCHEMA = {"type": "object", "properties": {
     "n": {"type": "integer"}, "share": {"type": "number"}, "ok": {"type": "boolean"},
     "name": {"type": ["string", "null"]}, "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
