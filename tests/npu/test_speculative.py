@@ -61,8 +61,8 @@ def of_head(mode: str, checkpoint: Any, folder: Path, **settings: Any) -> Case:
     path = with_head(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]), folder / f"head {mode}", quiet=QUIET)
     speculative = {"method": "mtp", "num_speculative_tokens": 3}
     graphs = graphs_of(mode, SIZES)
-    return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, "max_num_batched_tokens": 128,
-                            **SMALL, **FLOAT32, **graphs, **settings}, "long texts", 5)
+    return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, **SMALL,
+                            "max_num_batched_tokens": 128, **FLOAT32, **graphs, **settings}, "long texts", 5)
 
 
 def compare(cases: list[Case], tmp_path: Path) -> None:

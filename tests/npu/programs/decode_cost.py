@@ -35,8 +35,8 @@ def cost_of_a_step(model: str, batch_size: int, settings: dict[str, Any]) -> dic
     """Counters over one decode step of a full batch, those of the sampler alone, and the bytes of the KV cache and of
     the states beside it; or, where nothing runs before somebody waits, the host's milliseconds of a step by phase."""
     # One step after the other: with two under way, what belongs to which of them could not be told.
-    with LLM(model, platform="npu", max_num_seqs=batch_size, max_model_len=512, async_scheduling=False,
-             **settings) as llm:
+    with LLM(model, platform="npu", max_num_seqs=batch_size, max_model_len=512,
+             max_num_batched_tokens=512, async_scheduling=False, **settings) as llm:
         if os.environ.get("CANN_EMU_LAZY") == "1":
             return {"host": host_milliseconds(llm, batch_size)}
         begin(llm, batch_size, GREEDY)
