@@ -12,13 +12,13 @@ pytestmark = pytest.mark.npu
 NEEDS_A_FOLDER = "check_cached_graph"
 
 
-@pytest.mark.full("a layer in every mode of the emulation; the product's own layers stay in each (npu/test_families.py)")
+@pytest.mark.full("a layer in every mode of the emulation; our own layers stay in each (npu/test_families.py)")
 @pytest.mark.parametrize("name", [name for name in check_names("modes") if name != NEEDS_A_FOLDER])
 def test_mode(name: str) -> None:
     assert_check("modes", name)
 
 
-@pytest.mark.full("the graph engine's operators one by one; a model through all that it needs stays (npu/test_families.py)")
+@pytest.mark.full("operators of the graph engine one by one; a model through it stays (npu/test_families.py)")
 @pytest.mark.parametrize("name", check_names("ge_operators"))
 def test_graph_engine(name: str) -> None:
     assert_check("ge_operators", name)

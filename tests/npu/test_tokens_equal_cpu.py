@@ -67,15 +67,11 @@ def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dic
 
 
 @emulated
-def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(checkpoint: Any, tmp_path: Path) -> None:
-    assert_lag_and_null_block_change_nothing(["qwen3_vl"], "reduce-overhead", checkpoint, tmp_path)
-
-
-@emulated
-@pytest.mark.full("captured graphs with images stay, whose prefills are eager")
+@pytest.mark.full("graphs that are waited for, images, eager steps; graphs that overlap stay (test_npu_settings.py), "
+                  "and images (test_images_ahead.py)")
 @pytest.mark.parametrize(("model_types", "mode"), [
-    (["qwen3"], "reduce-overhead"), (["qwen3", "qwen3_vl"], "eager")])
-def test_other_steps_of_a_device_that_lags_behind(model_types: Sequence[str], mode: str, checkpoint: Any,
+    (["qwen3", "qwen3_vl"], "reduce-overhead"), (["qwen3", "qwen3_vl"], "eager")])
+def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(model_types: Sequence[str], mode: str, checkpoint: Any,
                                                   tmp_path: Path) -> None:
     assert_lag_and_null_block_change_nothing(model_types, mode, checkpoint, tmp_path)
 

@@ -60,7 +60,7 @@ def assert_tokens_equal(path: Path, llm: LLM, prompts: list[PromptInputs]) -> li
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("num_tokens", [64, 100, 512])
+@pytest.mark.parametrize("num_tokens", [100, *only_full("chunks that end where snapshots are, and one chunk", 64, 512)])
 def test_logits_behind_a_snapshot_are_those_of_transformers(num_tokens: int, path: Path, platform_name: str) -> None:
     with started(path, platform_name, max_num_batched_tokens=num_tokens) as llm:
         one = prompt((1, 201))
@@ -99,7 +99,7 @@ def test_completions_of_one_prompt_share_its_snapshot(path: Path, platform_name:
         assert llm.stats().prefix_cache_hits == 3 * 192
 
 
-@pytest.mark.parametrize("num_snapshots", [0, 1, *only_full("a third count; none and one stay", 3)])
+@pytest.mark.parametrize("num_snapshots", [1, *only_full("none, and more; one stays, which evicts", 0, 3)])
 def test_few_snapshots_and_few_blocks_change_nothing(num_snapshots: int, path: Path, platform_name: str,
                                                      caplog: pytest.LogCaptureFixture) -> None:
     per_block = 2 * 1 * 4 * 2 * 32 * 4  # k and v, layers that attend, block_size, kv heads, head_dim, bytes
@@ -117,6 +117,7 @@ def test_few_snapshots_and_few_blocks_change_nothing(num_snapshots: int, path: P
     assert stats.kv_blocks_used == 0
 
 
+@pytest.mark.full("two ranks start; ranks stay without snapshots, which the scheduler chooses for all")
 def test_two_ranks_keep_the_same_snapshots(path: Path, platform_name: str) -> None:
     need_devices(platform_name)
     with LLM(path, platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:

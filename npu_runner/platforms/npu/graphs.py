@@ -94,7 +94,9 @@ class _AclGraph:
         # dynamo takes every integer for a constant until it sees it change. What only reads the lengths shows it the
         # first ones, without a trace of the model; in the trace behind it they are symbols.
         def decode(inputs: StepInputs, lengths: list[list[int]], only_reads: bool) -> Tensor | int:
-            return sum(map(sum, lengths)) if only_reads else forward(inputs, attention.graph_plan(lengths))
+            if only_reads:
+                return sum([length for of_window in lengths for length in of_window])
+            return forward(inputs, attention.graph_plan(lengths))
 
         self._backend = _Counted(backend, batch_size, num_symbols=batch_size * len(self._lengths))
         # What it has seen change it remembers by the code's name, also for the next engine of this process.
