@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,6 @@ def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_s
 
 SIDES = [
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_REPLAY": "overlapped"}),
-]
-OTHER_SIDES = [
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
     ("max-autotune", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_GE_TILING": "device"}),
     ("eager", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked"}),
@@ -70,35 +67,16 @@ emulated = pytest.mark.skipif(has_real_cann(), reason="compared in float32, whic
 @pytest.mark.npu
 @pytest.mark.slow
 @emulated
+@pytest.mark.full("settings other than the default's, and pairs of them; the default stays (test_tokens_equal_cpu.py)")
 @pytest.mark.parametrize(("mode", "setting"), SIDES, ids=names_of(SIDES))
-def test_the_other_side_gives_the_same_tokens(
-    mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
-) -> None:
-    """Of a device that runs nothing before somebody waits, with a null block full of NaN: a host that refills a
-    buffer too early shows, and so does whoever reads that block. Chunks that sample nothing do not wait."""
-    model = checkpoint("qwen3", num_hidden_layers=1)
-    asked = Case(str(model), {"max_num_batched_tokens": 40}, "texts", 4, is_null_block_poisoned=True)
-    assert_same_tokens(mode, setting, asked, tmp_path, lazy=True)
-
-
-@pytest.mark.npu
-@pytest.mark.slow
-@emulated
-@pytest.mark.full("every setting and pairs of them, with images; steps that overlap stay, with texts")
-@pytest.mark.parametrize(("mode", "setting"), [*SIDES, *OTHER_SIDES], ids=names_of([*SIDES, *OTHER_SIDES]))
 def test_each_other_side_gives_the_same_tokens(
     mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
 ) -> None:
-    model = checkpoint("qwen3_vl", tie_word_embeddings=True, num_hidden_layers=1,
-                       vision={"deepstack_visual_indexes": [1]})
-    assert_same_tokens(mode, setting, Case(str(model), {}, "images", 3), tmp_path)
-
-
-def assert_same_tokens(mode: str, setting: dict[str, str], asked: Case, tmp_path: Path,
-                       **emulation: Any) -> None:
     graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [2, 4]}
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False
-    case = dataclasses.replace(asked, settings={"graph_mode": mode, **SMALL, **FLOAT32, **graphs, **asked.settings})
-    (result,) = on_npu([case], tmp_path, **setting, **emulation)
-    assert result["tokens"] == on_cpu(dataclasses.replace(case, is_null_block_poisoned=False))["tokens"]
+    settings = {"graph_mode": mode, **SMALL, **FLOAT32, **graphs}
+    case = Case(str(checkpoint("qwen3_vl", tie_word_embeddings=True, num_hidden_layers=1,
+                               vision={"deepstack_visual_indexes": [1]})), settings, "images", 3)
+    (result,) = on_npu([case], tmp_path, **setting)
+    assert result["tokens"] == on_cpu(case)["tokens"]
