@@ -11,7 +11,7 @@ import pytest
 
 from tests.cann.environment import has_real_cann
 from tests.families import EAGER, FAMILIES, GRAPHS, MODES, sees_images, split_by
-from tests.full_set import only_full
+from tests.full_set import is_fast, only_full
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
 
@@ -32,6 +32,8 @@ def cases_of(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> li
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False
     prompts, count = ("images", 6) if sees_images(model_type) else ("texts", 7)
+    if mode == "eager" and is_fast:
+        count = 3
     return [Case(str(checkpoint(model_type, **changes)), {"graph_mode": mode, **SMALL, **FLOAT32, **graphs, **settings},
                  prompts, count) for changes in FAMILIES[model_type].npu]
 

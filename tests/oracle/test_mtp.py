@@ -198,6 +198,7 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path,
     assert stats.num_draft_tokens == stats.num_mtp_drafted + stats.num_forced_drafted
 
 
+@pytest.mark.full("rings that the cpu platform has not; plain steps in them stay (tests/runner/test_rings.py)")
 def test_drafts_of_the_head_go_into_rings(checkpoint: Any, tmp_path: Path, platform_name: str,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states of drafts lie beside those of slots then."""
@@ -420,8 +421,7 @@ def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint:
 
 
 def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint: Any, tmp_path: Path) -> None:
-    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
-    sizes = []
+    path, sizes = with_head(checkpoint("qwen3_5_text"), tmp_path / "head"), []
     for settings in ({}, mtp(2)):
         with LLM(path, platform="cpu", **SMALL, **settings) as llm:
             runner = runner_of(llm)

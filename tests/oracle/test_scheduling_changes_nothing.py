@@ -13,7 +13,7 @@ from npu_runner.runner.buckets import bucket_sizes
 from tests.families import sees_images
 from tests.full_set import only_full
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, LAYOUTS, make_prompts
 
 TEXTS = [f"{word} {'which of the pictures ' * count}" for count, word in enumerate(["a", "b", "c", "d", "e", "f", "g"])]
 
@@ -43,7 +43,7 @@ def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) ->
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
+        prompts, images = make_prompts(llm, FEW_LAYOUTS)
         cold = llm.generate(prompts, greedy())
         hits = llm.stats().prefix_cache_hits
         warm = llm.generate(prompts, greedy())
@@ -102,7 +102,7 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
     monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform=platform_name, graph_mode="reduce-overhead", graph_batch_sizes=(2, 5), **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
+        prompts, images = make_prompts(llm, FEW_LAYOUTS)
         with torch.inference_mode():
             for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
                 cache[:, 0] = 1e4  # whoever lets the null block count shows

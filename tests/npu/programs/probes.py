@@ -176,7 +176,7 @@ def main(model: str, bare: str, w8a8: str) -> None:
         said["started with a second choice"] = start(model, "eager")
     with changed(*OPERATORS["rotated backwards"]):
         said["started backwards"] = start(bare)
-    said["started with int8"] = start(w8a8)
+    said["started with int8"] = start(w8a8, "eager")
     with changed(*PRODUCTS["rows by their squares"]):
         said["started without int8"] = start(w8a8, "eager")
         said["asked for int8"] = start(bare, "eager", quantization="int8")
