@@ -34,7 +34,8 @@ def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name
 
 
 @pytest.mark.parametrize(("num_tokens", "is_turned"), [
-    (37, False), (1024, True), *only_full("whole prompts; chunks stay, and turned weights whole", (1024, False))])
+    (37, True), *only_full("weights that are not turned, which have no images elsewhere either, and whole prompts",
+                           (37, False), (1024, True), (1024, False))])
 def test_with_images_and_chunks(num_tokens: int, is_turned: bool, checkpoint: Any, platform_name: str,
                                 tmp_path: Path) -> None:
     path: Path = checkpoint("qwen3_vl_moe")

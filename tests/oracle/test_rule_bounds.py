@@ -19,7 +19,7 @@ from npu_runner.grammars import compile as compiling
 from npu_runner.grammars.compile import place_of, with_grammar
 from npu_runner.prompts.text.tool_parsers import forced_calls
 from tests import zygote
-from tests.full_set import examples, only_full
+from tests.full_set import examples, is_fast, only_full
 from tests.oracle.chained_rules import CHAINS, chained
 from tests.oracle.rule_fuzz import follow
 
@@ -38,7 +38,7 @@ def refusal(**asked: Any) -> str:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_a_chain_is_refused_with_its_place_and_one_of_five_hundred_is_served(kind: str) -> None:
-    for length in (1000, 2494, 2672):
+    for length in (1000,) if is_fast else (1000, 2494, 2672):
         said = refusal(**chained(kind, length))
         assert "lead to each other, at most 512 are allowed" in said
         assert "#/$defs/d0" in said or "start" in said

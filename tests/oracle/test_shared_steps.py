@@ -143,7 +143,7 @@ def test_a_row_that_makes_its_steps_fail_is_found_among_those_that_share_its_blo
         assert llm.stats().kv_blocks_used == 0
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", *only_full("blocks alone; blocks and states stay", "qwen3")])
 def test_memory_that_runs_out_behind_a_shared_step_changes_no_answer(model_type: str, checkpoint: Any) -> None:
     with LLM(checkpoint(model_type), platform="cpu", block_size=4, **SMALL) as llm:
         prompts, _ = alike(llm, model_type)

@@ -114,8 +114,8 @@ def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, foreign: Any, pl
         assert_equals_reference(path, llm, prompts)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full(
-    "families without windows; schedulers do not know them", "granite", "mixtral", "gpt2")])
+@pytest.mark.full("schedulers do not know families; windows stay in test_sliding_window.py")
+@pytest.mark.parametrize("model_type", ["gemma3_text", "granite", "mixtral", "gpt2"])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, foreign: Any, platform_name: str) -> None:
     if platform_name != "cpu":
         pytest.skip("blocks of 4 tokens are the CPU's")
@@ -240,7 +240,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", [*(what for what in REFUSED if "gemma4" not in what), *only_full(
+    "imports a family of several media for seconds", "head dims that differ (gemma4_text)")])
 def test_what_is_not_served_is_named_before_memory_is_taken(what: str, tmp_path: Path) -> None:
     model_type, changes, message = REFUSED[what]
     path = write_config_alone(tmp_path, model_type, **changes)
