@@ -208,8 +208,7 @@ FAMILIES: dict[str, Family] = {
             "every second layer": {"layer_types": ["full_attention", "linear_attention"] * 2},
         }),
     "qwen3_5_moe": Family(text={**_DELTA_MROPE, **_SHARED}, vision={}, ranks=_ONE_OF_EACH, fast=(RANKS,)),
-    "qwen3_5_moe_text": Family(text={**_DELTA_MROPE, **_SHARED}, ranks=_ONE_OF_EACH, npu=(_ONE_OF_EACH,),
-                               fast=(GRAPHS,)),
+    "qwen3_5_moe_text": Family(text={**_DELTA_MROPE, **_SHARED}, ranks=_ONE_OF_EACH, fast=()),
     "qwen3_next": Family(
         text={**_DELTA, **_SHARED}, ranks={"linear_num_value_heads": 6}, fast=(),
         variants={"three value heads a key head, dense layers": {
@@ -223,7 +222,7 @@ FAMILIES: dict[str, Family] = {
                 "vision": {"hidden_size": 48, "num_heads": 2, "depth": 5, "deepstack_visual_indexes": [0, 2, 4]}},
         }),
     "qwen3_vl_moe": Family(text={**_MROPE, **_EXPERTS}, vision={"deepstack_visual_indexes": [1, 2]},
-                           npu=({**_ONE_LAYER, "vision": {"deepstack_visual_indexes": [1]}},), fast=()),
+                           npu=({**_ONE_LAYER, "vision": {"deepstack_visual_indexes": [1]}},), fast=(GRAPHS,)),
 }
 
 

@@ -49,7 +49,8 @@ def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any,
         assert_equals_reference(path, llm, prompts, images)
 
 
-@pytest.mark.parametrize("model_type", ["glm4v", *only_full("the other of two towers of one kind", "glm_ocr")])
+@pytest.mark.full("schedulers do not know towers; images of another stay (test_scheduling_changes_nothing.py)")
+@pytest.mark.parametrize("model_type", ["glm4v", "glm_ocr"])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     head_dim = pick_strategy(path).read_config().head_dim

@@ -86,6 +86,7 @@ def test_chunks_may_cut_a_video(family: str, num_tokens: int, videos: list[bytes
         assert llm.stats().prefix_cache_hits > hits
 
 
+@pytest.mark.full("pairs are images to the scheduler, which stay (test_scheduling_changes_nothing.py)")
 def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("glm4v")
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes

@@ -18,7 +18,7 @@ import torch
 
 from npu_runner import LLM
 from npu_runner.request.prompt_inputs import PromptInputs
-from tests.full_set import only_full
+from tests.full_set import is_fast, only_full
 from tests.oracle import reference
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_logits_equal, greedy, need_devices, runner_of
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE
@@ -106,7 +106,7 @@ def test_few_snapshots_and_few_blocks_change_nothing(num_snapshots: int, path: P
     draw = random.Random(0)
     with started(path, platform_name, block_size=4, kv_cache_bytes=65 * per_block, max_model_len=200,
                  max_num_batched_tokens=130, max_state_snapshots=num_snapshots) as llm:
-        for _ in range(3):
+        for _ in range(2 if is_fast else 3):
             assert_tokens_equal(path, llm, [prompt((draw.randrange(2), 70), (draw.randrange(2), draw.choice((2, 60))),
                                                    (draw.randrange(3), draw.choice((1, 7, 40)))) for _ in range(5)])
         stats = llm.stats()

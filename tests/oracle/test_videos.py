@@ -112,6 +112,7 @@ def test_chunks_may_cut_a_video(
         assert_equals_reference(path, llm, prompts, seen)
 
 
+@pytest.mark.full("pairs are images to the scheduler, which stay (test_scheduling_changes_nothing.py)")
 def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
