@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-RANKS, GRAPHS, MODES = "two ranks", "captured graphs on npu", "the other graph modes on npu"
+RANKS, EAGER, GRAPHS, MODES = "two ranks", "eager steps on npu", "captured graphs on npu", "all graph modes on npu"
 
 
 _QWEN_TOKEN_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
@@ -43,7 +43,7 @@ class Family:
     """What two ranks change."""
     npu: tuple[dict[str, Any], ...] = ({},)
     """What the npu platform changes, for each comparison with the cpu platform."""
-    fast: tuple[str, ...] = (RANKS, GRAPHS)
+    fast: tuple[str, ...] = (RANKS, EAGER)
     """Comparisons that are in the fast set, which CI runs. The plain config always is. Families are
     taken out where another one goes the same way."""
 
@@ -94,7 +94,8 @@ _GLM4V_TEXT: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {
     "glm4v": Family(
-        text=_GLM4V_TEXT, vision=_GLM_TOWER, image_processor="Glm4vImageProcessor", fast=(RANKS,), **_GLM,
+        text=_GLM4V_TEXT, vision=_GLM_TOWER, image_processor="Glm4vImageProcessor", fast=(), **_GLM,
+        more=("tied, all dims turn, heads of 24, biases",),
         variants={
             "tied, all dims turn, heads of 24, biases": {
                 "tie_word_embeddings": True, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]},
@@ -103,7 +104,7 @@ FAMILIES: dict[str, Family] = {
     "glm46v": Family(text=_GLM4V_TEXT, vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(), **_GLM),
     "glm_ocr": Family(
         text={"head_dim": 24, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 3, 5]}},
-        vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(GRAPHS,), **_GLM,
+        vision=_GLM_TOWER, image_processor="Glm46VImageProcessor", fast=(EAGER,), **_GLM,
         npu=({**_ONE_LAYER, "head_dim": 32, "rope_parameters": {
             **_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [5, 4, 7]}},),
         variants={
@@ -140,8 +141,9 @@ FAMILIES: dict[str, Family] = {
         vision={"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 2,
                 "image_size": 70, "patch_size": 14, "depth": None, "num_heads": None, "out_hidden_size": None,
                 "num_position_embeddings": None},
-        image_processor="PaddleOCRVLImageProcessor", images={"temporal_patch_size": 1}, fast=(GRAPHS,),
-        ranks={"use_bias": True, "num_hidden_layers": 2}, more=("tied, biases, heads wider than the hidden size",),
+        image_processor="PaddleOCRVLImageProcessor", images={"temporal_patch_size": 1}, fast=(EAGER,),
+        ranks={"use_bias": True, "num_hidden_layers": 2}, more=("tied, biases, heads wider than the hidden size",
+              "tower of heads of 72 and its own eps, sections of unlike size"),
         npu=({"use_bias": True, "vision": {"hidden_size": 144, "num_hidden_layers": 2}, **_ONE_LAYER},),  # heads of 72
         variants={
             "tied, biases, heads wider than the hidden size": {
@@ -152,13 +154,13 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen2": Family(
         text={"head_dim": None}, ranks={"num_key_value_heads": 1},  # fewer kv heads than ranks: both hold it
-        npu=({"num_key_value_heads": 1},), fast=(), more=("no grouping",),
+        npu=({"num_key_value_heads": 1},), fast=(), more=("no grouping", "tied, one kv head"),
         variants={
             "no grouping": {"num_key_value_heads": 4},
             "tied, one kv head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
         }),
     "qwen2_5_vl": Family(
-        text={"head_dim": None, **_MROPE}, fast=(), more=("tied, sections of unlike size",),
+        text={"head_dim": None, **_MROPE}, fast=(), more=("tied, sections of unlike size", "no layer sees all"),
         vision={"num_position_embeddings": None, "window_size": 64, "fullatt_block_indexes": [1, 3], "patch_size": 14},
         variants={
             "windows of 4 x 4, heads of 24": {"vision": {"window_size": 112, "hidden_size": 48}},
@@ -176,7 +178,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         ranks={"vocab_size": 321},  # a vocabulary that does not divide
         npu=({"vocab_size": 321, "head_dim": 64, **_ONE_LAYER},), fast=(MODES,),  # two ranks capture it
-        more=("tied, biased",),
+        more=("tied, biased", "wide heads"),
         variants={
             "4 queries a head": {"num_attention_heads": 8, "num_key_value_heads": 2},
             "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
@@ -184,7 +186,7 @@ FAMILIES: dict[str, Family] = {
         }),
     "qwen3_moe": Family(
         text={**_EXPERTS, "norm_topk_prob": True}, ranks={"mlp_only_layers": [1]}, fast=(),
-        more=("one expert a token", "all experts", "a dense layer between", "tied, biased"),
+        more=("one expert a token", "all experts", "a dense layer between", "every other layer sparse", "tied, biased"),
         npu=({"head_dim": 64}, {"head_dim": 64, "norm_topk_prob": False, "decoder_sparse_step": 2},
              {"head_dim": 64, "num_experts": 1, "num_experts_per_tok": 1}),
         variants={
@@ -196,9 +198,9 @@ FAMILIES: dict[str, Family] = {
             "every other layer sparse": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
             "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
         }),
-    "qwen3_5": Family(text=_DELTA_MROPE, vision={}, npu=(_ONE_OF_EACH,), fast=(GRAPHS,)),
+    "qwen3_5": Family(text=_DELTA_MROPE, vision={}, npu=(_ONE_OF_EACH,), fast=()),
     "qwen3_5_text": Family(
-        text=_DELTA_MROPE, ranks=_ONE_OF_EACH, fast=(), more=("tied, no grouping",),
+        text=_DELTA_MROPE, ranks=_ONE_OF_EACH, fast=(), more=("tied, no grouping", "every second layer"),
         variants={
             "tied, no grouping": {"tie_word_embeddings": True, "linear_num_value_heads": 2},
             "biased, other sizes": {"attention_bias": True, "linear_key_head_dim": 24, "linear_value_head_dim": 8,
@@ -213,7 +215,7 @@ FAMILIES: dict[str, Family] = {
             "linear_num_value_heads": 6, "mlp_only_layers": [1, 3], "norm_topk_prob": False}}),
     "qwen3_vl": Family(
         text=_MROPE, vision={"deepstack_visual_indexes": [1, 2]}, ranks={"tie_word_embeddings": True},
-        npu=({"tie_word_embeddings": True, **_TWO_LAYERS},), fast=(RANKS, GRAPHS),
+        npu=({"tie_word_embeddings": True, **_TWO_LAYERS},), fast=(EAGER,), more=("tied, one kv head",),
         variants={
             "tied, one kv head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
             "tower of heads of 24, three levels": {

@@ -12,16 +12,19 @@ pytestmark = pytest.mark.npu
 NEEDS_A_FOLDER = "check_cached_graph"
 
 
+@pytest.mark.full("a layer in every mode of the emulation; our own layers stay in each (npu/test_families.py)")
 @pytest.mark.parametrize("name", [name for name in check_names("modes") if name != NEEDS_A_FOLDER])
 def test_mode(name: str) -> None:
     assert_check("modes", name)
 
 
+@pytest.mark.full("operators of the graph engine one by one; a model through it stays (npu/test_families.py)")
 @pytest.mark.parametrize("name", check_names("ge_operators"))
 def test_graph_engine(name: str) -> None:
     assert_check("ge_operators", name)
 
 
+@pytest.mark.full("two processes compile and load; graphs that are compiled stay (npu/test_families.py)")
 def test_a_cached_graph_is_loaded_by_the_next_process(tmp_path: Path) -> None:
     code = "from tests.cann.programs.modes import check_cached_graph; check_cached_graph()"
     files = []

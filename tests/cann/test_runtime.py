@@ -40,7 +40,7 @@ def test_lazy_streams(name: str) -> None:
 def test_counters_are_dumped_at_exit(tmp_path: Path) -> None:
     path = tmp_path / "counters.json"
     code = "import torch, torch_npu; (torch.ones(4).npu() + 1).cpu()"
-    done = run_python(["-c", code], counters=path)
+    done = run_python(["-c", code], forked=True, counters=path)
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["launches"]["aclnnAdds"]["calls"] == 1
 

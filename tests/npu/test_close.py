@@ -21,7 +21,7 @@ graphs = {} if sys.argv[2] == "eager" else {"graph_batch_sizes": (2,)}
 if sys.argv[2] == "max-autotune":
     graphs["use_graph_cache"] = False
 llm = LLM(sys.argv[1], platform="npu", dtype="bfloat16", graph_mode=sys.argv[2], max_model_len=512, max_num_seqs=2,
-          **graphs)
+          max_num_batched_tokens=512, **graphs)
 llm.generate(["which picture"], SamplingParams(temperature=0, max_tokens=4))
 open_ = NpuPlatform().memory.info()
 llm.close()

@@ -25,6 +25,7 @@ from npu_runner.platforms.npu.preflight.errors import ERROR_CODES
 from npu_runner.platforms.npu.versions import cann_version
 from tests import zygote
 from tests.cann.environment import ROOT, environment, has_real_cann
+from tests.full_set import only_full
 
 only_emulated = pytest.mark.skipif(has_real_cann(), reason="a real host cannot be broken on purpose")
 NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
@@ -104,7 +105,7 @@ def test_without_torch_npu_an_npu_cannot_be_had(tmp_path: Path) -> None:
 @pytest.mark.npu
 @pytest.mark.from_nothing("what the probe imports")
 @only_emulated
-@pytest.mark.parametrize("platform", ["npu", "cpu"])
+@pytest.mark.parametrize("platform", ["npu", *only_full("the same import, which fails alike", "cpu")])
 def test_torch_npu_without_cann_breaks_torch_and_not_the_doctor(
     platform: str, tmp_path: Path, emulated: dict[str, str]
 ) -> None:
@@ -390,6 +391,7 @@ def test_set_env_that_went_stale(tmp_path: Path) -> None:
 
 @pytest.mark.npu
 @pytest.mark.from_nothing("what the probe imports")
+@pytest.mark.full("a start of torch_npu, to hear its words; what the doctor says stays (test_set_env_that_went_stale)")
 @only_emulated
 def test_torch_npu_refuses_what_the_doctor_calls_incomplete(tmp_path: Path, emulated: dict[str, str]) -> None:
     host = empty_host(tmp_path, environment={**emulated, "ASCEND_HOME_PATH": str(tmp_path)})

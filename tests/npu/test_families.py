@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.cann.environment import has_real_cann
-from tests.families import FAMILIES, GRAPHS, MODES, sees_images, split_by
+from tests.families import EAGER, FAMILIES, GRAPHS, MODES, sees_images, split_by
+from tests.full_set import is_fast, only_full
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
 
@@ -31,6 +32,8 @@ def cases_of(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> li
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False
     prompts, count = ("images", 6) if sees_images(model_type) else ("texts", 7)
+    if mode == "eager" and is_fast:
+        count = 3
     return [Case(str(checkpoint(model_type, **changes)), {"graph_mode": mode, **SMALL, **FLOAT32, **graphs, **settings},
                  prompts, count) for changes in FAMILIES[model_type].npu]
 
@@ -40,40 +43,23 @@ def tiny(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> Case:
     return cases_of(model_type, checkpoint, mode, **settings)[0]
 
 
-@pytest.fixture(scope="module")
-def captured(request: pytest.FixtureRequest, checkpoint: Any,
-             tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Case, dict[str, Any]]]]:
-    """Of each family that this run was asked for, in one process over the emulation, which takes seconds to start."""
-    asked = [item.callspec.params["model_type"] for item in request.session.items  # type: ignore[attr-defined]
-             if getattr(item, "function", None) is test_captured_graphs]
-    cases = {name: cases_of(name, checkpoint, "reduce-overhead") for name in asked}
-    results = iter(on_npu([case for of_family in cases.values() for case in of_family],
-                          tmp_path_factory.mktemp("captured")))
-    return {name: [(case, next(results)) for case in of_family] for name, of_family in cases.items()}
-
-
 @emulated
-@pytest.mark.parametrize("model_type", FAST)
-def test_captured_graphs(model_type: str, captured: dict[str, list[tuple[Case, dict[str, Any]]]]) -> None:
-    for case, result in captured[model_type]:
-        assert_equals_cpu(case, result)
-
-
-@emulated
-@pytest.mark.parametrize("mode", ["eager", "max-autotune"])
-def test_other_modes(mode: str, checkpoint: Any, tmp_path: Path) -> None:
-    assert_tokens_equal_cpu(FAST_IN_ALL_MODES, mode, checkpoint, tmp_path)
-
-
-@emulated
-@pytest.mark.full("families that go the way of one in the fast set (tests/families.py)")
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_captured_graphs_of_other_families(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", [*FAST, *only_full(
+    "families that go the way of one in the fast set (tests/families.py)", *OTHERS)])
+def test_captured_graphs(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Batches above the largest graph run eagerly, and every prefill does."""
     assert_tokens_equal_cpu([model_type], "reduce-overhead", checkpoint, tmp_path)
 
 
 @emulated
-@pytest.mark.full("eager steps and the graph engine; all families stay with captured graphs, one of them in all modes")
+@pytest.mark.parametrize(("mode", "model_types"), [
+    ("eager", [*FAST_IN_ALL_MODES, *split_by(EAGER)[0]]), ("max-autotune", FAST_IN_ALL_MODES)])
+def test_other_modes(mode: str, model_types: list[str], checkpoint: Any, tmp_path: Path) -> None:
+    assert_tokens_equal_cpu(model_types, mode, checkpoint, tmp_path)
+
+
+@emulated
+@pytest.mark.full("eager steps and the graph engine; towers and one dense family stay eagerly, that one in all modes")
 @pytest.mark.parametrize("mode", ["eager", "max-autotune"])
 @pytest.mark.parametrize("model_type", OTHERS_IN_ALL_MODES)
 def test_other_modes_of_other_families(model_type: str, mode: str, checkpoint: Any, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ GROWS = "expandable_segments:True"
 
 
 def allocator_with(**variables: str) -> list[Any]:
-    done = run_python(["-c", ALLOCATOR], **variables)
+    done = run_python(["-c", ALLOCATOR], forked=True, **variables)
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -56,7 +56,8 @@ def test_the_launcher_generates(installed: dict[str, str], tmp_path: Path) -> No
     example = draw_example(next(seed for seed in TEST_SEEDS if len(draw_example(seed).images) == 1))
     example.images[0].save(tmp_path / "image.png")
     done = launch(installed, "generate", "--platform", "npu", "--enforce-eager", "--max-model-len", "512",
-                  "--max-num-seqs", "1", "--image", str(tmp_path / "image.png"), example.question)
+                  "--max-num-seqs", "1", "--max-num-batched-tokens", "512", "--image",
+                  str(tmp_path / "image.png"), example.question)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == example.answer
     assert "somebody else's" not in done.stderr

@@ -49,8 +49,6 @@ def test_padded_rows_read_the_shortest_real_row_and_write_each_to_its_own_null_s
 
 SIDES = [
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_REPLAY": "overlapped"}),
-]
-OTHER_SIDES = [
     ("reduce-overhead", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_CAPTURE": "recorded"}),
     ("max-autotune", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked", "NPU_RUNNER_ASCEND_GE_TILING": "device"}),
     ("eager", {"NPU_RUNNER_ASCEND_DECODE_ATTENTION": "unmasked"}),
@@ -69,25 +67,11 @@ emulated = pytest.mark.skipif(has_real_cann(), reason="compared in float32, whic
 @pytest.mark.npu
 @pytest.mark.slow
 @emulated
+@pytest.mark.full("settings other than the default's, and pairs of them; the default stays (test_tokens_equal_cpu.py)")
 @pytest.mark.parametrize(("mode", "setting"), SIDES, ids=names_of(SIDES))
-def test_the_other_side_gives_the_same_tokens(
-    mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
-) -> None:
-    assert_same_tokens(mode, setting, checkpoint, tmp_path)
-
-
-@pytest.mark.npu
-@pytest.mark.slow
-@emulated
-@pytest.mark.full("six settings and pairs of them; steps that overlap stay")
-@pytest.mark.parametrize(("mode", "setting"), OTHER_SIDES, ids=names_of(OTHER_SIDES))
 def test_each_other_side_gives_the_same_tokens(
     mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path
 ) -> None:
-    assert_same_tokens(mode, setting, checkpoint, tmp_path)
-
-
-def assert_same_tokens(mode: str, setting: dict[str, str], checkpoint: Any, tmp_path: Path) -> None:
     graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [2, 4]}
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False

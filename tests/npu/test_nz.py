@@ -15,6 +15,7 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
+from tests.full_set import only_full
 from tests.npu.test_int8 import GRAPH_ENGINE, MODES, assert_near, case, logits
 from tests.npu.test_int8_experts import SIZES as EXPERTS
 from tests.oracle.quantised_folders import one_range
@@ -64,10 +65,10 @@ def products(answer: dict[str, Any]) -> set[str]:
     return set(answer["launches"]) | set(answer["captured"])
 
 
-def test_integers_in_groups_of_64_and_128(checkpoint: Any, tmp_path: Path) -> None:
-    """In NZ as near to float64 as plain torch is, eager and captured; every weight is moved."""
+@pytest.mark.parametrize("sizes", [{128: MODES[1]}, *only_full("the other size, eagerly", {64: MODES[0]})], ids=str)
+def test_integers_in_groups(sizes: dict[int, dict[str, Any]], checkpoint: Any, tmp_path: Path) -> None:
+    """In NZ as near to float64 as plain torch is; every weight is moved."""
     plain = checkpoint("qwen3", **DENSE)
-    sizes = {64: MODES[0], 128: MODES[1]}
     for size in sizes:
         quantise(plain, tmp_path / f"awq{size}", "awq", group_size=size)
     cases = [case(tmp_path / f"awq{size}", **mode) for size, mode in sizes.items()]

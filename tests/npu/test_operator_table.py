@@ -16,6 +16,7 @@ import pytest
 
 from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS
 from tests.cann.environment import has_real_cann, installed_wheel, run_python
+from tests.full_set import only_full
 from tests.npu.operator_table.__main__ import PACKAGE, SOURCES, TABLE, WHEELS
 from tests.npu.operator_table.uses import Reader, Use
 from tests.npu.operator_table.wheels import Wheel
@@ -146,18 +147,31 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
         assert any(use.path == name for use in _READER.uses)
 
 
+OTHER_MISTAKES = [
+    ("kernels.py", "torch_npu._npu_reshape_and_cache(", "torch_npu._npu_reshape_cache(",
+     "torch_npu._npu_reshape_cache is not in the table"),
+    ("kernels.py", "actual_seq_qlen=totals", "actual_seq_lengths=totals",
+     "torch_npu.npu_fusion_attention: no actual_seq_lengths"),
+    ("attention.py", '{"pre_tokens": window', '{"tokens_before": window',
+     "torch_npu.npu_fused_infer_attention_score: no tokens_before"),
+    ("graphs.py", "torch.npu.graph_pool_handle()", "torch.npu.graph_pool(1)", "torch.npu.graph_pool is not in"),
+    ("torchair.py", '"npu_scatter_pa_kv_cache_functional",', '"npu_scatter_kv",',
+     "torch.ops.npu.npu_scatter_kv is not in"),
+    ("experts.py", "row_idx_type=0", "row_type=0", "torch_npu.npu_moe_init_routing_v2: no row_type"),
+    ("experts.py", "group_list_type=_list_type(counts),", "list_type=_list_type(counts),",
+     "torch_npu.npu_grouped_matmul: no list_type"),
+    ("ops.py", "torch_npu.npu_swiglu(", 'getattr(torch_npu, "npu_swish", None)(', "torch_npu.npu_swish is not in"),
+    ("gated_delta.py", "ssm_state_indices=slots_T", "slots=slots_T",
+     "torch_npu.npu_recurrent_gated_delta_rule: no slots"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "reported"),
     [
         ("kernels.py", 'cache_mode="Norm"', 'cache_modus="Norm"', f"torch_npu.{_SCATTER}: no cache_modus"),
-        ("kernels.py", "torch_npu._npu_reshape_and_cache(", "torch_npu._npu_reshape_cache(",
-         "torch_npu._npu_reshape_cache is not in the table"),
-        ("kernels.py", "actual_seq_qlen=totals", "actual_seq_lengths=totals",
-         "torch_npu.npu_fusion_attention: no actual_seq_lengths"),
         ("attention.py", "block_table=metadata", "page_table=metadata",
          "torch.ops.air.npu_fused_infer_attention_score: no page_table"),
-        ("attention.py", '{"pre_tokens": window', '{"tokens_before": window',
-         "torch_npu.npu_fused_infer_attention_score: no tokens_before"),
         ("ops.py", "npu_rms_norm(x, weight, eps)", "npu_rms_norm(x)", "torch_npu.npu_rms_norm: wants gamma"),
         ("ops.py", "npu_swiglu(gate_up_T2I)", "npu_swiglu(gate_up_T2I, -1, 2)",
          "torch_npu.npu_swiglu: takes 2 by place"),
@@ -165,21 +179,13 @@ def test_what_is_optional_is_missing_somewhere_and_used() -> None:
         ("graphs.py", '"clone_input": False', '"clone_inputs": False', "npugraph_ex options.clone_inputs is not in"),
         ("graphs.py", "clone_input = False", "clones = False",
          "torchair.CompilerConfig().debug.aclgraph.clones is not in"),
-        ("graphs.py", "torch.npu.graph_pool_handle()", "torch.npu.graph_pool(1)", "torch.npu.graph_pool is not in"),
         ("torchair.py", "mutated_arg=[3]", "mutates=[3]",
          "npugraph_ex._acl_concrete_graph.graph_pass.register_inplaceable_npu_op: no mutates"),
-        ("torchair.py", '"npu_scatter_pa_kv_cache_functional",', '"npu_scatter_kv",',
-         "torch.ops.npu.npu_scatter_kv is not in"),
-        ("experts.py", "row_idx_type=0", "row_type=0", "torch_npu.npu_moe_init_routing_v2: no row_type"),
-        ("experts.py", "group_list_type=_list_type(counts),", "list_type=_list_type(counts),",
-         "torch_npu.npu_grouped_matmul: no list_type"),
         ("torchair.py", 'ops.npu, "_npu_moe_token_unpermute")', 'ops.npu, "_npu_moe_unpermute")',
          "torch.ops.npu._npu_moe_unpermute is not in"),
-        ("ops.py", "torch_npu.npu_swiglu(", 'getattr(torch_npu, "npu_swish", None)(', "torch_npu.npu_swish is not in"),
         ("ops.py", "torch_npu.npu_rms_norm(x, weight, eps)", 'getattr(torch_npu, "npu_rms_norm", None)(x)',
          "torch_npu.npu_rms_norm: wants gamma"),
-        ("gated_delta.py", "ssm_state_indices=slots_T", "slots=slots_T",
-         "torch_npu.npu_recurrent_gated_delta_rule: no slots"),
+        *only_full("the same kinds of mistakes elsewhere", *OTHER_MISTAKES),
     ],
 )  # fmt: skip
 def test_a_mistake_is_reported(file: str, old: str, new: str, reported: str, tmp_path: Path) -> None:
@@ -239,6 +245,7 @@ def test_converters_that_are_registered_by_a_call_are_seen(tmp_path: Path) -> No
 
 @pytest.mark.npu
 @pytest.mark.slow
+@pytest.mark.full("reads a wheel for seconds; what we call is compared with the table")
 @pytest.mark.skipif(has_real_cann(), reason="another torch_npu may be installed there")
 def test_the_table_says_what_the_installed_wheel_says() -> None:
     """2.13.0's text is here; what it says of operators is what torch itself has once torch_npu is imported."""

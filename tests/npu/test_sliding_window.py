@@ -29,7 +29,7 @@ def cases_of(mode: str, checkpoint: Any, models: Any = MODELS, **settings: Any) 
     graphs: dict[str, Any] = {} if mode == "eager" else {"graph_batch_sizes": [4]}
     if mode == "max-autotune":
         graphs["use_graph_cache"] = False
-    common = {"graph_mode": mode, "max_num_batched_tokens": 101, **SMALL, **FLOAT32, **graphs, **settings}
+    common = {"graph_mode": mode, **SMALL, "max_num_batched_tokens": 101, **FLOAT32, **graphs, **settings}
     return [Case(str(checkpoint(model_type, **changes)), common, "long texts", 7) for model_type, changes in models]
 
 

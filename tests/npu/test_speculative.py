@@ -61,8 +61,8 @@ def of_head(mode: str, checkpoint: Any, folder: Path, **settings: Any) -> Case:
     path = with_head(checkpoint("qwen3_5_text", **FAMILIES["qwen3_5"].npu[0]), folder / f"head {mode}", quiet=QUIET)
     speculative = {"method": "mtp", "num_speculative_tokens": 3}
     graphs = graphs_of(mode, SIZES)
-    return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, "max_num_batched_tokens": 128,
-                            **SMALL, **FLOAT32, **graphs, **settings}, "long texts", 5)
+    return Case(str(path), {"graph_mode": mode, "speculative_config": speculative, **SMALL,
+                            "max_num_batched_tokens": 128, **FLOAT32, **graphs, **settings}, "long texts", 5)
 
 
 def compare(cases: list[Case], tmp_path: Path) -> None:
@@ -81,15 +81,15 @@ def compare(cases: list[Case], tmp_path: Path) -> None:
 
 @emulated
 def test_tokens_equal_plain_steps_of_the_cpu_platform(checkpoint: Any, tmp_path: Path) -> None:
-    of_states = with_states("reduce-overhead", checkpoint)[1]
-    of_states.settings["graph_batch_sizes"] = SIZES_OF_STATES[1][-1:]
-    of_attention = cases_of("reduce-overhead", checkpoint)[0]
-    of_attention.settings["graph_batch_sizes"] = SIZES[-1:]
-    compare([of_attention, of_states], tmp_path)
+    """Of a layer with a state and one with attention, in one graph."""
+    of_states = dataclasses.replace(with_states("reduce-overhead", checkpoint)[1], count=3)
+    of_states.settings |= {"graph_batch_sizes": [12], "speculative_config": {"method": "forced",
+                                                                            "num_speculative_tokens": 3}}
+    compare([of_states], tmp_path)
 
 
 @emulated
-@pytest.mark.full("eager steps, the graph engine, windows and forced drafts of a dense model; captured graphs stay")
+@pytest.mark.full("eager steps, the graph engine, windows, and drafts that are looked up; forced ones captured stay")
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead", "max-autotune"])
 def test_tokens_in_every_mode(mode: str, checkpoint: Any, tmp_path: Path) -> None:
     compare([*cases_of(mode, checkpoint), *with_states(mode, checkpoint)], tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from npu_runner.assets import SHAPES_VL
+from tests.full_set import only_full
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
 from tests.npu.test_families import emulated, tiny
@@ -67,15 +68,10 @@ def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dic
 
 
 @emulated
-def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(checkpoint: Any, tmp_path: Path) -> None:
-    assert_lag_and_null_block_change_nothing(["qwen3_vl"], "reduce-overhead", checkpoint, tmp_path)
-
-
-@emulated
-@pytest.mark.full("captured graphs with images stay, whose prefills are eager")
-@pytest.mark.parametrize(("model_types", "mode"), [
-    (["qwen3"], "reduce-overhead"), (["qwen3", "qwen3_vl"], "eager")])
-def test_other_steps_of_a_device_that_lags_behind(model_types: Sequence[str], mode: str, checkpoint: Any,
+@pytest.mark.parametrize(("model_types", "mode"), [(["qwen3"], "reduce-overhead"), *only_full(
+    "images, which stay in test_images_ahead.py, and eager steps", (["qwen3_vl"], "reduce-overhead"),
+    (["qwen3", "qwen3_vl"], "eager"))])
+def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(model_types: Sequence[str], mode: str, checkpoint: Any,
                                                   tmp_path: Path) -> None:
     assert_lag_and_null_block_change_nothing(model_types, mode, checkpoint, tmp_path)
 
@@ -84,7 +80,8 @@ def assert_lag_and_null_block_change_nothing(model_types: Sequence[str], mode: s
                                              tmp_path: Path) -> None:
     """Nothing runs before somebody waits: a host that refills a buffer too early shows. Chunks that sample nothing do
     not wait. Whoever reads the null block shows, too."""
-    cases = [tiny(model_type, checkpoint, mode, max_num_batched_tokens=40) for model_type in model_types]
+    several = {} if mode == "eager" else {"graph_batch_sizes": [2, 4]}
+    cases = [tiny(model_type, checkpoint, mode, max_num_batched_tokens=40, **several) for model_type in model_types]
     for case in cases:
         case.is_null_block_poisoned = True
     for case, result in zip(cases, on_npu(cases, tmp_path, lazy=True), strict=True):

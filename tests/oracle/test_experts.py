@@ -23,7 +23,7 @@ from npu_runner.platforms.ops import HeldExperts
 from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
 from tests.oracle.test_families import TEXTS
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, make_prompts
 
 
 def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name: str) -> None:
@@ -34,14 +34,15 @@ def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name
 
 
 @pytest.mark.parametrize(("num_tokens", "is_turned"), [
-    (37, False), (1024, True), *only_full("whole prompts; chunks stay, and turned weights whole", (1024, False))])
+    (37, True), *only_full("weights that are not turned, which have no images elsewhere either, and whole prompts",
+                           (37, False), (1024, True), (1024, False))])
 def test_with_images_and_chunks(num_tokens: int, is_turned: bool, checkpoint: Any, platform_name: str,
                                 tmp_path: Path) -> None:
     path: Path = checkpoint("qwen3_vl_moe")
     if is_turned:  # as the published checkpoints have them; transformers writes them the other way round
         path = turned(path, tmp_path, "gate_up_proj", "down_proj")
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
+        prompts, images = make_prompts(llm, FEW_LAYOUTS)
         assert_equals_reference(path, llm, prompts, images)
 
 

@@ -13,7 +13,7 @@ from npu_runner.strategies import pick_strategy
 from tests.families import FAMILIES, sees_images
 from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, make_prompts
 
 TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,7 +26,7 @@ MORE = [f"{model_type}, {what}" for model_type, family in FAMILIES.items() for w
 def prompts_of(llm: LLM, model_type: str, *, of_variant: bool = False) -> tuple[list[Any], list[list[Any]]]:
     """Prompts, and the images of each. A variant differs in its network alone, and has fewer."""
     if sees_images(model_type):
-        return make_prompts(llm, ["t", "0t1t2t3", "t44t4"] if of_variant else LAYOUTS)
+        return make_prompts(llm, ["t", "0t1t2t3", "t44t4"] if of_variant else FEW_LAYOUTS)
     texts = TEXTS[1::2] if of_variant else TEXTS
     return [llm.engine.processor.from_text(text) for text in texts], [[] for _ in texts]
 

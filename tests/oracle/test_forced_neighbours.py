@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from npu_runner import LLM, SamplingParams
+from tests.full_set import is_fast
 from tests.oracle.running import runner_of
 
 _TEXT = "which " * 10_000
@@ -63,10 +64,9 @@ def beside(llm: LLM, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> t
 def test_neighbours_of_a_long_forced_text_take_as_many_steps_as_beside_a_small_schema(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """3 s."""
     beside(llm, _SMALL, monkeypatch)  # builds what all matchers share
     small = beside(llm, _SMALL, monkeypatch)
-    for rule in _LONG:
+    for rule in _LONG[1:2] if is_fast else _LONG:
         long = beside(llm, rule, monkeypatch)
         assert long[:4] == small[:4]
         assert long[4].removeprefix('"')[:12] in ("which which ", "1_01_11_21_3")

@@ -16,7 +16,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, RingedGatedDelta, StateSave
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
-from tests.full_set import only_full
+from tests.full_set import examples, only_full
 from tests.oracle.gated_delta_layer import (
     GATES,
     NUM_SLOTS,
@@ -62,21 +62,24 @@ def assert_slot(server: Server, slot: int, defined: Defined, length: int) -> Non
 
 
 @pytest.mark.parametrize("gates", [
-    "usual", "mixed", *only_full("gates all open and all shut; mixed ones stay, which have both", "open", "shut")])
+    "mixed", *only_full("gates of one kind each; mixed ones stay, which have all", "usual", "open", "shut")])
 def test_a_long_prompt_and_what_follows_it(gates: str, platform_name: str) -> None:
     server = make_server(platform_name)
-    seq = Request(Inputs.random(2100, SHAPE, gates), slot=5)
+    length = examples(2100)
+    seq = Request(Inputs.random(length, SHAPE, gates), slot=5)
     defined = define(seq.inputs, server.weights, SHAPE)
-    out = [*server.prefill([(seq, 1000)]), *server.prefill([(seq, 1047)])]
-    while seq.num_done < 2100:
+    out = [*server.prefill([(seq, length // 2 - 50)]), *server.prefill([(seq, length // 2 - 3)])]
+    while seq.num_done < length:
         out += server.decode([seq], padding_slots=[14, 15])
     assert_close(torch.cat(out), defined.out_TVD)
-    assert_slot(server, 5, defined, 2100)
+    assert_slot(server, 5, defined, length)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rows_of_any_length_side_by_side_each_from_its_own_state(shape: GatedDeltaShape, platform_name: str) -> None:
+@pytest.mark.parametrize("name", ["uneven", *only_full("other shapes; one stays, and all with drafts", "grouped",
+                                                       "ungrouped")])
+def test_rows_of_any_length_side_by_side_each_from_its_own_state(name: str, platform_name: str) -> None:
     """Random traffic: chunks of 1 to 200 tokens, saves at what boundaries come, decode steps between."""
+    shape = SHAPES[name]
     server = make_server(platform_name, shape)
     rng = random.Random(0)
     seqs = [Request(Inputs.random(rng.randint(150, 400), shape, rng.choice(GATES)), slot=slot)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM
+from tests.full_set import only_full
 from tests.oracle.reference import load_model, model_inputs
-from tests.oracle.running import SMALL, assert_equals_reference
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference
 from tests.oracle.test_videos import make_prompts
 from tests.oracle.videos_reference import glm_video_text, video_inputs
 from tests.videos import moving_frames, video_of
@@ -33,7 +34,8 @@ def videos() -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("family", ["glm_ocr", "glm4v"])
+@pytest.mark.parametrize("family", ["glm_ocr", *only_full("another tower; its images stay, and its videos in chunks",
+                                                       "glm4v")])
 def test_greedy_tokens_and_logits_equal_transformers(family: str, videos: list[bytes], checkpoint: Any,
                                                      platform_name: str) -> None:
     path: Path = checkpoint(family)
@@ -50,7 +52,7 @@ def test_glm46v(videos: list[bytes], checkpoint: Any, platform_name: str) -> Non
 
 
 @pytest.mark.parametrize(("family", "first"), [
-    ("glm_ocr", "0.0 seconds"), ("glm46v", "0.0 seconds"), ("glm4v", "0")])
+    ("glm_ocr", "0.0 seconds"), ("glm4v", "0"), *only_full("glm_ocr's text", ("glm46v", "0.0 seconds"))])
 def test_prompts_are_the_text_and_the_positions_of_transformers(family: str, first: str, videos: list[bytes],
                                                                 checkpoint: Any) -> None:
     path: Path = checkpoint(family)
@@ -72,7 +74,7 @@ def test_prompts_are_the_text_and_the_positions_of_transformers(family: str, fir
         assert processor.tokenizer.encode(text, add_special_tokens=False).ids == prompt.token_ids
 
 
-@pytest.mark.parametrize(("family", "num_tokens"), [("glm_ocr", 37), ("glm4v", 7)])
+@pytest.mark.parametrize(("family", "num_tokens"), [("glm4v", 7), *only_full("larger chunks", ("glm_ocr", 37))])
 def test_chunks_may_cut_a_video(family: str, num_tokens: int, videos: list[bytes], checkpoint: Any,
                                 platform_name: str) -> None:
     path: Path = checkpoint(family)
@@ -84,11 +86,12 @@ def test_chunks_may_cut_a_video(family: str, num_tokens: int, videos: list[bytes
         assert llm.stats().prefix_cache_hits > hits
 
 
+@pytest.mark.full("pairs are images to the scheduler, which stay (test_scheduling_changes_nothing.py)")
 def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("glm4v")
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=32 * per_block, max_num_seqs=8,
              max_model_len=110, dtype="float32", enable_prefix_caching=False, vision_cache_bytes=0) as llm:
         prompts, seen = make_prompts(llm, ["2t", "3t", "t3"], videos)
-        assert_equals_reference(path, llm, prompts, seen)
+        assert_equals_reference(path, llm, prompts, seen, num_tokens=MAX_NEW_TOKENS)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"

@@ -23,16 +23,17 @@ from tests.oracle.embedding_checkpoints import assert_same, expected_vector
 from tests.oracle.running import greedy
 from tests.oracle.tiny_checkpoints import make_checkpoint
 
-OF_EACH_KIND = ("glm4v", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl")
+FAST = ("glm4v", "qwen3_vl")
+"""Whose images are pairs of frames, and whose are not."""
 LONGEST_EDGE = 16_777_216
 MAX_MODEL_LEN = 100
 SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN, "dtype": "float32",
                             "kv_cache_bytes": 1 << 22}
 
 
-@pytest.fixture(scope="module", params=[*OF_EACH_KIND, *only_full(
+@pytest.fixture(scope="module", params=[*FAST, *only_full(
     "families whose towers and processors are those of others", *sorted(
-        name for name in filter(sees_images, FAMILIES) if name not in OF_EACH_KIND))])
+        name for name in filter(sees_images, FAMILIES) if name not in FAST))])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that takes images as large as the published Qwen3-VL does."""
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
@@ -102,9 +103,9 @@ def test_the_largest_image_that_fits_is_answered_and_one_more_row_is_refused(pat
     assert seen == [np.prod(prompt.images[0].grid_thw)], "no other image reaches the tower"
 
 
-@pytest.mark.parametrize("path", [*filter(takes_videos, OF_EACH_KIND), *only_full(
+@pytest.mark.parametrize("path", [*filter(takes_videos, FAST), *only_full(
     "families whose towers and processors are those of others", *sorted(
-        name for name in filter(takes_videos, FAMILIES) if name not in OF_EACH_KIND))], indirect=True)
+        name for name in filter(takes_videos, FAMILIES) if name not in FAST))], indirect=True)
 def test_a_video_larger_than_a_prompt_never_reaches_the_tower(path: Path, platform_name: str) -> None:
     pytest.importorskip("av")  # an extra: the other tests do without it
     from tests.videos import moving_frames, video_of

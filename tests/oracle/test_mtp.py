@@ -23,6 +23,7 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.mtp_step import HeadStep
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
+from tests.full_set import only_full
 from tests.oracle.mtp_drafts import (
     GREEDY,
     QUIET,
@@ -98,8 +99,7 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path,
     params = [GREEDY.replace(max_tokens=30), GREEDY.replace(temperature=0.7, seed=3, max_tokens=20),
               GREEDY.replace(structured_outputs={"regex": "[a-z]{9,12}(,[0-9]{3})*"}, max_tokens=20, ignore_eos=False),
               GREEDY.replace(repetition_penalty=1.2, max_tokens=20)]
-    prompts = [PromptInputs(LONG[start : start + 5]) for start in range(len(params))]
-    found = []
+    prompts, found = [PromptInputs(LONG[start : start + 5]) for start in range(len(params))], []
     for settings in ({}, mtp(3)):
         with LLM(path, **where, **settings, **SMALL, block_size=16) as llm:  # where one ends there are fewer drafts
             found.append([output.token_ids for output in llm.generate(prompts, params)])
@@ -109,6 +109,7 @@ def test_a_head_that_agrees_has_its_drafts_kept(checkpoint: Any, tmp_path: Path,
     assert stats.num_draft_tokens == stats.num_mtp_drafted + stats.num_forced_drafted
 
 
+@pytest.mark.full("rings that the cpu platform has not; plain steps in them stay (tests/runner/test_rings.py)")
 def test_drafts_of_the_head_go_into_rings(checkpoint: Any, tmp_path: Path, platform_name: str,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states of drafts lie beside those of slots then."""
@@ -190,6 +191,7 @@ class NoSmallHeads(KeptGraphs):
         return refuse if is_head and batch_size < 8 else super().compile(forward, batch_size)
 
 
+@pytest.mark.full("two engines; decode graphs without room stay (test_hybrid_models.py)")
 def test_a_size_without_room_for_the_heads_graph_has_none(checkpoint: Any, tmp_path: Path,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: NoSmallHeads())
@@ -205,7 +207,7 @@ def test_a_size_without_room_for_the_heads_graph_has_none(checkpoint: Any, tmp_p
     assert "no room for the head" in graphs
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [True, *only_full("one step under way; two stay", False)])
 def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(ahead: bool, checkpoint: Any, tmp_path: Path,
                                                                  where: dict[str, Any]) -> None:
     """Steps of two rows have no drafts. A row whose drafts are refused has none for 16 tokens; those of later places
@@ -232,7 +234,7 @@ def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(ahead: bool, ch
     assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
 
 
-@pytest.mark.full("pictures, experts and Qwen3-Next; text alone stays, and pictures with the embedded model")
+@pytest.mark.full("pictures, experts and Qwen3-Next; text alone stays, and pictures in what the head reads")
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe_text", "qwen3_next"])
 def test_drafts_of_other_families_are_those_of_the_definition(model_type: str, checkpoint: Any, tmp_path: Path,
                                                               where: dict[str, Any]) -> None:
@@ -253,8 +255,7 @@ def test_every_feature_answers_as_without(model_type: str, checkpoint: Any, tmp_
     """In few blocks: prompts are cut, sequences are preempted, and drafts end where blocks do."""
     path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
     few = few_blocks(path, where["platform"])
-    settings = {**FEATURES, **few}
-    found = []
+    settings, found = {**FEATURES, **few}, []
     # Blocks of one layer that attends, then of two.
     for more in ({}, {**mtp(3), **({"kv_cache_bytes": 2 * few["kv_cache_bytes"]} if few else {})}):
         with LLM(path, **where, **{**settings, **more}) as llm:
@@ -286,15 +287,13 @@ def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: A
             llm.engine.abort_request("r-9")
             outputs = run(llm, prompts, params)
         stats = llm.stats()
-    del outputs["r-9"]
-    assert {name: output.token_ids for name, output in outputs.items()} == {
+    assert {name: output.token_ids for name, output in outputs.items() if name != "r-9"} == {
         name: output.token_ids for name, output in plain.items()}
     assert (stats.num_preemptions > 0, stats.num_accepted_tokens > 20, stats.kv_blocks_used) == (True, True, 0)
     assert_drafts_are_the_heads(path, drafts, outputs, {name: (prompt, []) for name, prompt in prompts.items()})
 
 
 @pytest.mark.full("two ranks start; one rank stays")
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
 def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
     need_devices(platform_name)
@@ -333,8 +332,7 @@ def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint:
 
 
 def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint: Any, tmp_path: Path) -> None:
-    path = with_head(checkpoint("qwen3_5_text"), tmp_path / "head")
-    sizes = []
+    path, sizes = with_head(checkpoint("qwen3_5_text"), tmp_path / "head"), []
     for settings in ({}, mtp(2)):
         with LLM(path, platform="cpu", **SMALL, **settings) as llm:
             runner = runner_of(llm)
@@ -346,6 +344,7 @@ def test_the_head_is_in_the_ledger_and_is_left_out_without_the_method(checkpoint
     assert json.loads(manifest["speculative_config"]) == {"method": "mtp", "num_speculative_tokens": 2}
 
 
+@pytest.mark.full("the embedded model draws for seconds; tiny heads stay, whose drafts are those of the definition")
 def test_the_head_of_the_embedded_model_keeps_what_it_was_trained_to(platform_name: str) -> None:
     """Short answers and JSON, about drawings that no training saw: 271 of 335 drafts. A head that is read wrong costs
     drafts, and no answer."""

@@ -13,7 +13,7 @@ from npu_runner.errors import ModelError
 from tests.core.test_config import spoiled
 from tests.full_set import only_full
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, LAYOUTS, make_prompts
 
 
 @pytest.mark.parametrize(("model_type", "num_tokens"), [
@@ -21,7 +21,7 @@ from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 def test_chunks_may_cut_an_image(model_type: str, num_tokens: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
+        prompts, images = make_prompts(llm, FEW_LAYOUTS)
         assert_equals_reference(path, llm, prompts, images)
 
 

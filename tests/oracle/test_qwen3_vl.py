@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from npu_runner import LLM
-from tests.full_set import only_full
+from tests.full_set import is_fast, only_full
 from tests.oracle.reference import random_image
 from tests.oracle.running import SMALL, assert_equals_reference
 
 SIZES = [(70, 45), (200, 33), (31, 190), (128, 128), (250, 251), (8, 8)]
 # t: a stretch of text; digits: the image of that number
 LAYOUTS = ["t", "0t", "t1", "t2t", "t01t", "3t4", "0t1t2t3", "t44t4", "5t", "012t345"]
+FEW_LAYOUTS = LAYOUTS[::3] if is_fast else LAYOUTS
+"""Where what is shown does not matter beyond that."""
 
 
 def conversation(layout: str, images: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:

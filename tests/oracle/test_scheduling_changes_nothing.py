@@ -12,8 +12,8 @@ from npu_runner import LLM
 from npu_runner.runner.buckets import bucket_sizes
 from tests.families import sees_images
 from tests.full_set import only_full
-from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
+from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, LAYOUTS, make_prompts
 
 TEXTS = [f"{word} {'which of the pictures ' * count}" for count, word in enumerate(["a", "b", "c", "d", "e", "f", "g"])]
 
@@ -23,15 +23,15 @@ def text_prompts(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize(("num_tokens", "model_type"), [
-    (1, "qwen3"), (7, "qwen3_moe"), *only_full("more sizes; the smallest and one with experts stay", (7, "qwen3"),
-                                               (33, "qwen3"))])
+    (7, "qwen3_moe"), *only_full("more sizes; one with experts stays, and the smallest with images (test_qwen3_vl.py)",
+                                 (1, "qwen3"), (7, "qwen3"), (33, "qwen3"))])
 def test_chunked_prefill_equals_whole(num_tokens: int, model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
         assert_equals_reference(path, llm, text_prompts(llm))
 
 
-@pytest.mark.parametrize("block_size", [1, 128, *only_full("a size between the least and a large one", 4)])
+@pytest.mark.parametrize("block_size", [1, *only_full("larger ones; others stay in most tests of this folder", 4, 128)])
 def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform=platform_name, block_size=block_size, **SMALL) as llm:
@@ -43,7 +43,7 @@ def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) ->
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
+        prompts, images = make_prompts(llm, FEW_LAYOUTS)
         cold = llm.generate(prompts, greedy())
         hits = llm.stats().prefix_cache_hits
         warm = llm.generate(prompts, greedy())
@@ -74,15 +74,15 @@ NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_vl": 41, "qwe
 OTHER_TOWERS = ["qwen2_vl", "paddleocr_vl"]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_vl", *only_full(
-    "experts, and another tower; schedulers do not know them", "qwen3_moe", "qwen2_5_vl")])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", *only_full(
+    "texts, experts, and another tower; schedulers do not know them", "qwen3", "qwen3_moe", "qwen2_5_vl")])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=NUM_BLOCKS[model_type] * per_block,
              max_num_seqs=8, max_model_len=LONGEST[model_type], dtype="float32", enable_prefix_caching=False) as llm:
         prompts, images = make_prompts(llm, LAYOUTS[:7]) if sees_images(model_type) else (text_prompts(llm), None)
-        assert_equals_reference(path, llm, prompts, images)
+        assert_equals_reference(path, llm, prompts, images, num_tokens=MAX_NEW_TOKENS)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
         assert llm.stats().kv_blocks_used == 0
 
@@ -102,7 +102,7 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
     monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
     path: Path = checkpoint("qwen3_vl")
     with LLM(path, platform=platform_name, graph_mode="reduce-overhead", graph_batch_sizes=(2, 5), **SMALL) as llm:
-        prompts, images = make_prompts(llm, LAYOUTS)
+        prompts, images = make_prompts(llm, FEW_LAYOUTS)
         with torch.inference_mode():
             for cache in (runner_of(llm).k_cache, runner_of(llm).v_cache):
                 cache[:, 0] = 1e4  # whoever lets the null block count shows

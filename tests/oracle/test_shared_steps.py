@@ -23,8 +23,8 @@ from tests.runner.test_culprits import failing, poison_of, raise_at_poison
 # Of each family, but for the decoders that others have within them.
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {} for name in FAMILIES if not name.endswith("_text")}, "mistral": {"sliding_window": 10}}
-SHARING = ("qwen3", "mistral", "qwen3_moe", "qwen3_vl", "qwen3_5")
-"""Blocks, windows, experts, images, states."""
+SHARING = ("mistral", "qwen3_5")
+"""Blocks, windows; images, states."""
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, n=3)
 
 
@@ -58,7 +58,8 @@ def test_prompts_that_begin_alike_and_arrive_together(model_type: str, checkpoin
         assert_equals_reference(path, llm, prompts, images)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", *only_full(
+    "blocks, windows and images by themselves; all but windows are in one that stays", "qwen3", "mistral", "qwen3_vl")])
 def test_drawn_answers_of_one_prompt_are_those_of_prompts_computed_apart(model_type: str, checkpoint: Any,
                                                                          platform_name: str) -> None:
     path: Path = checkpoint(model_type, **MODELS[model_type])
@@ -142,7 +143,7 @@ def test_a_row_that_makes_its_steps_fail_is_found_among_those_that_share_its_blo
         assert llm.stats().kv_blocks_used == 0
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", *only_full("blocks alone; blocks and states stay", "qwen3")])
 def test_memory_that_runs_out_behind_a_shared_step_changes_no_answer(model_type: str, checkpoint: Any) -> None:
     with LLM(checkpoint(model_type), platform="cpu", block_size=4, **SMALL) as llm:
         prompts, _ = alike(llm, model_type)
@@ -155,6 +156,7 @@ def test_memory_that_runs_out_behind_a_shared_step_changes_no_answer(model_type:
             assert runner_of(llm).guard.num_retries == (1 if model_type == "qwen3" else 0)
 
 
+@pytest.mark.full("two ranks start; what is shared is decided before them")
 def test_two_ranks_share_as_one(checkpoint: Any, platform_name: str) -> None:
     """About 4 seconds: two processes start."""
     need_devices(platform_name)

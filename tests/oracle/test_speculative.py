@@ -93,6 +93,7 @@ def test_earlier_answers_are_drafts_of_later_ones(checkpoint: Any) -> None:
     assert after.suffix_cache_bytes == 17 << 20
 
 
+@pytest.mark.full("an embedded model, twice; rules with drafts stay with a tiny one")
 def test_images_with_a_schema_and_drafts_are_answered_alike() -> None:
     assert_images_are_answered_alike("shapes-vl")
 

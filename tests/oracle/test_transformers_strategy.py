@@ -27,7 +27,7 @@ from npu_runner.models.transformers_model import check_call
 from npu_runner.strategies import pick_strategy, transformers_model
 from tests.full_set import only_full
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint, write_config_alone
-from tests.oracle.running import SMALL, assert_equals_reference, greedy
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "helium": {},
 }
-ALIKE = ("phi3", "starcoder2", "stablelm", "ernie4_5", "helium", "olmoe")
+ALONE = ("gemma3_text", "granite", "gpt2", "mixtral")
+"""Windows, a scale of its own, learned positions, experts."""
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +78,8 @@ def prompts_of(llm: LLM, texts: list[str] = TEXTS) -> list[Any]:
 
 
 @pytest.mark.parametrize("model_type", [
-    *(name for name in FAMILIES if name not in ALIKE),
-    *only_full("networks of transformers that ask our attention for nothing that others do not", *ALIKE)])
+    *ALONE, *only_full("networks of transformers that ask our attention for nothing that others do not",
+                       *(name for name in FAMILIES if name not in ALONE))])
 def test_greedy_tokens_and_logits_equal_transformers(model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     assert isinstance(pick_strategy(path), transformers_model.TransformersStrategy)
@@ -91,8 +92,8 @@ WORDS = [f"{word} {'which of the pictures ' * count}" for count, word in enumera
 
 
 @pytest.mark.parametrize(("num_tokens", "model_type"), [
-    (7, "gemma3_text"), (33, "gpt2"), *only_full("each of four families with both sizes of chunks", (7, "granite"),
-    (7, "mixtral"), (7, "gpt2"), (33, "gemma3_text"), (33, "granite"), (33, "mixtral"))])
+    (7, "gemma3_text"), *only_full("each of four families with both sizes of chunks", (7, "granite"),
+    (7, "mixtral"), (7, "gpt2"), (33, "gpt2"), (33, "gemma3_text"), (33, "granite"), (33, "mixtral"))])
 def test_chunked_prefill_equals_whole(num_tokens: int, model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:
@@ -113,8 +114,8 @@ def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, foreign: Any, pl
         assert_equals_reference(path, llm, prompts)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full(
-    "families without windows; schedulers do not know them", "granite", "mixtral", "gpt2")])
+@pytest.mark.full("schedulers do not know families; windows stay in test_sliding_window.py")
+@pytest.mark.parametrize("model_type", ["gemma3_text", "granite", "mixtral", "gpt2"])
 def test_preempted_sequences_end_as_if_undisturbed(model_type: str, foreign: Any, platform_name: str) -> None:
     if platform_name != "cpu":
         pytest.skip("blocks of 4 tokens are the CPU's")
@@ -123,7 +124,7 @@ def test_preempted_sequences_end_as_if_undisturbed(model_type: str, foreign: Any
     block_bytes = 2 * 3 * 4 * num_kv_heads * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=24 * block_bytes, max_num_seqs=8,
              max_model_len=72, dtype="float32", enable_prefix_caching=False) as llm:
-        assert_equals_reference(path, llm, prompts_of(llm, WORDS))
+        assert_equals_reference(path, llm, prompts_of(llm, WORDS), num_tokens=MAX_NEW_TOKENS)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
 
 
@@ -146,7 +147,7 @@ def test_sliding_windows_equal_transformers(window: int, model_type: str, foreig
         assert_equals_reference(path, llm, prompts_of(llm))
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "mixtral"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full("experts, which float32 has, too", "mixtral")])
 def test_half_precision_begins_like_transformers(model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -191,7 +192,8 @@ class Largest(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "mixtral", "gpt2", "exaone4"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", *only_full(
+    "transformers' masks are made in one place; a family with windows stays, and one without", "mixtral", "exaone4")])
 def test_no_mask_over_all_pairs_of_tokens_is_made(model_type: str, foreign: Any, monkeypatch: Any) -> None:
     from transformers import masking_utils
 
@@ -238,7 +240,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", [*(what for what in REFUSED if "gemma4" not in what), *only_full(
+    "imports a family of several media for seconds", "head dims that differ (gemma4_text)")])
 def test_what_is_not_served_is_named_before_memory_is_taken(what: str, tmp_path: Path) -> None:
     model_type, changes, message = REFUSED[what]
     path = write_config_alone(tmp_path, model_type, **changes)

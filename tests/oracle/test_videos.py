@@ -15,7 +15,7 @@ from npu_runner.errors import ConfigError, RequestError
 from tests.core.test_config import spoiled
 from tests.full_set import only_full
 from tests.oracle.reference import load_model, model_inputs, random_image
-from tests.oracle.running import SMALL, assert_equals_reference, greedy
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
 from tests.oracle.tiny_checkpoints import make_checkpoint
 from tests.oracle.videos_reference import video_inputs, video_text
 from tests.videos import as_url, moving_frames, video_of
@@ -61,8 +61,8 @@ def test_families_with_experts(family: str, videos: list[bytes], checkpoint: Any
 
 
 @pytest.mark.parametrize("family", [
-    "qwen3_vl", "qwen2_vl", "qwen2_5_vl",
-    *only_full("qwen3_vl's tower and its prompts; states with images stay", "qwen3_5")])
+    "qwen3_vl", "qwen2_5_vl", *only_full("towers and prompts of the two that stay; states with images stay",
+                                         "qwen2_vl", "qwen3_5")])
 def test_greedy_tokens_and_logits_equal_transformers(
     family: str, videos: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
@@ -101,8 +101,8 @@ def test_prompts_are_the_text_and_the_positions_of_transformers(
 
 # Chunks of the second begin at multiples of 64.
 @pytest.mark.parametrize(("family", "num_tokens"), [
-    ("qwen3_vl", 7), ("qwen2_5_vl", 37),
-    *only_full("larger chunks; small ones cut a video everywhere", ("qwen3_vl", 64), ("qwen3_5", 64))])
+    ("qwen3_vl", 7), *only_full("larger chunks; small ones cut a video everywhere", ("qwen2_5_vl", 37),
+                                ("qwen3_vl", 64), ("qwen3_5", 64))])
 def test_chunks_may_cut_a_video(
     family: str, num_tokens: int, videos: list[bytes], checkpoint: Any, platform_name: str
 ) -> None:
@@ -112,13 +112,14 @@ def test_chunks_may_cut_a_video(
         assert_equals_reference(path, llm, prompts, seen)
 
 
+@pytest.mark.full("pairs are images to the scheduler, which stay (test_scheduling_changes_nothing.py)")
 def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
     with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=30 * per_block, max_num_seqs=8,
              max_model_len=110, dtype="float32", enable_prefix_caching=False, vision_cache_bytes=0) as llm:  # fmt: skip
         prompts, seen = make_prompts(llm, ["0t", "3t", "t3"], videos)
-        assert_equals_reference(path, llm, prompts, seen)
+        assert_equals_reference(path, llm, prompts, seen, num_tokens=MAX_NEW_TOKENS)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
 
 

@@ -11,7 +11,7 @@ import pytest
 from npu_runner import LLM
 from tests.full_set import only_full
 from tests.oracle.reference import random_image
-from tests.oracle.running import SMALL, assert_equals_reference, greedy
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
 
 SIDE = 128
 # Tokens of an image, hidden size, float32, main and two deepstack levels.
@@ -65,7 +65,7 @@ def test_a_preempted_sequence_still_has_its_image_when_the_cache_is_tiny(
              max_model_len=64, max_num_batched_tokens=chunk, dtype="float32", enable_prefix_caching=False,
              vision_cache_bytes=cache_bytes) as llm:  # fmt: skip
         prompts = prompts_of(llm, "abcdef")
-        assert_equals_reference(path, llm, prompts, [[image(name)] for name in "abcdef"])
+        assert_equals_reference(path, llm, prompts, [[image(name)] for name in "abcdef"], num_tokens=MAX_NEW_TOKENS)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"
         assert llm.stats().vision_cache_bytes <= cache_bytes
         if (cache_bytes, chunk) == (0, 2048):

@@ -91,11 +91,13 @@ class _AclGraph:
         self._batch_size = batch_size
         self._lengths = attention.lengths_by_window([_LEAST_TRACED] * batch_size)
 
-        def decode(inputs: StepInputs, lengths: list[list[int]]) -> Tensor:
+        # dynamo takes every integer for a constant until it sees it change. What only reads the lengths shows it the
+        # first ones, without a trace of the model; in the trace behind it they are symbols.
+        def decode(inputs: StepInputs, lengths: list[list[int]], only_reads: bool) -> Tensor | int:
+            if only_reads:
+                return sum([length for of_window in lengths for length in of_window])
             return forward(inputs, attention.graph_plan(lengths))
 
-        # dynamo takes every integer for a constant until it sees it change. A trace in which the lengths are constants
-        # only rehearses; the graph is made from the one in which they are symbols.
         self._backend = _Counted(backend, batch_size, num_symbols=batch_size * len(self._lengths))
         # What it has seen change it remembers by the code's name, also for the next engine of this process.
         name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
@@ -111,7 +113,7 @@ class _AclGraph:
     def __call__(self, inputs: StepInputs) -> Tensor:
         if not self._is_captured:
             self._capture(inputs)
-        return self._decode(inputs, self._lengths)
+        return self._decode(inputs, self._lengths, False)
 
     def _capture(self, inputs: StepInputs) -> None:
         num_rows = self._batch_size
@@ -121,9 +123,9 @@ class _AclGraph:
             torch._dynamo.mark_static_address(tensor)
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
-            for length in (_LEAST_TRACED, _LEAST_TRACED + 1):
-                self._decode(inputs, self._attention.lengths_by_window([length] * num_rows))
-                torch.npu.synchronize()
+            for length, only_reads in ((_LEAST_TRACED, True), (_LEAST_TRACED + 1, False)):
+                self._decode(inputs, self._attention.lengths_by_window([length] * num_rows), only_reads)
+            torch.npu.synchronize()
         assert self._backend.num_compiled == 1, f"{self._backend.num_compiled} graphs for {num_rows} sequences"
         self._is_captured = True
 
@@ -214,7 +216,7 @@ class _FirstCall:
 class _Counted:
     """A backend that says so when a bucket is compiled more than once: that costs seconds while serving.
 
-    A graph with fewer than `num_symbols` symbolic integers is run as it is.
+    `num_symbols`: how many integers of a graph are symbolic, at least.
     """
 
     def __init__(self, backend: Callable[..., Any], batch_size: int, num_symbols: int = 0):
@@ -224,8 +226,8 @@ class _Counted:
         self._num_symbols = num_symbols
 
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        if sum(isinstance(value, torch.SymInt) for value in inputs) < self._num_symbols:
-            return graph.forward
+        found = sum(isinstance(value, torch.SymInt) for value in inputs)
+        assert found >= self._num_symbols, f"{found} of {self._num_symbols} context lengths are symbols"
         self.num_compiled += 1
         if self.num_compiled > 1:
             logger.warning("the decode graph of batch size %d is compiled again (%d times now); TORCH_LOGS=recompiles "

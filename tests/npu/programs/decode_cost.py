@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.sampling.sampler import Sampler
 from tests.cann.programs.emulation import counters, reset_counters
 from tests.oracle.running import runner_of
@@ -28,6 +29,8 @@ Counts = dict[str, dict[str, dict[str, int]]]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 DRAW = GREEDY.replace(temperature=0.8)
 TIMED_STEPS = 24
+ALMOST_A_BLOCK = 118
+"""Tokens of a prompt whose answer soon begins a block."""
 PHASES = ("prepare", "launch", "sample")
 
 
@@ -35,8 +38,8 @@ def cost_of_a_step(model: str, batch_size: int, settings: dict[str, Any]) -> dic
     """Counters over one decode step of a full batch, those of the sampler alone, and the bytes of the KV cache and of
     the states beside it; or, where nothing runs before somebody waits, the host's milliseconds of a step by phase."""
     # One step after the other: with two under way, what belongs to which of them could not be told.
-    with LLM(model, platform="npu", max_num_seqs=batch_size, max_model_len=512, async_scheduling=False,
-             **settings) as llm:
+    with LLM(model, platform="npu", max_num_seqs=batch_size, max_model_len=512,
+             max_num_batched_tokens=512, async_scheduling=False, **settings) as llm:
         if os.environ.get("CANN_EMU_LAZY") == "1":
             return {"host": host_milliseconds(llm, batch_size)}
         begin(llm, batch_size, GREEDY)
@@ -66,9 +69,8 @@ def of_steps_with_news(llm: LLM, batch_size: int) -> dict[str, Counts]:
     submit, batches = runner_of(llm).steps.submit, []
     runner_of(llm).steps.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
     for index in range(batch_size):
-        prompt = llm.engine.processor.from_text("which picture " * (index + 1))
-        ends = 6 if index == 0 else 160
-        llm.engine.add_request(str(index), prompt, GREEDY.replace(max_tokens=ends))
+        prompt = PromptInputs([5 + index] * (ALMOST_A_BLOCK if index == 1 else 2 * index + 2))
+        llm.engine.add_request(str(index), prompt, GREEDY.replace(max_tokens=6 if index == 0 else 20))
     found: dict[str, Counts] = {}
     while llm.engine.has_unfinished_requests() and len(found) < 2:
         counts = of_a_step(llm)
