@@ -24,9 +24,8 @@ from tests.full_set import examples
 
 ANY = 1 << 20
 """Tokens: more than any image here has."""
-SETTINGS = ImageSettings(
-    min_pixels=64 * 64, max_pixels=512 * 512, patch_size=16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
-)
+SETTINGS = ImageSettings(min_pixels=64 * 64, max_pixels=512 * 512, patch_size=16, image_mean=(0.5,) * 3,
+                         image_std=(0.5,) * 3)
 # The last Pillow for Python 3.10 cannot read the uncompressed YCbCr that it writes.
 READS_RAW_YCBCR = int(PIL.__version__.partition(".")[0]) >= 13
 
