@@ -65,13 +65,13 @@ TABLE = [
     Cell(STEP, LLM_1, FAILED, 2),
     Cell(STEP, RAY, FAILED, 2),
     Cell(RANK, LLM_1, RAISED, 1),
-    Cell(RANK, RAY, FAILED, 2),
     Cell(STEP_OF_RANKS, JOB_2, FAILED, 1),
     Cell(REPLICA, JOB_2, FAILED, 2),
     Cell(WORKER, LLM_1, CRASHED, 2),
-    Cell(WORKER, RAY, CRASHED, 2),
 ]
 LONG_CASES = [
+    Cell(RANK, RAY, FAILED, 2),
+    Cell(WORKER, RAY, CRASHED, 2),
     Cell(RANK, JOB, FAILED, 2, suspects=True),
     Cell(WORKER, JOB, CRASHED, 2),
     Cell(STEP, LLM_2, FAILED, 2),
@@ -273,7 +273,7 @@ def test_who_ends_a_step_a_rank_a_replica_or_a_worker(cell: Cell, model: Path, a
 
 
 @pytest.mark.slow
-@pytest.mark.full("replicas or jobs start up to nine times a case; scripted ones stay, as in test_suspects")
+@pytest.mark.full("replicas, ranks or jobs start up to nine times a case; scripted ones stay, and those of one LLM")
 @pytest.mark.parametrize("cell", LONG_CASES, ids=str)
 def test_who_ends_what_takes_long_to_start(cell: Cell, model: Path, answers: dict[str, str], tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:

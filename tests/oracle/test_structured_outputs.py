@@ -66,7 +66,7 @@ def check_random_schemas(llm: LLM, count: int, seed: int) -> None:
 
 
 def test_every_answer_that_ends_fits_its_schema(llm: LLM) -> None:
-    check_random_schemas(llm, examples(30), seed=1)
+    check_random_schemas(llm, max(examples(30), 12), seed=1)  # enough for half of them to end
 
 
 @pytest.mark.full("a thousand schemas take minutes; ten of them stay")

@@ -166,6 +166,7 @@ def test_steps_that_are_too_large_for_drafts_run_ahead(checkpoint: Any) -> None:
     assert stats.kv_blocks_used == 0
 
 
+@pytest.mark.full("what is looked up and refused for a while; steps that are too large for drafts run ahead alike")
 def test_steps_whose_rows_have_no_drafts_for_now_run_ahead(checkpoint: Any) -> None:
     """What is looked up is refused, so it is paused, and comes back."""
     path: Path = checkpoint("qwen3")
