@@ -207,7 +207,7 @@ FAMILIES: dict[str, Family] = {
                                     "linear_conv_kernel_dim": 3},
             "every second layer": {"layer_types": ["full_attention", "linear_attention"] * 2},
         }),
-    "qwen3_5_moe": Family(text={**_DELTA_MROPE, **_SHARED}, vision={}, ranks=_ONE_OF_EACH, fast=(RANKS,)),
+    "qwen3_5_moe": Family(text={**_DELTA_MROPE, **_SHARED}, vision={}, ranks=_ONE_OF_EACH, fast=()),
     "qwen3_5_moe_text": Family(text={**_DELTA_MROPE, **_SHARED}, ranks=_ONE_OF_EACH, fast=()),
     "qwen3_next": Family(
         text={**_DELTA, **_SHARED}, ranks={"linear_num_value_heads": 6}, fast=(),

@@ -119,6 +119,7 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: P
                         CpuOps().int8_linear(plain, weight, None))
 
 
+@pytest.mark.full("two formats of static inputs through a model; their products by themselves stay above")
 def test_static_inputs_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Path) -> None:
     """With biases; in bfloat16 as compressed-tensors stores it, in float16 as ModelSlim does."""
     plain = checkpoint("qwen2", **DENSE)
@@ -128,7 +129,7 @@ def test_static_inputs_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Pat
         assert all("int8 with dynamic and static inputs multiplied as int8" in said for said in found["said"])
 
 
-@pytest.mark.full("every mode and dtype of both formats; one dtype of each stays, and dynamic inputs captured")
+@pytest.mark.full("every mode and dtype of both formats; products by themselves stay, and dynamic inputs captured")
 def test_static_inputs_in_more_modes(checkpoint: Any, tmp_path: Path) -> None:
     plain = checkpoint("qwen2", **DENSE)
     for name in ("w8a8-static", "modelslim-w8a8"):

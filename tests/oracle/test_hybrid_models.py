@@ -33,14 +33,16 @@ def test_chunks_carry_the_state(num_tokens: int, model_type: str, checkpoint: An
         assert_equals_reference(path, llm, *prompts_of(llm, model_type))
 
 
-@pytest.mark.parametrize("block_size", [48, *only_full("other sizes of blocks", 4, 128)])
+@pytest.mark.full("sizes of blocks; small ones stay with preemption, and the usual one everywhere")
+@pytest.mark.parametrize("block_size", [48, 4, 128])
 def test_any_block_size(block_size: int, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_5_text")
     with LLM(path, platform=platform_name, block_size=block_size, max_num_batched_tokens=256, **SMALL) as llm:
         assert_equals_reference(path, llm, *prompts_of(llm, "qwen3_5_text"))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", *only_full("the same layers behind a tower", "qwen3_5")])
+@pytest.mark.full("the same prompts again; prompts that go on from a snapshot stay (test_state_snapshots.py)")
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5"])
 def test_a_warm_prefix_cache_equals_a_cold_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint(model_type)
     with LLM(path, platform=platform_name, **SMALL) as llm:

@@ -207,7 +207,8 @@ def test_a_size_without_room_for_the_heads_graph_has_none(checkpoint: Any, tmp_p
     assert "no room for the head" in graphs
 
 
-@pytest.mark.parametrize("ahead", [True, *only_full("one step under way; two stay", False)])
+@pytest.mark.full("pauses of drafts; drafts of every place stay, and pauses without a head (test_several_tokens.py)")
+@pytest.mark.parametrize("ahead", [True, False])
 def test_what_no_step_takes_is_not_read_out_and_pairs_stay_whole(ahead: bool, checkpoint: Any, tmp_path: Path,
                                                                  where: dict[str, Any]) -> None:
     """Steps of two rows have no drafts. A row whose drafts are refused has none for 16 tokens; those of later places

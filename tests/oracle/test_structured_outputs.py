@@ -193,6 +193,7 @@ def test_a_rule_is_kept_whatever_happens_to_its_sequence(path: Path, llm: LLM) -
     assert len(lines[5]) == 30
 
 
+@pytest.mark.full("steps are made again without grammars, too (tests/runner/test_culprits.py); preempted rules stay")
 def test_steps_that_fail_are_made_again_with_grammars_where_they_were(llm: LLM) -> None:
     """The culprit is looked for in halves: everybody begins anew several times, in the middle of his answer."""
     prompts = [WORDS[index % len(WORDS)] for index in range(len(RULED))]
