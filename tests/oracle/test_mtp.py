@@ -23,7 +23,6 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.mtp_step import HeadStep
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
-from tests.full_set import only_full
 from tests.oracle.mtp_drafts import (
     GREEDY,
     QUIET,
