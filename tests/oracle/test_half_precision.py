@@ -111,3 +111,17 @@ def test_the_norm_of_olmo2_is_rounded_where_transformers_rounds_it() -> None:
     once_more = RMSNorm(64, 1e-6, context)
     once_more.weight.data.copy_(reference.weight)
     assert not torch.equal(once_more(x_TD), reference(x_TD))
+
+
+def test_the_norm_of_the_others_is_too() -> None:
+    """To the bit, alone and behind a sum: squares that are added in 16 bits, and a weight in float32, give others."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    generator = torch.Generator().manual_seed(1)
+    x_TD, y_TD = torch.randn(2, 7, 640, generator=generator).to(torch.bfloat16)
+    reference = Qwen3RMSNorm(640, 1e-6).to(torch.bfloat16)
+    reference.weight.data.copy_(torch.rand(640, generator=generator) + 0.5)
+    ops = pick_platform("cpu").make_ops()
+    assert torch.equal(ops.rms_norm(x_TD, reference.weight, 1e-6), reference(x_TD))
+    normed_TD, total_TD = ops.add_rms_norm(x_TD, y_TD, reference.weight, 1e-6)
+    assert torch.equal(total_TD, x_TD + y_TD) and torch.equal(normed_TD, reference(x_TD + y_TD))

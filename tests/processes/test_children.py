@@ -21,8 +21,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
+    """A minute at most, so that a child that outlives its parent fails the test and does not stop it."""
+    for _ in range(12_000):
+        if is_so():
+            return
         time.sleep(0.005)
+    raise AssertionError("it has not come about in a minute")
 
 
 def is_alive(pid: int) -> bool:
