@@ -50,7 +50,8 @@ def failing_behind_the_forward(steps: Any, at_step: int, at_operator: int) -> Me
 
 
 @pytest.mark.parametrize("at_step", [4, *only_full("earlier steps; one that a sequence has left stays", 1, 2)])
-def test_memory_that_runs_out_behind_a_forward_changes_no_answer(at_step: int, checkpoint: Any) -> None:
+def test_memory_that_runs_out_behind_a_forward_changes_no_answer(at_step: int, checkpoint: Any,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
     """Prefills, steps of the same sequences and one that a sequence has left; every operator in turn, and a fifth of
     them in the fast set."""
     with LLM(checkpoint("qwen3"), **SETTINGS) as llm:
@@ -64,4 +65,5 @@ def test_memory_that_runs_out_behind_a_forward_changes_no_answer(at_step: int, c
             if failing.num_left > 0:
                 break
             assert guard.num_retries == num_tried
+            assert "looking for the request" not in caplog.text, "the second try has brought the step's tokens"
     assert at_operator > 10
