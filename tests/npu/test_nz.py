@@ -67,12 +67,17 @@ def products(answer: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("sizes", [{128: MODES[1]}, *only_full("the other size, eagerly", {64: MODES[0]})], ids=str)
 def test_integers_in_groups(sizes: dict[int, dict[str, Any]], checkpoint: Any, tmp_path: Path) -> None:
-    """In NZ as near to float64 as plain torch is; every weight is moved."""
+    """In NZ as near to float64 as plain torch is; every weight is moved. int8 with rounded inputs is read from NZ, too.
+    """
     plain = checkpoint("qwen3", **DENSE)
+    quantise(plain, tmp_path / "w8a8", "w8a8")
     for size in sizes:
         quantise(plain, tmp_path / f"awq{size}", "awq", group_size=size)
     cases = [case(tmp_path / f"awq{size}", **mode) for size, mode in sizes.items()]
-    for size, found in zip(sizes, answers(cases, "all", tmp_path), strict=True):
+    *groups, int8 = answers([*cases, case(tmp_path / "w8a8", **MODES[0])], "all", tmp_path)
+    assert READ_NZ["dense"] <= products(int8)
+    assert not ROW_BY_ROW & products(int8)
+    for size, found in zip(sizes, groups, strict=True):
         assert_logits(plain, tmp_path / f"awq{size}", found)
         # The vendor's packing moves what it reads there and back.
         assert found["casts"] == [2 * LINEARS, 2 * LINEARS]
