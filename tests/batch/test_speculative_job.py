@@ -79,10 +79,10 @@ def test_a_job_with_drafts_answers_as_one_without(tmp_path: Path, monkeypatch: p
 def test_a_job_with_drafts_that_is_killed_leaves_every_row_once(
     model: list[str], drafts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the answer of a job without drafts."""
+    """With the answer of a job without drafts. Rows that are appended in the end are left to the last run."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    rows = requests(tmp_path, 8)
+    rows = requests(tmp_path, 10)
     write_rows(tmp_path / "in.jsonl", rows)
     command = ["batch", "-i", "in.jsonl", *SMALL, *model, "-o"]
     assert started([*command, "plain.jsonl"], tmp_path).wait() == 0
@@ -90,6 +90,7 @@ def test_a_job_with_drafts_that_is_killed_leaves_every_row_once(
     assert [item["custom_id"] for item in expected] == sorted(item["custom_id"] for item in rows)
     output, rng, num_kills = tmp_path / "out.jsonl", random.Random(3), 0
     command += [output.name, *drafts, "--summary", "sums.json"]
+    write_rows(tmp_path / "in.jsonl", rows[:16])
     for _ in range(NUM_KILLS):
         job = started(command, tmp_path)
         wait_for_rows(job.pid, output, len(whole_lines(output)) + rng.randint(1, 3))
@@ -98,6 +99,7 @@ def test_a_job_with_drafts_that_is_killed_leaves_every_row_once(
         job.wait()
         assert all(item in expected for item in content(whole_lines(output)))
     assert num_kills > 2
+    write_rows(tmp_path / "in.jsonl", rows)
     assert started(command, tmp_path).wait() == 0
     assert content(whole_lines(output)) == expected
     assert json.loads((tmp_path / "sums.json").read_text())["tokens"]["draft_accepted"] > 0

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class LeftOut(pytest.Module):
+    """A file whose tests are skipped together: a thousand tests take seconds to be collected and skipped one by one."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip("kernels need --platform cuda, or TRITON_INTERPRET=1 and triton", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> LeftOut | None:
+    is_tried = INTERPRETED or parent.config.getoption("--platform") == "cuda"
+    return None if is_tried else LeftOut.from_parent(parent, path=module_path)
+
 
 @pytest.fixture(scope="session")
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if os.environ.get("TRITON_INTERPRET") == "1":
+def device() -> torch.device:
+    if INTERPRETED:
         if importlib.util.find_spec("triton") is None:
             pytest.skip("triton is not installed")
         from tests.cuda.interpreter import mend_bfloat16
 
         mend_bfloat16()
         return torch.device("cpu")
-    if request.config.getoption("--platform") != "cuda":
-        pytest.skip("kernels need --platform cuda, or triton's interpreter (TRITON_INTERPRET=1)")
     from npu_runner.errors import ConfigError
     from npu_runner.platforms import pick_platform
 

