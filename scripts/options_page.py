@@ -7,6 +7,7 @@ A test compares the page with what this makes. Knows no option itself, but for w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from npu_runner.batch.job.options import BatchOptions
@@ -45,7 +46,7 @@ def page() -> str:
     return _HEAD + "".join(_section(title, options_of(kind)) for title, kind in sections)
 
 
-def _section(title: str, options: list[Option]) -> str:
+def _section(title: str, options: Sequence[Option]) -> str:
     whose = f"{_OF[title]}\n\n" if title in _OF else ""
     rows = "".join(_row(option) for option in options)
     return f"\n## {title.capitalize()}\n\n{whose}| option | value | default | meaning |\n|---|---|---|---|\n{rows}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -24,6 +24,7 @@ from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.checkpoint.quantization import Quantization, asked_of, read_quantization
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
+from npu_runner.packages import registered
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
 
@@ -59,7 +60,7 @@ def pick_strategy(path: Path) -> LoadStrategy:
 
 def strategy_of(model_type: Any) -> type[LoadStrategy] | None:
     """What serves it: of the packages that register one, or else our own; None where there is none."""
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
+    for entry in registered(ENTRY_POINT_GROUP):
         if entry.name == model_type:
             return _registered(entry)
     files, name = {module.name for module in iter_modules(__path__)}, str(model_type)
@@ -76,7 +77,7 @@ def strategies_by_model_type() -> dict[str, type[LoadStrategy]]:
     known: dict[str, type[LoadStrategy]] = {}
     for module in iter_modules(__path__):
         known.update(_families_in(module.name))
-    return {**known, **{entry.name: _registered(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}}
+    return {**known, **{entry.name: _registered(entry) for entry in registered(ENTRY_POINT_GROUP)}}
 
 
 def _families_in(file: str) -> dict[str, type[LoadStrategy]]:

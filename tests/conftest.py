@@ -59,6 +59,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In the fast set one process has all tests of the emulated CANN: each that has some imports torch_npu, and the
+    graph compilers, for twelve seconds. In the full set they would be what it waits for in the end."""
+    if not full_set.is_fast:
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "npu" if nodeid.startswith(("tests/npu/", "tests/cann/")) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Nothing that is collected is garbage: looking for it took a fifth of the time."""

@@ -76,11 +76,12 @@ class Option:
         return "N|auto" if self.kind == int | str else _VALUES[self.kind]
 
 
-def options_of(settings: type) -> list[Option]:
+@functools.cache
+def options_of(settings: type) -> tuple[Option, ...]:
     """Of the dataclass `settings` itself, without its parts'."""
     kinds, texts = typing.get_type_hints(settings), field_docstrings(settings)
-    return [Option(field, _without_none(kinds[field.name]), _of_absence(texts.get(field.name, "")))
-            for field in dataclasses.fields(settings) if part_of(field) is None]
+    return tuple(Option(field, _without_none(kinds[field.name]), _of_absence(texts.get(field.name, "")))
+                 for field in dataclasses.fields(settings) if part_of(field) is None)
 
 
 def with_parts(title: str, settings: type) -> list[tuple[str, type]]:

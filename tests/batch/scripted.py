@@ -173,6 +173,7 @@ class OvertakingEngine(ScriptedEngine):
                 del self.running[name]
                 self.finished.append(text)
                 return [self._output(name, text, params)]
+        time.sleep(0.001)  # nothing can end before rows that are still prepared, in processes beside this one
         return []
 
 

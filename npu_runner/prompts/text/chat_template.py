@@ -5,6 +5,7 @@ Templates come from checkpoints, so they run in jinja2's sandbox and see plain s
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -42,15 +43,12 @@ class ChatTemplate:
     def __init__(self, source: str, token_variables: Mapping[str, str]):
         self.source = source
         self.token_variables = dict(token_variables)
-        environment = _environment()
         try:
-            self._template = environment.from_string(source)
-            self._syntax_tree = environment.parse(source)
-            read = jinja2.meta.find_undeclared_variables(self._syntax_tree)
+            self._template, self._syntax_tree, read = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
         self.reads_tools = "tools" in read
-        self.variables = frozenset(read - _OURS - self.token_variables.keys())
+        self.variables = read - _OURS - self.token_variables.keys()
         """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
@@ -172,6 +170,15 @@ class _GuardedNamespace(jinja2.utils.Namespace):
     def _refuse_private(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} starts with an underscore")
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> tuple[jinja2.Template, jinja2.nodes.Template, frozenset[str]]:
+    """A template, its syntax tree and the names that it reads: 20 ms for a template of Qwen's, and a process opens a
+    model more than once. Raises jinja2's error for one that does not compile."""
+    environment = _environment()
+    tree = environment.parse(source)
+    return environment.from_string(source), tree, frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

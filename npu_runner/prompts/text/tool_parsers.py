@@ -12,11 +12,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import followed
+from npu_runner.packages import registered
 from npu_runner.prompts.text.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
 from npu_runner.request.limits import shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams
@@ -127,7 +127,7 @@ def tool_parser(name: str) -> ToolParser:
     """The parser of that name. Raises ConfigError where there is none, or where a package's does not load."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
-    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    points = {point.name: point for point in registered(ENTRY_POINTS)}
     if name not in points:
         known = ", ".join(["auto", "none", *_BUILT_IN, *sorted(points)])
         raise ConfigError(f"tool_call_parser: {name!r} is not one of {known}")
@@ -149,7 +149,7 @@ def find_tool_parser(setting: str, template: str | None) -> str | None:
         if setting != "none":
             tool_parser(setting)  # raises where there is none
         return None if setting == "none" else setting
-    names = [*_BUILT_IN, *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
+    names = [*_BUILT_IN, *sorted(point.name for point in registered(ENTRY_POINTS))]
     return next((name for name in names if template and tool_parser(name).reads(template)), None)
 
 
