@@ -26,7 +26,8 @@ def cost_behind_a_step(model: str, batch_size: int, num_drafts: int, settings: d
     """Of a step of a full batch, each row with that many drafts."""
     speculative = {"method": "mtp", "num_speculative_tokens": max(1, num_drafts)}
     if not num_drafts:
-        speculative["num_speculative_tokens_per_batch_size"] = [[1, batch_size, 0]]
+        # A head that drafts at no size is not computed.
+        speculative["num_speculative_tokens_per_batch_size"] = [[batch_size, batch_size, 0]]
     sizes = sorted({batch_size, batch_size * (1 + num_drafts)})
     graphs = {} if settings["graph_mode"] == "eager" else {"graph_batch_sizes": sizes}
     with LLM(model, platform="npu", max_num_seqs=batch_size, max_model_len=512, speculative_config=speculative,
