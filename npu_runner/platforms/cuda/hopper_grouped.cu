@@ -1,27 +1,29 @@
 // Products y = x W^T of a few rows with a weight of 4 or 8 bit integers, w = (q - z) s, on Hopper. What bounds them is
 // reading the weight, so it is asked for before earlier kernels are done.
 //
-// The weight lies in pieces of 64 rows of 64 bytes (grouped_products.settled). A tile is 16 outputs, a run 128 inputs:
-// one piece of four bits, two of eight. Programs of a cluster share the runs, so do the warps of a program. A warp's
-// 16 x 128 numbers go straight to registers: they are the left factor of mma.m16n8k16, rows of x the right one. A lane
-// has 16 bytes of two outputs, which are 16 inputs and the 16 that lie 64 behind: x is read in that order. Sums of
-// warps, then of programs, are added in their order, so a result does not depend on which was first.
+// The weight lies in pieces of 64 rows of 64 bytes (grouped_products.settled). A pair of tiles is 32 outputs, a run 128
+// inputs: half a piece of four bits, of two pieces of eight. Programs of a cluster share the runs of the same pairs. An
+// item is a pair and a part of the program's runs. A warp has items of its own, and brings what they consist of to a
+// ring of its own in shared memory: no warp waits for another until its items are done. Numbers are the left factor of
+// mma.m16n8k16, rows of x the right one. A lane has 16 bytes of each of four outputs, which are 16 inputs and the 16
+// that lie 64 behind: the program brings x to shared memory in that order, once. Sums of parts, then of programs, are
+// added in their order, so a result does not depend on which was first.
 //
 // Constants of the host: IS_BFLOAT16, BITS, BLOCKS of 8 rows of x, HAS_ZEROS, IN_HALVES (groups of 64: each half of a
-// run has its own scale), PROGRAMS of a cluster, WARPS, TILES whose four bits a warp has at once, REGISTERS of a thread.
+// run has its own scale), WARPS, STAGES of a ring, FIRST of them at once, REGISTERS of a thread.
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = 1024;
-constexpr int AT_ONCE = TILES / PIECES;  // tiles of which a warp has numbers
+constexpr int THREADS = 32 * WARPS, TILES = 2;
+constexpr u32 PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = PIECE_BYTES / 2, RING_BYTES = STAGES * PART_BYTES;
 // Numbers of 4 bits stay 128 larger in bfloat16, and sums are corrected: that is less than taking it from each.
 constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16;
-constexpr bool HAS_ROOM = BLOCKS == 1;  // in registers, for the next pass's rows of x
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
 constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's sums
+constexpr int X_AT_ONCE = 6;            // pieces of x that a thread asks for
 
-// x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs).
+// x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs). `pairs`, `runs`: the most that a
+// program has.
 struct Work {
-  int num_rows, num_outputs, num_runs, runs_of_group, x_stride, tiles_of_cluster, is_wide_bias;
+  int num_rows, num_outputs, num_runs, runs_of_group, x_stride, pairs, runs, parts, is_wide_bias;
   const unsigned short *x;
   const unsigned char *values;
   const unsigned short *scales, *zeros;
@@ -35,238 +37,303 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const u32 (&left
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
-// What is read once, and never written by a step.
-__device__ __forceinline__ uint4 streamed(const unsigned char *from, u64 policy) {
+__device__ __forceinline__ uint4 read_shared(u32 from) {
   uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from), "l"(policy));
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
   return x;
 }
 template <int SHIFT> __device__ __forceinline__ u32 of_tile(u32 word, u32 negative) {
   return CORRECTS ? behind_base<0x000F000F>(word >> SHIFT) : unpacked<SHIFT>(word, negative);
 }
+__device__ __forceinline__ u32 word_of(const uint4 &four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
 
-// A cluster has tiles `first_tile` to `last_tile`; this program runs `first_run` to `last_run` of them; this warp those
-// from `begin` on, `count` in all, one in each pass.
+// A cluster has `pairs` from `first_pair` on; this program `runs` of them from `first_run` on.
 struct Share {
-  int rank, first_tile, last_tile, first_run, last_run, begin, count, passes;
+  int rank, programs, first_pair, pairs, first_run, runs, items, parts;
 
-  __device__ Share(const Work &work) {
+  __device__ Share(const Work &work) : parts(work.parts) {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    const int clusters = gridDim.x / PROGRAMS, cluster = blockIdx.x / PROGRAMS, warp = threadIdx.x / 32;
-    const int num_tiles = (work.num_outputs + 15) / 16;
-    first_tile = num_tiles * cluster / clusters;
-    last_tile = num_tiles * (cluster + 1) / clusters;
-    first_run = work.num_runs * rank / PROGRAMS;
-    last_run = work.num_runs * (rank + 1) / PROGRAMS;
-    const int runs = last_run - first_run;
-    begin = first_run + runs * warp / WARPS;
-    count = first_run + runs * (warp + 1) / WARPS - begin;
-    passes = (runs + WARPS - 1) / WARPS;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(programs));
+    const int clusters = gridDim.x / programs, cluster = blockIdx.x / programs;
+    const int num_pairs = (work.num_outputs + 31) / 32;
+    first_pair = num_pairs * cluster / clusters;
+    pairs = num_pairs * (cluster + 1) / clusters - first_pair;
+    first_run = work.num_runs * rank / programs;
+    runs = work.num_runs * (rank + 1) / programs - first_run;
+    items = pairs * parts;
   }
-  __device__ int tiles() const { return last_tile - first_tile; }
+  __device__ int begin(int part) const { return runs * part / parts; }
 };
 
-// Where everything lies in shared memory.
+// Where everything lies in shared memory. Sums: of each of this program's tiles, of each program and part.
 struct Room {
-  u32 scales, zeros, pitch, parts, totals, scaled;
+  u32 rings, barriers, scaled, x, x_sums, scales, zeros, pitch, sums;
 
   __device__ Room(u32 shared, const Work &work, int groups) {
-    pitch = work.tiles_of_cluster * 32;
-    scales = shared;
+    pitch = work.pairs * 64;
+    rings = shared;
+    sums = rings + WARPS * RING_BYTES;
+    x = sums + (2 * work.pairs + 7) * work.parts * ELEMENTS * 4;
+    x_sums = x + work.num_rows * work.runs * 256;
+    scales = x_sums + work.runs * SCALES_OF_RUN * BLOCKS * 32;
     zeros = scales + groups * pitch;
-    parts = zeros + (HAS_ZEROS ? groups * pitch : 0);
-    totals = parts + AT_ONCE * WARPS * ELEMENTS * 4;
-    scaled = totals + work.tiles_of_cluster * ELEMENTS * 4;
+    barriers = zeros + (HAS_ZEROS ? groups * pitch : 0);
+    scaled = barriers + WARPS * STAGES * 8;
   }
 };
 
-// A step is a pass over AT_ONCE tiles.
-struct Step {
-  int tile = 0, pass = 0;
-  __device__ void next(int passes) {
-    if (++pass == passes) { pass = 0; tile += AT_ONCE; }
+// A warp's ring; its first lane asks for what comes. At first it asks for no more than FIRST pieces at once, until the
+// ring is full: the small kernels before this one, on which x waits, would wait behind more.
+struct Pieces {
+  const Work &work;
+  const Share &share;
+  u32 shared, barriers, stage = 0, parity = 0;
+  int item, left = 0;
+  const unsigned char *from = nullptr;
+  u64 policy;
+
+  __device__ Pieces(const Work &work, const Share &share, const Room &room, u64 policy)
+      : work(work), share(share), shared(room.rings + threadIdx.x / 32 * RING_BYTES),
+        barriers(room.barriers + threadIdx.x / 32 * STAGES * 8), item(threadIdx.x / 32), policy(policy) {
+    begin();
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
+      proxy_fence();
+#pragma unroll
+      for (int i = 0; i < STAGES; ++i) {
+        if (i >= FIRST && left > 0) wait(barriers + 8 * (i - FIRST), 0);
+        bring_next(i);
+      }
+    }
+    __syncwarp();
+  }
+  __device__ void begin() {
+    if (item >= share.items) return;
+    const int part = item / share.pairs, pair = share.first_pair + item % share.pairs, run = share.begin(part);
+    left = (share.begin(part + 1) - run) * PIECES;
+    from = work.values + (((u64)(pair / 2) * work.num_runs + share.first_run + run) * PIECES * PIECE_BYTES
+                          + pair % 2 * PART_BYTES);
+  }
+  // By the first lane.
+  __device__ void bring_next(int to) {
+    if (left == 0) return;
+    expect(barriers + 8 * to, PART_BYTES);
+    bring_bytes(shared + to * PART_BYTES, from, PART_BYTES, barriers + 8 * to, policy);
+    from += PIECE_BYTES;
+    if (--left > 0) return;
+    item += WARPS;
+    begin();
+  }
+  // 16 bytes of each of four outputs, 8 apart.
+  __device__ void take(uint4 (&numbers)[TILES][2]) {
+    wait(barriers + 8 * stage, parity);
+    const u32 at = shared + stage * PART_BYTES + threadIdx.x % 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) numbers[i / 2][i % 2] = read_shared(at + i * 512);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bring_next(stage);
+    if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
 
-struct Warp {
+// x of this program's runs, in the order in which lanes read it: of each run, half and 8 of a lane's 16 inputs the rows'
+// four lanes. Pairs of inputs are two apart, as numbers are unpacked.
+struct Rows {
   const Work &work;
   const Share &share;
   const Room &room;
-  u64 policy;
-  int lane, warp;
-  uint4 numbers[AT_ONCE][PIECES][2];
-  uint4 next_x[BLOCKS][2][2];
-  u32 x[BLOCKS][2][4][2];
-  float x_sums[SCALES_OF_RUN][BLOCKS][2];
-  float sums[AT_ONCE][BLOCKS][4];
 
-  __device__ bool has(const Step &step, int j) const { return step.tile + j < share.tiles() && step.pass < share.count; }
-  __device__ void load_numbers(const Step &step, int j) {
-    if (!has(step, j)) return;
-    const u32 tile = share.first_tile + step.tile + j;
-    const u32 piece = (tile / 4 * work.num_runs + share.begin + step.pass) * PIECES;
-    const unsigned char *from = work.values + ((u64)piece * PIECE_BYTES + tile % 4 * PART_BYTES + lane * 16);
+  __device__ void bring() const {
+    const int count = work.num_rows * share.runs * 16;
+    for (int first = 0; first < count; first += X_AT_ONCE * THREADS) {
+      uint4 found[X_AT_ONCE];
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p)
+      for (int i = 0; i < X_AT_ONCE; ++i) {
+        const int at = first + i * THREADS + threadIdx.x, row = at / 16 % work.num_rows, run = at / 16 / work.num_rows;
+        found[i] = make_uint4(0, 0, 0, 0);
+        if (at < count)
+          found[i] = __ldcg(reinterpret_cast<const uint4 *>(
+              work.x + (long long)row * work.x_stride + (share.first_run + run) * 128 + at % 16 * 8));
+      }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) numbers[j][p][i] = streamed(from + p * PIECE_BYTES + i * 512, policy);
-  }
-  __device__ void load_x(int pass) {
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          const int row = 8 * b + lane / 4;
-          next_x[b][half][part] = make_uint4(0, 0, 0, 0);
-          if (pass < share.count && row < work.num_rows)
-            next_x[b][half][part] = __ldcg(reinterpret_cast<const uint4 *>(
-                work.x + (long long)row * work.x_stride + (share.begin + pass) * 128 + half * 64 + lane % 4 * 16 + part * 8));
-        }
-  }
-  // Pairs of columns two apart, as numbers are unpacked; and what a group's rows of x add up to.
-  __device__ void order_x() {
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          const uint4 words = next_x[b][half][part];
-          u32(&to)[4][2] = x[b][half];
-          to[2 * part][0] = __byte_perm(words.x, words.y, 0x5410);
-          to[2 * part][1] = __byte_perm(words.x, words.y, 0x7632);
-          to[2 * part + 1][0] = __byte_perm(words.z, words.w, 0x5410);
-          to[2 * part + 1][1] = __byte_perm(words.z, words.w, 0x7632);
-        }
-    if (!CORRECTS) return;
-    const u32 ones[4] = {ONES, ONES, ONES, ONES};
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-      float found[2][4] = {};
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int w = 0; w < 4; ++w) multiply_tile(found[IN_HALVES ? half : 0], ones, x[b][half][w]);
-#pragma unroll
-      for (int k = 0; k < SCALES_OF_RUN; ++k)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) x_sums[k][b][c] = found[k][c];
+      for (int i = 0; i < X_AT_ONCE; ++i) leave(found[i], first + i * THREADS + threadIdx.x, count);
     }
   }
-  // Of the two outputs of a lane, 8 apart; `above`: what numbers are larger by than what they mean.
-  __device__ void scales_of(float (&scale)[2], float (&above)[2], int group, int tile) const {
-    const u32 at = group * room.pitch + (tile * 16 + lane / 4) * 2;
+  __device__ void leave(const uint4 &words, int at, int count) const {
+    const int row = at / 16 % work.num_rows, run = at / 16 / work.num_rows, eight = at % 16;
+    const u32 to = room.x + (((run * 2 + eight / 8) * 2 + eight % 2) * work.num_rows + row) * 64 + eight / 2 % 4 * 16;
+    if (at < count)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(__byte_perm(words.x, words.y, 0x5410)),
+                   "r"(__byte_perm(words.x, words.y, 0x7632)), "r"(__byte_perm(words.z, words.w, 0x5410)),
+                   "r"(__byte_perm(words.z, words.w, 0x7632)) : "memory");
+    if (CORRECTS) leave_sum(sum_of(words), row, run, eight, at < count);
+  }
+  static __device__ float sum_of(const uint4 &words) {
+    float sum = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 4; ++i) sum += wide((unsigned short)word_of(words, i)) + wide(word_of(words, i) >> 16);
+    return sum;
+  }
+  // What is taken from a group's products. Without zeros all numbers are larger by the same.
+  __device__ void leave_sum(float sum, int row, int run, int eight, bool is_there) const {
+    constexpr int LANES = IN_HALVES ? 8 : 16;
+#pragma unroll
+    for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    const u32 to = room.x_sums + ((run * SCALES_OF_RUN + eight / LANES) * BLOCKS * 8 + row) * 4;
+    if (is_there && eight % LANES == 0)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(HAS_ZEROS ? -sum : -sum * above_zero(MIDDLE)) : "memory");
+  }
+};
+
+// Of the four outputs of a lane; `above`: what numbers are larger by than what they mean.
+struct Scales {
+  float scale[2 * TILES], above[2 * TILES];
+
+  __device__ void read(const Room &room, u32 at) {
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
       scale[i] = wide(half_from_shared(room.scales + at + 16 * i));
       above[i] = above_zero(HAS_ZEROS ? wide(half_from_shared(room.zeros + at + 16 * i)) : MIDDLE);
     }
   }
-  __device__ void add_tile(int j, int group, int tile) {
-    float products[SCALES_OF_RUN][BLOCKS][4] = {};
-    float scale[SCALES_OF_RUN][2], above[SCALES_OF_RUN][2];
+};
+
+struct Multiplier {
+  const Work &work;
+  const Share &share;
+  const Room &room;
+  Pieces &pieces;
+  const int lane = threadIdx.x % 32, first_group;
+  float sums[TILES][BLOCKS][4];
+
+  // Products of a group begin with its correction.
+  __device__ void begin(float (&products)[TILES][BLOCKS][4], const Scales &scales, u32 x_sums) const {
 #pragma unroll
-    for (int k = 0; k < SCALES_OF_RUN; ++k) scales_of(scale[k], above[k], group + k, tile);
+    for (int b = 0; b < BLOCKS; ++b) {
+      float x_sum[2] = {};
+      if (CORRECTS)
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(x_sum[0]), "=f"(x_sum[1]) : "r"(x_sums + (8 * b + lane % 4 * 2) * 4));
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          products[t][b][e] = HAS_ZEROS ? x_sum[e % 2] * scales.above[2 * t + e / 2] : x_sum[e % 2];
+    }
+  }
+  __device__ void add_half(float (&products)[TILES][BLOCKS][4], const uint4 (&numbers)[TILES][2], const Scales &scales,
+                           int half, u32 x) const {
+    constexpr int NEXT = BITS == 4 ? 4 : 0;
+    uint4 right[BLOCKS][2];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+        right[b][part] = read_shared(x + part * work.num_rows * 64 + min(8 * b + lane / 4, work.num_rows - 1) * 64);
 #pragma unroll
     for (int w = 0; w < 4; ++w)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        constexpr int NEXT = BITS == 4 ? 4 : 0;
-        const int k = IN_HALVES ? half : 0;
+      for (int t = 0; t < TILES; ++t) {
         u32 left[4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint4 &four = numbers[j][BITS == 8 ? half : 0][i];
-          const u32 word = w == 0 ? four.x : w == 1 ? four.y : w == 2 ? four.z : four.w;
-          const u32 negative = packed(-above[k][i], -above[k][i]);
+          const u32 word = word_of(numbers[t][i], w), negative = packed(-scales.above[2 * t + i], -scales.above[2 * t + i]);
           left[i] = half ? of_tile<NEXT>(word, negative) : of_tile<0>(word, negative);
           left[2 + i] = half ? of_tile<8 + NEXT>(word, negative) : of_tile<8>(word, negative);
         }
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) multiply_tile(products[k][b], left, x[b][half][w]);
+        for (int b = 0; b < BLOCKS; ++b)
+          multiply_tile(products[t][b], left, {word_of(right[b][w / 2], w % 2 * 2), word_of(right[b][w / 2], w % 2 * 2 + 1)});
       }
+  }
+  __device__ void add_run(int run, u32 scales_at) {
+    uint4 numbers[TILES][2];
+    float products[TILES][BLOCKS][4];
+    Scales scales;
 #pragma unroll
-    for (int k = 0; k < SCALES_OF_RUN; ++k)
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0 || IN_HALVES) {
+        scales.read(room, scales_at + half * room.pitch);
+        begin(products, scales, room.x_sums + (run * SCALES_OF_RUN + half) * BLOCKS * 32);
+      }
+      if (half < PIECES) pieces.take(numbers);
+      add_half(products, numbers, scales, half, room.x + (run * 2 + half) * work.num_rows * 128 + lane % 4 * 16);
+      if (half == 0 && !IN_HALVES) continue;
+#pragma unroll
+      for (int e = 0; e < TILES * BLOCKS * 4; ++e) {
+        float &sum = sums[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4];
+        sum = fmaf(products[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4], scales.scale[e / 4 / BLOCKS * 2 + e % 4 / 2], sum);
+      }
+    }
+  }
+  // The place of a group's scales moves with the runs.
+  __device__ void multiply_item(int pair, int part) {
+#pragma unroll
+    for (int e = 0; e < TILES * BLOCKS * 4; ++e) sums[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4] = 0;
+    const int end = share.begin(part + 1);
+    int run = share.begin(part), in_group = (share.first_run + run) % work.runs_of_group;
+    u32 at = (IN_HALVES ? 2 * run : (share.first_run + run) / work.runs_of_group - first_group) * room.pitch + pair * 64
+             + lane / 4 * 2;
+    for (; run < end; ++run) {
+      add_run(run, at);
+      if (++in_group < work.runs_of_group) continue;
+      in_group = 0;
+      at += SCALES_OF_RUN * room.pitch;
+    }
+  }
+  // Sums of a tile go to the program that ends it.
+  __device__ void leave(int pair, int part) const {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const int tile = 2 * pair + t, owner = tile % share.programs;
+      const int at = (tile / share.programs * share.programs + share.rank) * share.parts + part;
+      u32 there;
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(room.sums + at * ELEMENTS * 4), "r"(owner));
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float &sum = sums[j][b][e];
-          sum = fmaf(products[k][b][e], scale[k][e / 2], sum);
-          if (CORRECTS) sum = fmaf(x_sums[k][b][e % 2], -scale[k][e / 2] * above[k][e / 2], sum);
-        }
-  }
-  __device__ void leave_sums(int j) {
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-      float(&sum)[4] = sums[j][b];
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                   ::"r"(room.parts + ((j * WARPS + warp) * ELEMENTS + b * 128 + lane * 4) * 4), "f"(sum[0]), "f"(sum[1]),
-                     "f"(sum[2]), "f"(sum[3]) : "memory");
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[e] = 0;
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                     ::"r"(there + (b * 128 + lane * 4) * 4), "f"(sums[t][b][0]), "f"(sums[t][b][1]), "f"(sums[t][b][2]),
+                       "f"(sums[t][b][3]) : "memory");
     }
   }
-};
-
-// Adds the sums of warps and programs.
-struct Ender {
-  const Work &work;
-  const Share &share;
-  const Room &room;
-
-  __device__ u32 total(int tile, int e) const { return room.totals + (tile * ELEMENTS + e) * 4; }
-  __device__ void add(int first_tile) const {
-#pragma unroll
-    for (int first = 0; first < AT_ONCE * ELEMENTS; first += THREADS) {
-      const int j = (first + threadIdx.x) / ELEMENTS, e = (first + threadIdx.x) % ELEMENTS;
-      if (j >= AT_ONCE || first_tile + j >= share.tiles()) break;
-      float sum = 0;
-#pragma unroll
-      for (int warp = 0; warp < WARPS; ++warp) {
-        float part;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part) : "r"(room.parts + ((j * WARPS + warp) * ELEMENTS + e) * 4));
-        sum += part;
-      }
-      if (PROGRAMS == 1) store(sum, first_tile + j, e);
-      else asm volatile("st.shared.f32 [%0], %1;" ::"r"(total(first_tile + j, e)), "f"(sum) : "memory");
+  __device__ void run() {
+    for (int item = threadIdx.x / 32; item < share.items; item += WARPS) {
+      const int pair = item % share.pairs, part = item / share.pairs;
+      multiply_item(pair, part);
+      leave(pair, part);
     }
   }
-  // Each program of a cluster ends some of its tiles.
+  // Adds what programs and parts left, in their order.
   __device__ void end() const {
-    for (int i = threadIdx.x; i < share.tiles() * ELEMENTS; i += THREADS) {
-      const int tile = i / ELEMENTS, e = i % ELEMENTS;
-      if (tile % PROGRAMS != share.rank) continue;
+    const int tiles = (2 * share.pairs - share.rank + share.programs - 1) / share.programs;
+    for (int i = threadIdx.x; i < tiles * work.num_rows * 16; i += THREADS) {
+      const int in_tile = i % 16, slot = i / 16 % tiles, row = i / 16 / tiles, count = share.programs * share.parts;
+      const int output = (share.first_pair * 2 + slot * share.programs + share.rank) * 16 + in_tile;
+      if (output >= work.num_outputs) continue;
+      u32 from = room.sums + (slot * count * ELEMENTS + row / 8 * 128 + in_tile % 8 * 16 + row % 8 / 2 * 4 + row % 2
+                              + in_tile / 8 * 2) * 4;
       float sum = 0;
-#pragma unroll
-      for (int rank = 0; rank < PROGRAMS; ++rank) {
-        u32 there;
-        float part;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(total(tile, e)), "r"(rank));
-        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(there));
-        sum += part;
+#pragma unroll 4
+      for (int part = 0; part < count; ++part, from += ELEMENTS * 4) {
+        float found;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(from));
+        sum += found;
       }
-      store(sum, tile, e);
+      if (work.bias) sum += work.is_wide_bias ? static_cast<const float *>(work.bias)[output]
+                                              : wide(static_cast<const unsigned short *>(work.bias)[output]);
+      work.out[(long long)row * work.num_outputs + output] = (unsigned short)packed(sum, sum);
     }
-  }
-  __device__ void store(float sum, int tile, int e) const {
-    const int lane = e % 128 / 4;
-    const int row = e / 128 * 8 + lane % 4 * 2 + e % 2, output = (share.first_tile + tile) * 16 + lane / 4 + e % 4 / 2 * 8;
-    if (row >= work.num_rows || output >= work.num_outputs) return;
-    if (work.bias) sum += work.is_wide_bias ? static_cast<const float *>(work.bias)[output]
-                                            : wide(static_cast<const unsigned short *>(work.bias)[output]);
-    work.out[(long long)row * work.num_outputs + output] = (unsigned short)packed(sum, sum);
   }
 };
 
 // Scales and zeros of all outputs of the cluster, for groups of this program.
 __device__ __forceinline__ void bring_scales(const Work &work, const Share &share, const Room &room, int first_group,
                                              int groups, u64 policy) {
-  const int first_output = share.first_tile * 16;
-  const u32 bytes = 2 * min(share.tiles() * 16, work.num_outputs - first_output);
+  const int first_output = share.first_pair * 32;
+  const u32 bytes = 2 * min(share.pairs * 32, work.num_outputs - first_output);
   if (threadIdx.x == 0) expect(room.scaled, bytes * groups * (HAS_ZEROS ? 2 : 1));
   for (int group = threadIdx.x; group < groups; group += THREADS) {
     const long long from = (long long)(first_group + group) * work.num_outputs + first_output;
@@ -279,56 +346,28 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   extern __shared__ __align__(128) unsigned char memory[];
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const Share share(work);
-  // Groups of this program's runs.
+  // Programs of a cluster have to be there when their neighbours leave sums.
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int first_group = IN_HALVES ? 2 * share.first_run : share.first_run / work.runs_of_group;
-  const int last_group = IN_HALVES ? 2 * share.last_run : (share.last_run - 1) / work.runs_of_group + 1;
+  const int last_run = share.first_run + share.runs;
+  const int last_group = IN_HALVES ? 2 * last_run : (last_run - 1) / work.runs_of_group + 1;
   const Room room((u32)__cvta_generic_to_shared(memory), work, last_group - first_group);
-  Warp warp{work, share, room, 0, (int)threadIdx.x % 32, (int)threadIdx.x / 32};
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(warp.policy));
-#pragma unroll
-  for (int j = 0; j < AT_ONCE; ++j) warp.load_numbers(Step(), j);
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   if (threadIdx.x == 0) {
     make_barrier(room.scaled, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     proxy_fence();
   }
   __syncthreads();
-  bring_scales(work, share, room, first_group, last_group - first_group, warp.policy);
+  bring_scales(work, share, room, first_group, last_group - first_group, policy);
+  Pieces pieces(work, share, room, policy);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (HAS_ROOM) warp.load_x(0);
+  Rows{work, share, room}.bring();
   wait(room.scaled, 0);
-
-  const Ender ender{work, share, room};
-  Step step;
-  while (step.tile < share.tiles()) {
-    Step next = step;
-    next.next(share.passes);
-    if (share.passes > 1 || step.tile == 0) {
-      if (!HAS_ROOM) warp.load_x(step.pass);
-      warp.order_x();
-      if (HAS_ROOM && share.passes > 1) warp.load_x(next.pass);
-    }
-    const int run = share.begin + step.pass;
-    const int group = (IN_HALVES ? 2 * run : run / work.runs_of_group) - first_group;
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j)
-      if (warp.has(step, j)) {
-        warp.add_tile(j, group, step.tile + j);
-        warp.load_numbers(next, j);
-      }
-    if (next.tile != step.tile) {
-      if (step.tile > 0) __syncthreads();
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) warp.leave_sums(j);
-      __syncthreads();
-      ender.add(step.tile);
-    }
-    step = next;
-  }
-  if (PROGRAMS > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    ender.end();
-    // Nobody leaves while others read its sums.
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-  }
+  __syncthreads();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  Multiplier multiplier{work, share, room, pieces, (int)threadIdx.x % 32, first_group};
+  multiplier.run();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  multiplier.end();
 }

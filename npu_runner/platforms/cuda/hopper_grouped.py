@@ -23,13 +23,14 @@ _CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 _FOLDER = Path(__file__).parent
 MOST_ROWS = 16
 RUN = 128
-_TILE, _PIECE = 16, 64
+_PAIR, _PIECE = 32, 64
 _SHARED_BYTES = 227 * 1024
-_THREADS, _WARPS = 512, 16
-# By blocks of 8 rows: tiles whose numbers a warp has at once, and registers of a thread. They leave room for small
-# kernels beside it.
-_TILES, _REGISTERS = {1: 4, 2: 2}, {1: 112, 2: 96}
-_LEASTRUNS = 16  # for two programs of a cluster
+# Two programs of products never share a multiprocessor: one of the next would take the place of one of this.
+_LEAST_SHARED_BYTES = _SHARED_BYTES // 2 + 1024
+_WARPS, _STAGES, _FIRST = 12, 4, 1
+_STAGE_BYTES = 2048
+_REGISTERS = {1: 96, 2: 128}  # of a thread, by blocks of 8 rows
+_CLUSTERS = (1, 2, 4, 8)
 
 
 class Variant(NamedTuple):
@@ -40,15 +41,13 @@ class Variant(NamedTuple):
     has_zeros: bool
     in_halves: bool
     blocks: int
-    programs: int
 
 
 def variant_of(num_rows: int, weight: GroupedWeight, dtype: torch.dtype) -> Variant:
     """That multiplies so many rows of `dtype`."""
     num_runs = num_inputs_of(weight) // RUN
     return Variant(dtype == torch.bfloat16, 4 if weight.values.dtype == torch.uint8 else 8, weight.zeros is not None,
-                   len(weight.scales) == 2 * num_runs, 1 if num_rows <= 8 else 2,
-                   2 if num_runs >= _LEASTRUNS else 1)
+                   len(weight.scales) == 2 * num_runs, 1 if num_rows <= 8 else 2)
 
 
 def prepare(weight: GroupedWeight, dtype: torch.dtype) -> None:
@@ -74,7 +73,7 @@ def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
     kernels = [_kernel(variant_of(num_rows, weight, x_MI.dtype)) for num_rows in (1, MOST_ROWS)]
     # Both are loaded at once: none is while a graph is captured.
     return all([kernel.is_there for kernel in kernels]) and all(
-        kernel.plan(weight).shared_bytes <= _SHARED_BYTES for kernel in kernels)
+        kernel.plan(num_rows, weight) is not None for kernel, num_rows in zip(kernels, (8, MOST_ROWS), strict=True))
 
 
 def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
@@ -83,10 +82,11 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     num_rows, num_outputs = len(x_MI), weight.scales.shape[1]
     kernel = _kernel(variant_of(num_rows, weight, x_MI.dtype))
     out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    plan = kernel.plan(weight)
-    work = _Work(num_rows, num_outputs, plan.num_runs, max(1, plan.num_runs // len(weight.scales)), x_MI.stride(0),
-                 plan.tiles, int(bias_O is not None and bias_O.dtype == torch.float32), x_MI.data_ptr(),
-                 weight.values.data_ptr(), weight.scales.data_ptr(),
+    plan, num_runs = kernel.plan(num_rows, weight), num_inputs_of(weight) // RUN
+    assert plan is not None, "callers look whether there is a product"
+    work = _Work(num_rows, num_outputs, num_runs, max(1, num_runs // len(weight.scales)), x_MI.stride(0),
+                 plan.pairs, plan.runs, plan.parts, int(bias_O is not None and bias_O.dtype == torch.float32),
+                 x_MI.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(),
                  None if weight.zeros is None else weight.zeros.data_ptr(),
                  None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr())
     kernel.launch(plan, work)
@@ -117,16 +117,18 @@ def _is_hopper() -> bool:
 
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_runs", "runs_of_group", "x_stride",
-                                                    "tiles_of_cluster", "is_wide_bias")),
+                                                    "pairs", "runs", "parts", "is_wide_bias")),
                 *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")))
 
 
 class _Plan(NamedTuple):
-    """Tiles: the most that a cluster has."""
+    """Programs of a cluster share the runs. Pairs and runs: the most that a program has; parts of its runs."""
 
-    num_runs: int
+    programs: int
     clusters: int
-    tiles: int
+    pairs: int
+    runs: int
+    parts: int
     shared_bytes: int
 
 
@@ -135,37 +137,45 @@ class _Kernel(KernelAhead):
 
     def __init__(self, variant: Variant):
         self._variant = variant
-        constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
-                     "IN_HALVES": variant.in_halves, "BLOCKS": variant.blocks, "PROGRAMS": variant.programs,
-                     "WARPS": _WARPS, "TILES": _TILES[variant.blocks], "REGISTERS": _REGISTERS[variant.blocks]}
+        constants = {**variant._asdict(), "warps": _WARPS, "stages": _STAGES, "first": _FIRST,
+                     "registers": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
-                                {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
+                                {name.upper(): int(value) for name, value in constants.items()}, ARCHITECTURE)
         super().__init__(source, "multiply_few_rows", _SHARED_BYTES, instead="products of a few rows: triton")
+        self._plans: dict[tuple[int, int, int, int], _Plan | None] = {}
 
-    @functools.cached_property
-    def _most_clusters(self) -> int:
-        """How many run at once; a multiprocessor has one program."""
-        if self._variant.programs == 1:
-            return torch.cuda.get_device_properties().multi_processor_count
-        return self.loaded.most_clusters(_THREADS, self._variant.programs)
+    def plan(self, num_rows: int, weight: GroupedWeight) -> _Plan | None:
+        """None: shared memory does not hold what a program needs."""
+        shape = (num_rows, num_inputs_of(weight) // RUN, *weight.scales.shape)
+        if shape not in self._plans:
+            plans = [self._plan_of(programs, *shape) for programs in _CLUSTERS if programs <= shape[1]]
+            self._plans[shape] = min((plan for plan in plans if plan.shared_bytes <= _SHARED_BYTES),
+                                     key=lambda plan: plan.pairs * plan.runs, default=None)
+        return self._plans[shape]
 
-    def plan(self, weight: GroupedWeight) -> _Plan:
-        """Programs share all tiles evenly."""
+    def _plan_of(self, programs: int, num_rows: int, num_runs: int, num_groups: int, num_outputs: int) -> _Plan:
+        """Programs share pairs and runs evenly, warps of a program its items."""
+        num_pairs = -(-num_outputs // _PAIR)
+        clusters = min(num_pairs, self._most_clusters(programs))
+        pairs, runs = -(-num_pairs // clusters), -(-num_runs // programs)
+        parts = min(range(1, min(_WARPS, num_runs // programs) + 1),
+                    key=lambda parts: -(-pairs * parts // _WARPS) * -(-runs // parts))
         variant = self._variant
-        num_groups, num_outputs = weight.scales.shape
-        num_tiles = -(-num_outputs // _TILE)
-        clusters = min(num_tiles, self._most_clusters)
-        tiles = -(-num_tiles // clusters)
-        groups = min(num_groups, -(-num_groups // variant.programs) + 1)
-        at_once = _TILES[variant.blocks] // (2 if variant.bits == 8 else 1)
-        scales = groups * tiles * 2 * _TILE * (2 if variant.has_zeros else 1)
-        sums = 128 * variant.blocks * 4 * (at_once * _WARPS + tiles)
-        return _Plan(num_inputs_of(weight) // RUN, clusters, tiles, scales + sums + 8)
+        scales = min(num_groups, -(-num_groups // programs) + 1) * pairs * 2 * _PAIR * (2 if variant.has_zeros else 1)
+        sums = (2 * pairs + 7) * parts * variant.blocks * 512
+        x = runs * (num_rows * 2 * RUN + 32 * variant.blocks * (2 if variant.in_halves else 1))
+        shared_bytes = _WARPS * _STAGES * (_STAGE_BYTES + 8) + sums + x + scales + 8
+        return _Plan(programs, clusters, pairs, runs, parts, max(_LEAST_SHARED_BYTES, shared_bytes))
+
+    def _most_clusters(self, programs: int) -> int:
+        """How many run at once; a multiprocessor has one program."""
+        if programs == 1:
+            return torch.cuda.get_device_properties().multi_processor_count
+        return self.loaded.most_clusters(32 * _WARPS, programs)
 
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        programs = self._variant.programs
-        self.loaded.launch(plan.clusters * programs, _THREADS, [work], cluster=programs,
+        self.loaded.launch(plan.clusters * plan.programs, 32 * _WARPS, [work], cluster=plan.programs,
                             is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
 
 
