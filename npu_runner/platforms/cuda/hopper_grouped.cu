@@ -18,12 +18,14 @@ constexpr u32 PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = PIECE
 constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16;
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
 constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's sums
-constexpr int X_AT_ONCE = 6;            // pieces of x that a thread asks for
+#ifndef X_AT_ONCE
+#define X_AT_ONCE 11
+#endif
 
-// x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs). `pairs`, `runs`: the most that a
-// program has.
+// x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs). A program has `pairs` and `runs`,
+// the first `more_pairs` clusters and `more_runs` programs of a cluster one more.
 struct Work {
-  int num_rows, num_outputs, num_runs, runs_of_group, x_stride, pairs, runs, parts, is_wide_bias;
+  int num_rows, num_outputs, num_runs, runs_of_group, x_stride, pairs, more_pairs, runs, more_runs, parts, is_wide_bias;
   const unsigned short *x;
   const unsigned char *values;
   const unsigned short *scales, *zeros;
@@ -49,22 +51,42 @@ __device__ __forceinline__ u32 word_of(const uint4 &four, int i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
+// Exact for numbers as small as those here, and quicker than a division of integers.
+__device__ __forceinline__ int divided(int x, int y) { return __float2int_rz(__fdividef(x + 0.5f, y)); }
+// Places `first`, first + step, ... of a table with so many columns.
+struct Walk {
+  int row, column, rows, columns, count;
+
+  __device__ Walk(int first, int step, int count) : row(divided(first, count)), rows(divided(step, count)), count(count) {
+    column = first - row * count;
+    columns = step - rows * count;
+  }
+  __device__ void next() {
+    row += rows;
+    column += columns;
+    if (column < count) return;
+    column -= count;
+    ++row;
+  }
+};
+
 // A cluster has `pairs` from `first_pair` on; this program `runs` of them from `first_run` on.
 struct Share {
-  int rank, programs, first_pair, pairs, first_run, runs, items, parts;
+  int rank, programs, first_pair, pairs, first_run, runs, runs_of_part, more_of_parts;
 
-  __device__ Share(const Work &work) : parts(work.parts) {
+  __device__ Share(const Work &work) {
+    int cluster;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(programs));
-    const int clusters = gridDim.x / programs, cluster = blockIdx.x / programs;
-    const int num_pairs = (work.num_outputs + 31) / 32;
-    first_pair = num_pairs * cluster / clusters;
-    pairs = num_pairs * (cluster + 1) / clusters - first_pair;
-    first_run = work.num_runs * rank / programs;
-    runs = work.num_runs * (rank + 1) / programs - first_run;
-    items = pairs * parts;
+    first_pair = cluster * work.pairs + min(cluster, work.more_pairs);
+    pairs = work.pairs + (cluster < work.more_pairs);
+    first_run = rank * work.runs + min(rank, work.more_runs);
+    runs = work.runs + (rank < work.more_runs);
+    runs_of_part = divided(runs, work.parts);
+    more_of_parts = runs - runs_of_part * work.parts;
   }
-  __device__ int begin(int part) const { return runs * part / parts; }
+  __device__ int begin(int part) const { return part * runs_of_part + min(part, more_of_parts); }
 };
 
 // Where everything lies in shared memory. Sums: of each of this program's tiles, of each program and part.
@@ -72,12 +94,13 @@ struct Room {
   u32 rings, barriers, scaled, x, x_sums, scales, zeros, pitch, sums;
 
   __device__ Room(u32 shared, const Work &work, int groups) {
-    pitch = work.pairs * 64;
+    const int pairs = work.pairs + (work.more_pairs > 0), runs = work.runs + (work.more_runs > 0);
+    pitch = pairs * 64;
     rings = shared;
     sums = rings + WARPS * RING_BYTES;
-    x = sums + (2 * work.pairs + 7) * work.parts * ELEMENTS * 4;
-    x_sums = x + work.num_rows * work.runs * 256;
-    scales = x_sums + work.runs * SCALES_OF_RUN * BLOCKS * 32;
+    x = sums + (2 * pairs + 7) * work.parts * ELEMENTS * 4;
+    x_sums = x + work.num_rows * runs * 256;
+    scales = x_sums + runs * SCALES_OF_RUN * BLOCKS * 32;
     zeros = scales + groups * pitch;
     barriers = zeros + (HAS_ZEROS ? groups * pitch : 0);
     scaled = barriers + WARPS * STAGES * 8;
@@ -90,30 +113,33 @@ struct Pieces {
   const Work &work;
   const Share &share;
   u32 shared, barriers, stage = 0, parity = 0;
-  int item, left = 0;
+  Walk item;
+  int left = 0;
   const unsigned char *from = nullptr;
   u64 policy;
 
-  __device__ Pieces(const Work &work, const Share &share, const Room &room, u64 policy)
-      : work(work), share(share), shared(room.rings + threadIdx.x / 32 * RING_BYTES),
-        barriers(room.barriers + threadIdx.x / 32 * STAGES * 8), item(threadIdx.x / 32), policy(policy) {
+  __device__ Pieces(const Work &work, const Share &share, const Room &room, u64 policy, int warp)
+      : work(work), share(share), shared(room.rings + warp * RING_BYTES), barriers(room.barriers + warp * STAGES * 8),
+        item(warp, WARPS, share.pairs), policy(policy) {
     begin();
-    if (threadIdx.x % 32 == 0) {
+  }
+  // By one thread.
+  __device__ void fill() {
 #pragma unroll
-      for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
-      proxy_fence();
-#pragma unroll
-      for (int i = 0; i < STAGES; ++i) {
-        if (i >= FIRST && left > 0) wait(barriers + 8 * (i - FIRST), 0);
-        bring_next(i);
-      }
+    for (int i = 0; i < STAGES; ++i) {
+      if (i >= FIRST && left > 0) wait(barriers + 8 * (i - FIRST), 0);
+      bring_next(i);
     }
-    __syncwarp();
+  }
+  // Another thread fills the ring.
+  __device__ void skip() {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) step();
   }
   __device__ void begin() {
-    if (item >= share.items) return;
-    const int part = item / share.pairs, pair = share.first_pair + item % share.pairs, run = share.begin(part);
-    left = (share.begin(part + 1) - run) * PIECES;
+    if (item.row >= work.parts) return;
+    const int pair = share.first_pair + item.column, run = share.begin(item.row);
+    left = (share.begin(item.row + 1) - run) * PIECES;
     from = work.values + (((u64)(pair / 2) * work.num_runs + share.first_run + run) * PIECES * PIECE_BYTES
                           + pair % 2 * PART_BYTES);
   }
@@ -122,9 +148,13 @@ struct Pieces {
     if (left == 0) return;
     expect(barriers + 8 * to, PART_BYTES);
     bring_bytes(shared + to * PART_BYTES, from, PART_BYTES, barriers + 8 * to, policy);
+    step();
+  }
+  __device__ void step() {
     from += PIECE_BYTES;
     if (--left > 0) return;
-    item += WARPS;
+    left = 0;
+    item.next();
     begin();
   }
   // 16 bytes of each of four outputs, 8 apart.
@@ -146,30 +176,27 @@ struct Rows {
   const Share &share;
   const Room &room;
 
-  __device__ void bring() const {
-    const int count = work.num_rows * share.runs * 16;
-    for (int first = 0; first < count; first += X_AT_ONCE * THREADS) {
+  __device__ void bring(Walk place) const {
+    const int eight = threadIdx.x % 16;
+    while (place.row < work.num_rows) {
+      Walk after = place;
       uint4 found[X_AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < X_AT_ONCE; ++i) {
-        const int at = first + i * THREADS + threadIdx.x, row = at / 16 % work.num_rows, run = at / 16 / work.num_rows;
-        found[i] = make_uint4(0, 0, 0, 0);
-        if (at < count)
+      for (int i = 0; i < X_AT_ONCE; ++i, after.next())
+        if (after.row < work.num_rows)
           found[i] = __ldcg(reinterpret_cast<const uint4 *>(
-              work.x + (long long)row * work.x_stride + (share.first_run + run) * 128 + at % 16 * 8));
-      }
+              work.x + (long long)after.row * work.x_stride + (share.first_run + after.column) * 128 + eight * 8));
 #pragma unroll
-      for (int i = 0; i < X_AT_ONCE; ++i) leave(found[i], first + i * THREADS + threadIdx.x, count);
+      for (int i = 0; i < X_AT_ONCE; ++i, place.next())
+        if (place.row < work.num_rows) leave(found[i], place.row, place.column, eight);
     }
   }
-  __device__ void leave(const uint4 &words, int at, int count) const {
-    const int row = at / 16 % work.num_rows, run = at / 16 / work.num_rows, eight = at % 16;
+  __device__ void leave(const uint4 &words, int row, int run, int eight) const {
     const u32 to = room.x + (((run * 2 + eight / 8) * 2 + eight % 2) * work.num_rows + row) * 64 + eight / 2 % 4 * 16;
-    if (at < count)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(__byte_perm(words.x, words.y, 0x5410)),
-                   "r"(__byte_perm(words.x, words.y, 0x7632)), "r"(__byte_perm(words.z, words.w, 0x5410)),
-                   "r"(__byte_perm(words.z, words.w, 0x7632)) : "memory");
-    if (CORRECTS) leave_sum(sum_of(words), row, run, eight, at < count);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(__byte_perm(words.x, words.y, 0x5410)),
+                 "r"(__byte_perm(words.x, words.y, 0x7632)), "r"(__byte_perm(words.z, words.w, 0x5410)),
+                 "r"(__byte_perm(words.z, words.w, 0x7632)) : "memory");
+    if (CORRECTS) leave_sum(sum_of(words), row, run, eight);
   }
   static __device__ float sum_of(const uint4 &words) {
     float sum = 0;
@@ -178,12 +205,12 @@ struct Rows {
     return sum;
   }
   // What is taken from a group's products. Without zeros all numbers are larger by the same.
-  __device__ void leave_sum(float sum, int row, int run, int eight, bool is_there) const {
+  __device__ void leave_sum(float sum, int row, int run, int eight) const {
     constexpr int LANES = IN_HALVES ? 8 : 16;
 #pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(0xFFFFu << threadIdx.x % 32 / 16 * 16, sum, lanes);
     const u32 to = room.x_sums + ((run * SCALES_OF_RUN + eight / LANES) * BLOCKS * 8 + row) * 4;
-    if (is_there && eight % LANES == 0)
+    if (eight % LANES == 0)
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(HAS_ZEROS ? -sum : -sum * above_zero(MIDDLE)) : "memory");
   }
 };
@@ -270,26 +297,22 @@ struct Multiplier {
     }
   }
   // The place of a group's scales moves with the runs.
-  __device__ void multiply_item(int pair, int part) {
+  __device__ void multiply_item(int run, int end, int in_group, u32 scales_at) {
 #pragma unroll
     for (int e = 0; e < TILES * BLOCKS * 4; ++e) sums[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4] = 0;
-    const int end = share.begin(part + 1);
-    int run = share.begin(part), in_group = (share.first_run + run) % work.runs_of_group;
-    u32 at = (IN_HALVES ? 2 * run : (share.first_run + run) / work.runs_of_group - first_group) * room.pitch + pair * 64
-             + lane / 4 * 2;
     for (; run < end; ++run) {
-      add_run(run, at);
+      add_run(run, scales_at);
       if (++in_group < work.runs_of_group) continue;
       in_group = 0;
-      at += SCALES_OF_RUN * room.pitch;
+      scales_at += SCALES_OF_RUN * room.pitch;
     }
   }
   // Sums of a tile go to the program that ends it.
   __device__ void leave(int pair, int part) const {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const int tile = 2 * pair + t, owner = tile % share.programs;
-      const int at = (tile / share.programs * share.programs + share.rank) * share.parts + part;
+      const int tile = 2 * pair + t, slot = divided(tile, share.programs), owner = tile - slot * share.programs;
+      const int at = (slot * share.programs + share.rank) * work.parts + part;
       u32 there;
       asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(room.sums + at * ELEMENTS * 4), "r"(owner));
 #pragma unroll
@@ -299,18 +322,19 @@ struct Multiplier {
                        "f"(sums[t][b][3]) : "memory");
     }
   }
-  __device__ void run() {
-    for (int item = threadIdx.x / 32; item < share.items; item += WARPS) {
-      const int pair = item % share.pairs, part = item / share.pairs;
-      multiply_item(pair, part);
-      leave(pair, part);
+  __device__ void run(Walk item) {
+    for (; item.row < work.parts; item.next()) {
+      const int run = share.begin(item.row), group = divided(share.first_run + run, work.runs_of_group);
+      multiply_item(run, share.begin(item.row + 1), share.first_run + run - group * work.runs_of_group,
+                    (IN_HALVES ? 2 * run : group - first_group) * room.pitch + item.column * 64 + lane / 4 * 2);
+      leave(item.column, item.row);
     }
   }
   // Adds what programs and parts left, in their order.
-  __device__ void end() const {
-    const int tiles = (2 * share.pairs - share.rank + share.programs - 1) / share.programs;
-    for (int i = threadIdx.x; i < tiles * work.num_rows * 16; i += THREADS) {
-      const int in_tile = i % 16, slot = i / 16 % tiles, row = i / 16 / tiles, count = share.programs * share.parts;
+  __device__ void end(Walk place) const {
+    const int in_tile = threadIdx.x % 16, count = share.programs * work.parts;
+    for (; place.row < work.num_rows; place.next()) {
+      const int row = place.row, slot = place.column;
       const int output = (share.first_pair * 2 + slot * share.programs + share.rank) * 16 + in_tile;
       if (output >= work.num_outputs) continue;
       u32 from = room.sums + (slot * count * ELEMENTS + row / 8 * 128 + in_tile % 8 * 16 + row % 8 / 2 * 4 + row % 2
@@ -348,26 +372,49 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   const Share share(work);
   // Programs of a cluster have to be there when their neighbours leave sums.
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  const int first_group = IN_HALVES ? 2 * share.first_run : share.first_run / work.runs_of_group;
+  const int first_group = IN_HALVES ? 2 * share.first_run : divided(share.first_run, work.runs_of_group);
   const int last_run = share.first_run + share.runs;
-  const int last_group = IN_HALVES ? 2 * last_run : (last_run - 1) / work.runs_of_group + 1;
+  const int last_group = IN_HALVES ? 2 * last_run : divided(last_run - 1, work.runs_of_group) + 1;
   const Room room((u32)__cvta_generic_to_shared(memory), work, last_group - first_group);
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  if (threadIdx.x == 0) {
-    make_barrier(room.scaled, 1);
-    proxy_fence();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp < WARPS && lane < STAGES) make_barrier(room.barriers + (warp * STAGES + lane) * 8, 1);
+  if (threadIdx.x == 0) make_barrier(room.scaled, 1);
+  proxy_fence();
+  __syncthreads();
+#if FILLER
+  if (warp == WARPS) {
+    if (lane < WARPS) Pieces(work, share, room, policy, lane).fill();
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    return;
   }
-  __syncthreads();
   bring_scales(work, share, room, first_group, last_group - first_group, policy);
-  Pieces pieces(work, share, room, policy);
+  Pieces pieces(work, share, room, policy, warp);
+  pieces.skip();
+#else
+  Pieces pieces(work, share, room, policy, warp);
+#if SCALES_FIRST
+  bring_scales(work, share, room, first_group, last_group - first_group, policy);
+#endif
+  if (lane == 0) pieces.fill();
+  __syncwarp();
+#if !SCALES_FIRST
+  bring_scales(work, share, room, first_group, last_group - first_group, policy);
+#endif
+#endif
+  const Walk item(warp, WARPS, share.pairs), x_place(threadIdx.x / 16, THREADS / 16, share.runs);
+  const Walk end_place(threadIdx.x / 16, THREADS / 16,
+                       divided(2 * share.pairs - share.rank + share.programs - 1, share.programs));
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  Rows{work, share, room}.bring();
+  Rows{work, share, room}.bring(x_place);
   wait(room.scaled, 0);
-  __syncthreads();
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   Multiplier multiplier{work, share, room, pieces, (int)threadIdx.x % 32, first_group};
-  multiplier.run();
+  multiplier.run(item);
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  multiplier.end();
+  multiplier.end(end_place);
 }

@@ -27,7 +27,7 @@ _PAIR, _PIECE = 32, 64
 _SHARED_BYTES = 227 * 1024
 # Two programs of products never share a multiprocessor: one of the next would take the place of one of this.
 _LEAST_SHARED_BYTES = _SHARED_BYTES // 2 + 1024
-_WARPS, _STAGES, _FIRST = 12, 4, 1
+_WARPS, _STAGES, _FIRST, _FILLER = 12, 4, 1, 0
 _STAGE_BYTES = 2048
 _REGISTERS = {1: 96, 2: 128}  # of a thread, by blocks of 8 rows
 _CLUSTERS = (1, 2, 4, 8)
@@ -85,7 +85,8 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     plan, num_runs = kernel.plan(num_rows, weight), num_inputs_of(weight) // RUN
     assert plan is not None, "callers look whether there is a product"
     work = _Work(num_rows, num_outputs, num_runs, max(1, num_runs // len(weight.scales)), x_MI.stride(0),
-                 plan.pairs, plan.runs, plan.parts, int(bias_O is not None and bias_O.dtype == torch.float32),
+                 *divmod(-(-num_outputs // _PAIR), plan.clusters), *divmod(num_runs, plan.programs), plan.parts,
+                 int(bias_O is not None and bias_O.dtype == torch.float32),
                  x_MI.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(),
                  None if weight.zeros is None else weight.zeros.data_ptr(),
                  None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr())
@@ -117,7 +118,8 @@ def _is_hopper() -> bool:
 
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_runs", "runs_of_group", "x_stride",
-                                                    "pairs", "runs", "parts", "is_wide_bias")),
+                                                    "pairs", "more_pairs", "runs", "more_runs", "parts",
+                                                    "is_wide_bias")),
                 *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")))
 
 
@@ -137,7 +139,7 @@ class _Kernel(KernelAhead):
 
     def __init__(self, variant: Variant):
         self._variant = variant
-        constants = {**variant._asdict(), "warps": _WARPS, "stages": _STAGES, "first": _FIRST,
+        constants = {**variant._asdict(), "warps": _WARPS, "stages": _STAGES, "first": _FIRST, "filler": _FILLER, "scales_first": 1,
                      "registers": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
                                 {name.upper(): int(value) for name, value in constants.items()}, ARCHITECTURE)
@@ -171,11 +173,11 @@ class _Kernel(KernelAhead):
         """How many run at once; a multiprocessor has one program."""
         if programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self.loaded.most_clusters(32 * _WARPS, programs)
+        return self.loaded.most_clusters(32 * (_WARPS + _FILLER), programs)
 
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self.loaded.launch(plan.clusters * plan.programs, 32 * _WARPS, [work], cluster=plan.programs,
+        self.loaded.launch(plan.clusters * plan.programs, 32 * (_WARPS + _FILLER), [work], cluster=plan.programs,
                             is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
 
 
