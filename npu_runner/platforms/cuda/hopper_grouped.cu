@@ -19,7 +19,7 @@ constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16;
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
 constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's sums
 #ifndef X_AT_ONCE
-#define X_AT_ONCE 11
+#define X_AT_ONCE 6
 #endif
 
 // x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs). A program has `pairs` and `runs`,
@@ -43,6 +43,12 @@ __device__ __forceinline__ uint4 read_shared(u32 from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
   return x;
+}
+__device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
+  u32 found;
+  asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, over;\n}" : "=r"(found) : "r"(barrier), "r"(parity) : "memory");
+  return found;
 }
 template <int SHIFT> __device__ __forceinline__ u32 of_tile(u32 word, u32 negative) {
   return CORRECTS ? behind_base<0x000F000F>(word >> SHIFT) : unpacked<SHIFT>(word, negative);
@@ -91,7 +97,7 @@ struct Share {
 
 // Where everything lies in shared memory. Sums: of each of this program's tiles, of each program and part.
 struct Room {
-  u32 rings, barriers, scaled, x, x_sums, scales, zeros, pitch, sums;
+  u32 rings, barriers, started, x, scales, zeros, pitch, sums;
 
   __device__ Room(u32 shared, const Work &work, int groups) {
     const int pairs = work.pairs + (work.more_pairs > 0), runs = work.runs + (work.more_runs > 0);
@@ -99,11 +105,10 @@ struct Room {
     rings = shared;
     sums = rings + WARPS * RING_BYTES;
     x = sums + (2 * pairs + 7) * work.parts * ELEMENTS * 4;
-    x_sums = x + work.num_rows * runs * 256;
-    scales = x_sums + runs * SCALES_OF_RUN * BLOCKS * 32;
+    scales = x + work.num_rows * runs * 256;
     zeros = scales + groups * pitch;
     barriers = zeros + (HAS_ZEROS ? groups * pitch : 0);
-    scaled = barriers + WARPS * STAGES * 8;
+    started = barriers + WARPS * STAGES * 8;
   }
 };
 
@@ -112,7 +117,9 @@ struct Room {
 struct Pieces {
   const Work &work;
   const Share &share;
-  u32 shared, barriers, stage = 0, parity = 0;
+  u32 shared, barriers, stage = 0, parity = 0, free = 0;
+  int owed = 0;
+  bool is_filled = false;
   Walk item;
   int left = 0;
   const unsigned char *from = nullptr;
@@ -124,16 +131,17 @@ struct Pieces {
     begin();
   }
   // By one thread.
-  __device__ void fill() {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      if (i >= FIRST && left > 0) wait(barriers + 8 * (i - FIRST), 0);
-      bring_next(i);
+  __device__ void fill(u32 started) {
+#pragma unroll 1
+    for (int i = 0; i < STAGES && left > 0;) {
+      u32 is_started;
+      asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(is_started) : "r"(started));
+      if (i < FIRST || is_started || is_over(barriers + 8 * (i - FIRST), 0)) bring_next(i++);
     }
   }
   // Another thread fills the ring.
   __device__ void skip() {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < STAGES; ++i) step();
   }
   __device__ void begin() {
@@ -157,14 +165,22 @@ struct Pieces {
     item.next();
     begin();
   }
-  // 16 bytes of each of four outputs, 8 apart.
+  // 16 bytes of each of four outputs, 8 apart. What was read makes room, but at first only when what fills the ring has
+  // gone on: it waits for the first of each barrier's phases, and would not see that it is over when the second is.
   __device__ void take(uint4 (&numbers)[TILES][2]) {
     wait(barriers + 8 * stage, parity);
     const u32 at = shared + stage * PART_BYTES + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) numbers[i / 2][i % 2] = read_shared(at + i * 512);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) bring_next(stage);
+    ++owed;
+    is_filled |= stage == STAGES - 1;
+    if (threadIdx.x % 32 == 0)
+#pragma unroll 1
+      for (; owed > (is_filled ? 0 : FIRST); --owed) {
+        bring_next(free);
+        if (++free == STAGES) free = 0;
+      }
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
@@ -177,41 +193,24 @@ struct Rows {
   const Room &room;
 
   __device__ void bring(Walk place) const {
-    const int eight = threadIdx.x % 16;
+    const int eight = threadIdx.x % 16, stride = 2 * work.x_stride;
+    const unsigned char *from = reinterpret_cast<const unsigned char *>(work.x) + share.first_run * 256 + eight * 16;
+    const u32 to = room.x + (eight / 8 * 2 + eight % 2) * work.num_rows * 64 + eight / 2 % 4 * 16;
     while (place.row < work.num_rows) {
       Walk after = place;
       uint4 found[X_AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < X_AT_ONCE; ++i, after.next())
-        if (after.row < work.num_rows)
-          found[i] = __ldcg(reinterpret_cast<const uint4 *>(
-              work.x + (long long)after.row * work.x_stride + (share.first_run + after.column) * 128 + eight * 8));
+      for (int i = 0; i < X_AT_ONCE && after.row < work.num_rows; ++i, after.next())
+        found[i] = __ldcg(reinterpret_cast<const uint4 *>(from + (long long)after.row * stride + after.column * 256));
 #pragma unroll
-      for (int i = 0; i < X_AT_ONCE; ++i, place.next())
-        if (place.row < work.num_rows) leave(found[i], place.row, place.column, eight);
+      for (int i = 0; i < X_AT_ONCE && place.row < work.num_rows; ++i, place.next())
+        leave(found[i], to + place.column * work.num_rows * 256 + place.row * 64);
     }
   }
-  __device__ void leave(const uint4 &words, int row, int run, int eight) const {
-    const u32 to = room.x + (((run * 2 + eight / 8) * 2 + eight % 2) * work.num_rows + row) * 64 + eight / 2 % 4 * 16;
+  static __device__ void leave(const uint4 &words, u32 to) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(__byte_perm(words.x, words.y, 0x5410)),
                  "r"(__byte_perm(words.x, words.y, 0x7632)), "r"(__byte_perm(words.z, words.w, 0x5410)),
                  "r"(__byte_perm(words.z, words.w, 0x7632)) : "memory");
-    if (CORRECTS) leave_sum(sum_of(words), row, run, eight);
-  }
-  static __device__ float sum_of(const uint4 &words) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += wide((unsigned short)word_of(words, i)) + wide(word_of(words, i) >> 16);
-    return sum;
-  }
-  // What is taken from a group's products. Without zeros all numbers are larger by the same.
-  __device__ void leave_sum(float sum, int row, int run, int eight) const {
-    constexpr int LANES = IN_HALVES ? 8 : 16;
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(0xFFFFu << threadIdx.x % 32 / 16 * 16, sum, lanes);
-    const u32 to = room.x_sums + ((run * SCALES_OF_RUN + eight / LANES) * BLOCKS * 8 + row) * 4;
-    if (eight % LANES == 0)
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(HAS_ZEROS ? -sum : -sum * above_zero(MIDDLE)) : "memory");
   }
 };
 
@@ -228,31 +227,28 @@ struct Scales {
   }
 };
 
+// Runs of a pair; the place of a group's scales moves with them.
+struct Item {
+  int run, end, in_group;
+  u32 scales;
+
+  __device__ Item(const Work &work, const Share &share, const Room &room, const Walk &place, int first_group)
+      : run(share.begin(place.row)), end(share.begin(place.row + 1)) {
+    const int group = divided(share.first_run + run, work.runs_of_group);
+    in_group = share.first_run + run - group * work.runs_of_group;
+    scales = (IN_HALVES ? 2 * run : group - first_group) * room.pitch + place.column * 64;
+  }
+};
+
 struct Multiplier {
   const Work &work;
   const Share &share;
   const Room &room;
   Pieces &pieces;
   const int lane = threadIdx.x % 32, first_group;
-  float sums[TILES][BLOCKS][4];
+  float sums[TILES][BLOCKS][4], products[TILES][BLOCKS][4], x_sums[BLOCKS][4];
 
-  // Products of a group begin with its correction.
-  __device__ void begin(float (&products)[TILES][BLOCKS][4], const Scales &scales, u32 x_sums) const {
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-      float x_sum[2] = {};
-      if (CORRECTS)
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(x_sum[0]), "=f"(x_sum[1]) : "r"(x_sums + (8 * b + lane % 4 * 2) * 4));
-#pragma unroll
-      for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          products[t][b][e] = HAS_ZEROS ? x_sum[e % 2] * scales.above[2 * t + e / 2] : x_sum[e % 2];
-    }
-  }
-  __device__ void add_half(float (&products)[TILES][BLOCKS][4], const uint4 (&numbers)[TILES][2], const Scales &scales,
-                           int half, u32 x) const {
+  __device__ void add_half(const uint4 (&numbers)[TILES][2], const Scales &scales, int half, u32 x) {
     constexpr int NEXT = BITS == 4 ? 4 : 0;
     uint4 right[BLOCKS][2];
 #pragma unroll
@@ -261,7 +257,14 @@ struct Multiplier {
       for (int part = 0; part < 2; ++part)
         right[b][part] = read_shared(x + part * work.num_rows * 64 + min(8 * b + lane / 4, work.num_rows - 1) * 64);
 #pragma unroll
-    for (int w = 0; w < 4; ++w)
+    for (int w = 0; w < 4; ++w) {
+      u32 rows[BLOCKS][2];
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) {
+        rows[b][0] = word_of(right[b][w / 2], w % 2 * 2);
+        rows[b][1] = word_of(right[b][w / 2], w % 2 * 2 + 1);
+        if (CORRECTS) multiply_tile(x_sums[b], {ONES, ONES, ONES, ONES}, rows[b]);
+      }
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         u32 left[4];
@@ -272,39 +275,48 @@ struct Multiplier {
           left[2 + i] = half ? of_tile<8 + NEXT>(word, negative) : of_tile<8>(word, negative);
         }
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b)
-          multiply_tile(products[t][b], left, {word_of(right[b][w / 2], w % 2 * 2), word_of(right[b][w / 2], w % 2 * 2 + 1)});
-      }
-  }
-  __device__ void add_run(int run, u32 scales_at) {
-    uint4 numbers[TILES][2];
-    float products[TILES][BLOCKS][4];
-    Scales scales;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0 || IN_HALVES) {
-        scales.read(room, scales_at + half * room.pitch);
-        begin(products, scales, room.x_sums + (run * SCALES_OF_RUN + half) * BLOCKS * 32);
-      }
-      if (half < PIECES) pieces.take(numbers);
-      add_half(products, numbers, scales, half, room.x + (run * 2 + half) * work.num_rows * 128 + lane % 4 * 16);
-      if (half == 0 && !IN_HALVES) continue;
-#pragma unroll
-      for (int e = 0; e < TILES * BLOCKS * 4; ++e) {
-        float &sum = sums[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4];
-        sum = fmaf(products[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4], scales.scale[e / 4 / BLOCKS * 2 + e % 4 / 2], sum);
+        for (int b = 0; b < BLOCKS; ++b) multiply_tile(products[t][b], left, rows[b]);
       }
     }
   }
-  // The place of a group's scales moves with the runs.
-  __device__ void multiply_item(int run, int end, int in_group, u32 scales_at) {
+  // A group's products are scaled; what its numbers are larger by is taken from them first.
+  __device__ void add_group(const Scales &scales) {
 #pragma unroll
-    for (int e = 0; e < TILES * BLOCKS * 4; ++e) sums[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4] = 0;
-    for (; run < end; ++run) {
-      add_run(run, scales_at);
-      if (++in_group < work.runs_of_group) continue;
-      in_group = 0;
-      scales_at += SCALES_OF_RUN * room.pitch;
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float &product = products[t][b][e];
+          if (CORRECTS) product = fmaf(x_sums[b][e % 2], -scales.above[2 * t + e / 2], product);
+          sums[t][b][e] = fmaf(product, scales.scale[2 * t + e / 2], sums[t][b][e]);
+          product = 0;
+        }
+#pragma unroll
+    for (int e = 0; e < 4 * BLOCKS; ++e) x_sums[e / 4][e % 4] = 0;
+  }
+  __device__ void add_run(int run, u32 scales_at) {
+    uint4 numbers[TILES][2];
+    Scales scales;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0 || IN_HALVES) scales.read(room, scales_at + half * room.pitch);
+      if (half < PIECES) pieces.take(numbers);
+      add_half(numbers, scales, half, room.x + (run * 2 + half) * work.num_rows * 128 + lane % 4 * 16);
+      if (half == 1 || IN_HALVES) add_group(scales);
+    }
+  }
+  __device__ void multiply_item(Item item) {
+#pragma unroll
+    for (int e = 0; e < TILES * BLOCKS * 4; ++e)
+      sums[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4] = products[e / 4 / BLOCKS][e / 4 % BLOCKS][e % 4] = 0;
+#pragma unroll
+    for (int e = 0; e < 4 * BLOCKS; ++e) x_sums[e / 4][e % 4] = 0;
+    for (; item.run < item.end; ++item.run) {
+      add_run(item.run, item.scales + lane / 4 * 2);
+      if (++item.in_group < work.runs_of_group) continue;
+      item.in_group = 0;
+      item.scales += SCALES_OF_RUN * room.pitch;
     }
   }
   // Sums of a tile go to the program that ends it.
@@ -322,12 +334,12 @@ struct Multiplier {
                        "f"(sums[t][b][3]) : "memory");
     }
   }
-  __device__ void run(Walk item) {
-    for (; item.row < work.parts; item.next()) {
-      const int run = share.begin(item.row), group = divided(share.first_run + run, work.runs_of_group);
-      multiply_item(run, share.begin(item.row + 1), share.first_run + run - group * work.runs_of_group,
-                    (IN_HALVES ? 2 * run : group - first_group) * room.pitch + item.column * 64 + lane / 4 * 2);
-      leave(item.column, item.row);
+  __device__ void run(Walk place, Item item) {
+    while (place.row < work.parts) {
+      multiply_item(item);
+      leave(place.column, place.row);
+      place.next();
+      item = Item(work, share, room, place, first_group);
     }
   }
   // Adds what programs and parts left, in their order.
@@ -355,14 +367,16 @@ struct Multiplier {
 
 // Scales and zeros of all outputs of the cluster, for groups of this program.
 __device__ __forceinline__ void bring_scales(const Work &work, const Share &share, const Room &room, int first_group,
-                                             int groups, u64 policy) {
-  const int first_output = share.first_pair * 32;
-  const u32 bytes = 2 * min(share.pairs * 32, work.num_outputs - first_output);
-  if (threadIdx.x == 0) expect(room.scaled, bytes * groups * (HAS_ZEROS ? 2 : 1));
-  for (int group = threadIdx.x; group < groups; group += THREADS) {
-    const long long from = (long long)(first_group + group) * work.num_outputs + first_output;
-    bring_bytes(room.scales + group * room.pitch, work.scales + from, bytes, room.scaled, policy);
-    if (HAS_ZEROS) bring_bytes(room.zeros + group * room.pitch, work.zeros + from, bytes, room.scaled, policy);
+                                             int groups) {
+  for (Walk place(threadIdx.x, THREADS, share.pairs * 4); place.row < groups; place.next()) {
+    const int output = share.first_pair * 32 + place.column * 8;
+    if (output >= work.num_outputs) continue;
+    const long long from = (long long)(first_group + place.row) * work.num_outputs + output;
+    const u32 to = room.scales + place.row * room.pitch + place.column * 16;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(work.scales + from) : "memory");
+    if (HAS_ZEROS)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                   ::"r"(to + room.zeros - room.scales), "l"(work.zeros + from) : "memory");
   }
 }
 
@@ -379,42 +393,32 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp < WARPS && lane < STAGES) make_barrier(room.barriers + (warp * STAGES + lane) * 8, 1);
-  if (threadIdx.x == 0) make_barrier(room.scaled, 1);
+  if (threadIdx.x < WARPS * STAGES) make_barrier(room.barriers + threadIdx.x * 8, 1);
+  if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(room.started) : "memory");
   proxy_fence();
   __syncthreads();
-#if FILLER
   if (warp == WARPS) {
-    if (lane < WARPS) Pieces(work, share, room, policy, lane).fill();
+    if (lane < WARPS) Pieces(work, share, room, policy, lane).fill(room.started);
     __syncwarp();
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     return;
   }
-  bring_scales(work, share, room, first_group, last_group - first_group, policy);
+  bring_scales(work, share, room, first_group, last_group - first_group);
   Pieces pieces(work, share, room, policy, warp);
   pieces.skip();
-#else
-  Pieces pieces(work, share, room, policy, warp);
-#if SCALES_FIRST
-  bring_scales(work, share, room, first_group, last_group - first_group, policy);
-#endif
-  if (lane == 0) pieces.fill();
-  __syncwarp();
-#if !SCALES_FIRST
-  bring_scales(work, share, room, first_group, last_group - first_group, policy);
-#endif
-#endif
   const Walk item(warp, WARPS, share.pairs), x_place(threadIdx.x / 16, THREADS / 16, share.runs);
   const Walk end_place(threadIdx.x / 16, THREADS / 16,
                        divided(2 * share.pairs - share.rank + share.programs - 1, share.programs));
+  const Item first_item(work, share, room, item, first_group);
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 1;" ::"r"(room.started) : "memory");
   Rows{work, share, room}.bring(x_place);
-  wait(room.scaled, 0);
+  asm volatile("cp.async.wait_all;" ::: "memory");
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   Multiplier multiplier{work, share, room, pieces, (int)threadIdx.x % 32, first_group};
-  multiplier.run(item);
+  multiplier.run(item, first_item);
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   multiplier.end(end_place);
 }

@@ -27,9 +27,9 @@ _PAIR, _PIECE = 32, 64
 _SHARED_BYTES = 227 * 1024
 # Two programs of products never share a multiprocessor: one of the next would take the place of one of this.
 _LEAST_SHARED_BYTES = _SHARED_BYTES // 2 + 1024
-_WARPS, _STAGES, _FIRST, _FILLER = 12, 4, 1, 0
+_WARPS, _STAGES, _FIRST = 12, 4, 1
 _STAGE_BYTES = 2048
-_REGISTERS = {1: 96, 2: 128}  # of a thread, by blocks of 8 rows
+_REGISTERS = {1: 112, 2: 128}  # of a thread, by blocks of 8 rows
 _CLUSTERS = (1, 2, 4, 8)
 
 
@@ -139,7 +139,7 @@ class _Kernel(KernelAhead):
 
     def __init__(self, variant: Variant):
         self._variant = variant
-        constants = {**variant._asdict(), "warps": _WARPS, "stages": _STAGES, "first": _FIRST, "filler": _FILLER, "scales_first": 1,
+        constants = {**variant._asdict(), "warps": _WARPS, "stages": _STAGES, "first": _FIRST,
                      "registers": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
                                 {name.upper(): int(value) for name, value in constants.items()}, ARCHITECTURE)
@@ -165,7 +165,7 @@ class _Kernel(KernelAhead):
         variant = self._variant
         scales = min(num_groups, -(-num_groups // programs) + 1) * pairs * 2 * _PAIR * (2 if variant.has_zeros else 1)
         sums = (2 * pairs + 7) * parts * variant.blocks * 512
-        x = runs * (num_rows * 2 * RUN + 32 * variant.blocks * (2 if variant.in_halves else 1))
+        x = runs * num_rows * 2 * RUN
         shared_bytes = _WARPS * _STAGES * (_STAGE_BYTES + 8) + sums + x + scales + 8
         return _Plan(programs, clusters, pairs, runs, parts, max(_LEAST_SHARED_BYTES, shared_bytes))
 
@@ -173,11 +173,11 @@ class _Kernel(KernelAhead):
         """How many run at once; a multiprocessor has one program."""
         if programs == 1:
             return torch.cuda.get_device_properties().multi_processor_count
-        return self.loaded.most_clusters(32 * (_WARPS + _FILLER), programs)
+        return self.loaded.most_clusters(32 * (_WARPS + 1), programs)
 
     def launch(self, plan: _Plan, work: _Work) -> None:
         is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self.loaded.launch(plan.clusters * plan.programs, 32 * (_WARPS + _FILLER), [work], cluster=plan.programs,
+        self.loaded.launch(plan.clusters * plan.programs, 32 * (_WARPS + 1), [work], cluster=plan.programs,
                             is_dependent=is_dependent, shared_bytes=plan.shared_bytes)
 
 
