@@ -103,12 +103,12 @@ struct Room {
     const int pairs = work.pairs + (work.more_pairs > 0), runs = work.runs + (work.more_runs > 0);
     pitch = pairs * 64;
     rings = shared;
-    sums = rings + WARPS * RING_BYTES;
+    barriers = rings + WARPS * RING_BYTES;
+    started = barriers + WARPS * STAGES * 8;
+    sums = started + 16;
     x = sums + (2 * pairs + 7) * work.parts * ELEMENTS * 4;
     scales = x + work.num_rows * runs * 256;
     zeros = scales + groups * pitch;
-    barriers = zeros + (HAS_ZEROS ? groups * pitch : 0);
-    started = barriers + WARPS * STAGES * 8;
   }
 };
 
@@ -131,6 +131,11 @@ struct Pieces {
     begin();
   }
   // By one thread.
+  __device__ void make_barriers() const {
+#pragma unroll 1
+    for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
+    proxy_fence();
+  }
   __device__ void fill(u32 started) {
 #pragma unroll 1
     for (int i = 0; i < STAGES && left > 0;) {
@@ -380,6 +385,20 @@ __device__ __forceinline__ void bring_scales(const Work &work, const Share &shar
   }
 }
 
+// By a warp of its own: each lane fills a warp's ring.
+__device__ __forceinline__ void fill_rings(const Work &work, const Share &share, const Room &room, u64 policy) {
+  const int lane = threadIdx.x % 32;
+  Pieces pieces(work, share, room, policy, lane);
+  if (lane == 0) asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(room.started) : "memory");
+  if (lane < WARPS) pieces.make_barriers();
+  __syncwarp();
+  asm volatile("bar.arrive 1, %0;" ::"n"(THREADS + 32) : "memory");
+  if (lane < WARPS) pieces.fill(room.started);
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid_constant__ Work work) {
   extern __shared__ __align__(128) unsigned char memory[];
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -388,23 +407,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int first_group = IN_HALVES ? 2 * share.first_run : divided(share.first_run, work.runs_of_group);
   const int last_run = share.first_run + share.runs;
-  const int last_group = IN_HALVES ? 2 * last_run : divided(last_run - 1, work.runs_of_group) + 1;
-  const Room room((u32)__cvta_generic_to_shared(memory), work, last_group - first_group);
+  const int groups = (IN_HALVES ? 2 * last_run : divided(last_run - 1, work.runs_of_group) + 1) - first_group;
+  const Room room((u32)__cvta_generic_to_shared(memory), work, groups);
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x < WARPS * STAGES) make_barrier(room.barriers + threadIdx.x * 8, 1);
-  if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(room.started) : "memory");
-  proxy_fence();
-  __syncthreads();
-  if (warp == WARPS) {
-    if (lane < WARPS) Pieces(work, share, room, policy, lane).fill(room.started);
-    __syncwarp();
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    return;
-  }
-  bring_scales(work, share, room, first_group, last_group - first_group);
+  const int warp = threadIdx.x / 32;
+  if (warp == WARPS) return fill_rings(work, share, room, policy);
+  bring_scales(work, share, room, first_group, groups);
   Pieces pieces(work, share, room, policy, warp);
   pieces.skip();
   const Walk item(warp, WARPS, share.pairs), x_place(threadIdx.x / 16, THREADS / 16, share.runs);
@@ -415,7 +424,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 1;" ::"r"(room.started) : "memory");
   Rows{work, share, room}.bring(x_place);
   asm volatile("cp.async.wait_all;" ::: "memory");
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS + 32) : "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   Multiplier multiplier{work, share, room, pieces, (int)threadIdx.x % 32, first_group};
   multiplier.run(item, first_item);

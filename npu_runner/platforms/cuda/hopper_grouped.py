@@ -152,7 +152,7 @@ class _Kernel(KernelAhead):
         if shape not in self._plans:
             plans = [self._plan_of(programs, *shape) for programs in _CLUSTERS if programs <= shape[1]]
             self._plans[shape] = min((plan for plan in plans if plan.shared_bytes <= _SHARED_BYTES),
-                                     key=lambda plan: plan.pairs * plan.runs, default=None)
+                                     key=lambda plan: plan.pairs * plan.runs + num_rows * plan.runs / 8 + (8 if plan.programs > 1 else 0), default=None)
         return self._plans[shape]
 
     def _plan_of(self, programs: int, num_rows: int, num_runs: int, num_groups: int, num_outputs: int) -> _Plan:
@@ -166,7 +166,7 @@ class _Kernel(KernelAhead):
         scales = min(num_groups, -(-num_groups // programs) + 1) * pairs * 2 * _PAIR * (2 if variant.has_zeros else 1)
         sums = (2 * pairs + 7) * parts * variant.blocks * 512
         x = runs * num_rows * 2 * RUN
-        shared_bytes = _WARPS * _STAGES * (_STAGE_BYTES + 8) + sums + x + scales + 8
+        shared_bytes = _WARPS * _STAGES * (_STAGE_BYTES + 8) + 16 + sums + x + scales
         return _Plan(programs, clusters, pairs, runs, parts, max(_LEAST_SHARED_BYTES, shared_bytes))
 
     def _most_clusters(self, programs: int) -> int:
