@@ -117,9 +117,7 @@ struct Room {
 struct Pieces {
   const Work &work;
   const Share &share;
-  u32 shared, barriers, stage = 0, parity = 0, free = 0;
-  int owed = 0;
-  bool is_filled = false;
+  u32 shared, barriers, stage = 0, parity = 0;
   Walk item;
   int left = 0;
   const unsigned char *from = nullptr;
@@ -170,22 +168,14 @@ struct Pieces {
     item.next();
     begin();
   }
-  // 16 bytes of each of four outputs, 8 apart. What was read makes room, but at first only when what fills the ring has
-  // gone on: it waits for the first of each barrier's phases, and would not see that it is over when the second is.
+  // 16 bytes of each of four outputs, 8 apart. What was read makes room for the next piece.
   __device__ void take(uint4 (&numbers)[TILES][2]) {
     wait(barriers + 8 * stage, parity);
     const u32 at = shared + stage * PART_BYTES + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) numbers[i / 2][i % 2] = read_shared(at + i * 512);
     __syncwarp();
-    ++owed;
-    is_filled |= stage == STAGES - 1;
-    if (threadIdx.x % 32 == 0)
-#pragma unroll 1
-      for (; owed > (is_filled ? 0 : FIRST); --owed) {
-        bring_next(free);
-        if (++free == STAGES) free = 0;
-      }
+    if (threadIdx.x % 32 == 0) bring_next(stage);
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
@@ -389,12 +379,12 @@ __device__ __forceinline__ void bring_scales(const Work &work, const Share &shar
 __device__ __forceinline__ void fill_rings(const Work &work, const Share &share, const Room &room, u64 policy) {
   const int lane = threadIdx.x % 32;
   Pieces pieces(work, share, room, policy, lane);
-  if (lane == 0) asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(room.started) : "memory");
-  if (lane < WARPS) pieces.make_barriers();
+  if (lane < WARPS) {
+    pieces.make_barriers();
+    pieces.fill(room.started);
+  }
   __syncwarp();
   asm volatile("bar.arrive 1, %0;" ::"n"(THREADS + 32) : "memory");
-  if (lane < WARPS) pieces.fill(room.started);
-  __syncwarp();
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -413,6 +403,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const int warp = threadIdx.x / 32;
   if (warp == WARPS) return fill_rings(work, share, room, policy);
+  if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(room.started) : "memory");
   bring_scales(work, share, room, first_group, groups);
   Pieces pieces(work, share, room, policy, warp);
   pieces.skip();

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,6 +135,13 @@ class _Plan(NamedTuple):
     shared_bytes: int
 
 
+def _cost_of(plan: _Plan, num_rows: int) -> float:
+    """In pieces of the weight that a program brings: those of its slowest warp times warps, x, and what programs of a
+    cluster wait for each other."""
+    pieces = _WARPS * -(-plan.pairs * plan.parts // _WARPS) * -(-plan.runs // plan.parts)
+    return pieces + num_rows * plan.runs / 8 + 12 * math.log2(plan.programs)
+
+
 class _Kernel(KernelAhead):
     """For one variant."""
 
@@ -150,18 +158,18 @@ class _Kernel(KernelAhead):
         """None: shared memory does not hold what a program needs."""
         shape = (num_rows, num_inputs_of(weight) // RUN, *weight.scales.shape)
         if shape not in self._plans:
-            plans = [self._plan_of(programs, *shape) for programs in _CLUSTERS if programs <= shape[1]]
-            self._plans[shape] = min((plan for plan in plans if plan.shared_bytes <= _SHARED_BYTES),
-                                     key=lambda plan: plan.pairs * plan.runs + num_rows * plan.runs / 8 + (8 if plan.programs > 1 else 0), default=None)
+            plans = [self._plan_of(programs, parts, *shape) for programs in _CLUSTERS if self._most_clusters(programs)
+                     for parts in range(1, min(_WARPS, shape[1] // programs) + 1)]
+            self._plans[shape] = min((plan for plan in plans if plan.shared_bytes <= _SHARED_BYTES), default=None,
+                                     key=lambda plan: _cost_of(plan, num_rows))
         return self._plans[shape]
 
-    def _plan_of(self, programs: int, num_rows: int, num_runs: int, num_groups: int, num_outputs: int) -> _Plan:
-        """Programs share pairs and runs evenly, warps of a program its items."""
+    def _plan_of(self, programs: int, parts: int, num_rows: int, num_runs: int, num_groups: int, num_outputs: int
+                 ) -> _Plan:
+        """Programs share pairs and runs evenly."""
         num_pairs = -(-num_outputs // _PAIR)
         clusters = min(num_pairs, self._most_clusters(programs))
         pairs, runs = -(-num_pairs // clusters), -(-num_runs // programs)
-        parts = min(range(1, min(_WARPS, num_runs // programs) + 1),
-                    key=lambda parts: -(-pairs * parts // _WARPS) * -(-runs // parts))
         variant = self._variant
         scales = min(num_groups, -(-num_groups // programs) + 1) * pairs * 2 * _PAIR * (2 if variant.has_zeros else 1)
         sums = (2 * pairs + 7) * parts * variant.blocks * 512
