@@ -10,22 +10,21 @@
 // added in their order, so a result does not depend on which was first.
 //
 // Constants of the host: IS_BFLOAT16, BITS, BLOCKS of 8 rows of x, HAS_ZEROS, IN_HALVES (groups of 64: each half of a
-// run has its own scale), WARPS, STAGES of a ring, FIRST of them at once, REGISTERS of a thread.
+// run has its own scale), WARPS beside the one that fills rings, REGISTERS of a thread.
 
 constexpr int THREADS = 32 * WARPS, TILES = 2;
-constexpr u32 PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = PIECE_BYTES / 2, RING_BYTES = STAGES * PART_BYTES;
+constexpr u32 PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = PIECE_BYTES / 2;
 // Numbers of 4 bits stay 128 larger in bfloat16, and sums are corrected: that is less than taking it from each.
 constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16;
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
 constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's sums
-#ifndef X_AT_ONCE
-#define X_AT_ONCE 6
-#endif
+constexpr int X_AT_ONCE = 6;            // pieces of x that a thread asks for
 
-// x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs). A program has `pairs` and `runs`,
-// the first `more_pairs` clusters and `more_runs` programs of a cluster one more.
+// x: (num_rows, inputs), rows x_stride apart. Scales and zeros: (groups, num_outputs). A program has `pairs` and
+// `runs`, the first `more_pairs` clusters and `more_runs` programs of a cluster one more. A ring has `stages`.
 struct Work {
-  int num_rows, num_outputs, num_runs, runs_of_group, x_stride, pairs, more_pairs, runs, more_runs, parts, is_wide_bias;
+  int num_rows, num_outputs, num_runs, runs_of_group, x_stride;
+  int pairs, more_pairs, runs, more_runs, parts, stages, is_wide_bias;
   const unsigned short *x;
   const unsigned char *values;
   const unsigned short *scales, *zeros;
@@ -63,7 +62,8 @@ __device__ __forceinline__ int divided(int x, int y) { return __float2int_rz(__f
 struct Walk {
   int row, column, rows, columns, count;
 
-  __device__ Walk(int first, int step, int count) : row(divided(first, count)), rows(divided(step, count)), count(count) {
+  __device__ Walk(int first, int step, int count)
+      : row(divided(first, count)), rows(divided(step, count)), count(count) {
     column = first - row * count;
     columns = step - rows * count;
   }
@@ -103,8 +103,8 @@ struct Room {
     const int pairs = work.pairs + (work.more_pairs > 0), runs = work.runs + (work.more_runs > 0);
     pitch = pairs * 64;
     rings = shared;
-    barriers = rings + WARPS * RING_BYTES;
-    started = barriers + WARPS * STAGES * 8;
+    barriers = rings + WARPS * work.stages * PART_BYTES;
+    started = barriers + WARPS * work.stages * 8;
     sums = started + 16;
     x = sums + (2 * pairs + 7) * work.parts * ELEMENTS * 4;
     scales = x + work.num_rows * runs * 256;
@@ -112,8 +112,8 @@ struct Room {
   }
 };
 
-// A warp's ring; its first lane asks for what comes. At first it asks for no more than FIRST pieces at once, until the
-// ring is full: the small kernels before this one, on which x waits, would wait behind more.
+// A warp's ring. Another warp fills it, then its first lane asks for what comes where a piece was read. Until x is
+// there, one piece at a time is on its way: the small kernels on which x waits would wait behind more.
 struct Pieces {
   const Work &work;
   const Share &share;
@@ -124,28 +124,26 @@ struct Pieces {
   u64 policy;
 
   __device__ Pieces(const Work &work, const Share &share, const Room &room, u64 policy, int warp)
-      : work(work), share(share), shared(room.rings + warp * RING_BYTES), barriers(room.barriers + warp * STAGES * 8),
-        item(warp, WARPS, share.pairs), policy(policy) {
+      : work(work), share(share), shared(room.rings + warp * work.stages * PART_BYTES),
+        barriers(room.barriers + warp * work.stages * 8), item(warp, WARPS, share.pairs), policy(policy) {
     begin();
   }
-  // By one thread.
-  __device__ void make_barriers() const {
-#pragma unroll 1
-    for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
-    proxy_fence();
-  }
+  // By one thread. `started`: where it stands whether x is there.
   __device__ void fill(u32 started) {
 #pragma unroll 1
-    for (int i = 0; i < STAGES && left > 0;) {
+    for (int i = 0; i < work.stages; ++i) make_barrier(barriers + 8 * i, 1);
+    proxy_fence();
+#pragma unroll 1
+    for (int i = 0; i < work.stages && left > 0;) {
       u32 is_started;
       asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(is_started) : "r"(started));
-      if (i < FIRST || is_started || is_over(barriers + 8 * (i - FIRST), 0)) bring_next(i++);
+      if (i == 0 || is_started || is_over(barriers + 8 * (i - 1), 0)) bring_next(i++);
     }
   }
   // Another thread fills the ring.
   __device__ void skip() {
 #pragma unroll 1
-    for (int i = 0; i < STAGES; ++i) step();
+    for (int i = 0; i < work.stages; ++i) step();
   }
   __device__ void begin() {
     if (item.row >= work.parts) return;
@@ -176,12 +174,12 @@ struct Pieces {
     for (int i = 0; i < 2 * TILES; ++i) numbers[i / 2][i % 2] = read_shared(at + i * 512);
     __syncwarp();
     if (threadIdx.x % 32 == 0) bring_next(stage);
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    if (++stage == work.stages) { stage = 0; parity ^= 1; }
   }
 };
 
-// x of this program's runs, in the order in which lanes read it: of each run, half and 8 of a lane's 16 inputs the rows'
-// four lanes. Pairs of inputs are two apart, as numbers are unpacked.
+// x of this program's runs, in the order in which lanes read it: of each run, half and 8 of a lane's 16 inputs all
+// rows, four lanes each. Pairs of inputs are two apart, as numbers are unpacked.
 struct Rows {
   const Work &work;
   const Share &share;
@@ -265,7 +263,8 @@ struct Multiplier {
         u32 left[4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const u32 word = word_of(numbers[t][i], w), negative = packed(-scales.above[2 * t + i], -scales.above[2 * t + i]);
+          const float above = scales.above[2 * t + i];
+          const u32 word = word_of(numbers[t][i], w), negative = packed(-above, -above);
           left[i] = half ? of_tile<NEXT>(word, negative) : of_tile<0>(word, negative);
           left[2 + i] = half ? of_tile<8 + NEXT>(word, negative) : of_tile<8>(word, negative);
         }
@@ -325,8 +324,8 @@ struct Multiplier {
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
         asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"r"(there + (b * 128 + lane * 4) * 4), "f"(sums[t][b][0]), "f"(sums[t][b][1]), "f"(sums[t][b][2]),
-                       "f"(sums[t][b][3]) : "memory");
+                     ::"r"(there + (b * 128 + lane * 4) * 4), "f"(sums[t][b][0]), "f"(sums[t][b][1]),
+                       "f"(sums[t][b][2]), "f"(sums[t][b][3]) : "memory");
     }
   }
   __device__ void run(Walk place, Item item) {
@@ -375,14 +374,11 @@ __device__ __forceinline__ void bring_scales(const Work &work, const Share &shar
   }
 }
 
-// By a warp of its own: each lane fills a warp's ring.
+// By a warp of its own, which waits for nothing else: each lane fills a warp's ring.
 __device__ __forceinline__ void fill_rings(const Work &work, const Share &share, const Room &room, u64 policy) {
   const int lane = threadIdx.x % 32;
   Pieces pieces(work, share, room, policy, lane);
-  if (lane < WARPS) {
-    pieces.make_barriers();
-    pieces.fill(room.started);
-  }
+  if (lane < WARPS) pieces.fill(room.started);
   __syncwarp();
   asm volatile("bar.arrive 1, %0;" ::"n"(THREADS + 32) : "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");

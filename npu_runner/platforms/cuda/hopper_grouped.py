@@ -28,8 +28,8 @@ _PAIR, _PIECE = 32, 64
 _SHARED_BYTES = 227 * 1024
 # Two programs of products never share a multiprocessor: one of the next would take the place of one of this.
 _LEAST_SHARED_BYTES = _SHARED_BYTES // 2 + 1024
-_WARPS, _STAGES, _FIRST = 12, 4, 1
-_STAGE_BYTES = 2048
+# Warps that multiply; one more fills their rings. Stages of a ring: fewer where shared memory lacks room for three.
+_WARPS, _STAGES, _STAGE_BYTES = 12, (3, 2), 2048
 _REGISTERS = {1: 112, 2: 128}  # of a thread, by blocks of 8 rows
 _CLUSTERS = (1, 2, 4, 8)
 
@@ -73,8 +73,7 @@ def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
         return False
     kernels = [_kernel(variant_of(num_rows, weight, x_MI.dtype)) for num_rows in (1, MOST_ROWS)]
     # Both are loaded at once: none is while a graph is captured.
-    return all([kernel.is_there for kernel in kernels]) and all(
-        kernel.plan(num_rows, weight) is not None for kernel, num_rows in zip(kernels, (8, MOST_ROWS), strict=True))
+    return all([kernel.is_there for kernel in kernels]) and kernels[len(x_MI) > 8].plan(len(x_MI), weight) is not None
 
 
 def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
@@ -86,7 +85,7 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     plan, num_runs = kernel.plan(num_rows, weight), num_inputs_of(weight) // RUN
     assert plan is not None, "callers look whether there is a product"
     work = _Work(num_rows, num_outputs, num_runs, max(1, num_runs // len(weight.scales)), x_MI.stride(0),
-                 *divmod(-(-num_outputs // _PAIR), plan.clusters), *divmod(num_runs, plan.programs), plan.parts,
+                 *divmod(-(-num_outputs // _PAIR), plan.clusters), *divmod(num_runs, plan.programs), plan.parts, plan.stages,
                  int(bias_O is not None and bias_O.dtype == torch.float32),
                  x_MI.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(),
                  None if weight.zeros is None else weight.zeros.data_ptr(),
@@ -119,7 +118,7 @@ def _is_hopper() -> bool:
 
 class _Work(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_runs", "runs_of_group", "x_stride",
-                                                    "pairs", "more_pairs", "runs", "more_runs", "parts",
+                                                    "pairs", "more_pairs", "runs", "more_runs", "parts", "stages",
                                                     "is_wide_bias")),
                 *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "zeros", "bias", "out")))
 
@@ -132,6 +131,7 @@ class _Plan(NamedTuple):
     pairs: int
     runs: int
     parts: int
+    stages: int
     shared_bytes: int
 
 
@@ -147,8 +147,7 @@ class _Kernel(KernelAhead):
 
     def __init__(self, variant: Variant):
         self._variant = variant
-        constants = {**variant._asdict(), "warps": _WARPS, "stages": _STAGES, "first": _FIRST,
-                     "registers": _REGISTERS[variant.blocks]}
+        constants = {**variant._asdict(), "warps": _WARPS, "registers": _REGISTERS[variant.blocks]}
         source = CompiledSource(sources("hopper_grouped.cu"),
                                 {name.upper(): int(value) for name, value in constants.items()}, ARCHITECTURE)
         super().__init__(source, "multiply_few_rows", _SHARED_BYTES, instead="products of a few rows: triton")
@@ -158,14 +157,15 @@ class _Kernel(KernelAhead):
         """None: shared memory does not hold what a program needs."""
         shape = (num_rows, num_inputs_of(weight) // RUN, *weight.scales.shape)
         if shape not in self._plans:
-            plans = [self._plan_of(programs, parts, *shape) for programs in _CLUSTERS if self._most_clusters(programs)
-                     for parts in range(1, min(_WARPS, shape[1] // programs) + 1)]
+            plans = [self._plan_of(programs, parts, stages, *shape)
+                     for programs in _CLUSTERS if self._most_clusters(programs)
+                     for parts in range(1, min(_WARPS, shape[1] // programs) + 1) for stages in _STAGES]
             self._plans[shape] = min((plan for plan in plans if plan.shared_bytes <= _SHARED_BYTES), default=None,
-                                     key=lambda plan: _cost_of(plan, num_rows))
+                                     key=lambda plan: (-plan.stages, _cost_of(plan, num_rows)))
         return self._plans[shape]
 
-    def _plan_of(self, programs: int, parts: int, num_rows: int, num_runs: int, num_groups: int, num_outputs: int
-                 ) -> _Plan:
+    def _plan_of(self, programs: int, parts: int, stages: int, num_rows: int, num_runs: int, num_groups: int,
+                 num_outputs: int) -> _Plan:
         """Programs share pairs and runs evenly."""
         num_pairs = -(-num_outputs // _PAIR)
         clusters = min(num_pairs, self._most_clusters(programs))
@@ -174,8 +174,8 @@ class _Kernel(KernelAhead):
         scales = min(num_groups, -(-num_groups // programs) + 1) * pairs * 2 * _PAIR * (2 if variant.has_zeros else 1)
         sums = (2 * pairs + 7) * parts * variant.blocks * 512
         x = runs * num_rows * 2 * RUN
-        shared_bytes = _WARPS * _STAGES * (_STAGE_BYTES + 8) + 16 + sums + x + scales
-        return _Plan(programs, clusters, pairs, runs, parts, max(_LEAST_SHARED_BYTES, shared_bytes))
+        shared_bytes = _WARPS * stages * (_STAGE_BYTES + 8) + 16 + sums + x + scales
+        return _Plan(programs, clusters, pairs, runs, parts, stages, max(_LEAST_SHARED_BYTES, shared_bytes))
 
     def _most_clusters(self, programs: int) -> int:
         """How many run at once; a multiprocessor has one program."""
