@@ -99,14 +99,14 @@ struct Share {
 struct Room {
   u32 rings, barriers, started, x, scales, zeros, pitch, sums;
 
-  __device__ Room(u32 shared, const Work &work, int groups) {
+  __device__ Room(u32 shared, const Work &work, u32 programs, int groups) {
     const int pairs = work.pairs + (work.more_pairs > 0), runs = work.runs + (work.more_runs > 0);
     pitch = pairs * 64;
     rings = shared;
     barriers = rings + WARPS * work.stages * PART_BYTES;
     started = barriers + WARPS * work.stages * 8;
     sums = started + 16;
-    x = sums + (2 * pairs + 7) * work.parts * ELEMENTS * 4;
+    x = sums + (2 * pairs + programs - 1) / programs * programs * work.parts * ELEMENTS * 4;
     scales = x + work.num_rows * runs * 256;
     zeros = scales + groups * pitch;
   }
@@ -394,7 +394,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) multiply_few_rows(const __grid
   const int first_group = IN_HALVES ? 2 * share.first_run : divided(share.first_run, work.runs_of_group);
   const int last_run = share.first_run + share.runs;
   const int groups = (IN_HALVES ? 2 * last_run : divided(last_run - 1, work.runs_of_group) + 1) - first_group;
-  const Room room((u32)__cvta_generic_to_shared(memory), work, groups);
+  const Room room((u32)__cvta_generic_to_shared(memory), work, share.programs, groups);
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const int warp = threadIdx.x / 32;

@@ -85,8 +85,8 @@ def multiply(x_MI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tens
     plan, num_runs = kernel.plan(num_rows, weight), num_inputs_of(weight) // RUN
     assert plan is not None, "callers look whether there is a product"
     work = _Work(num_rows, num_outputs, num_runs, max(1, num_runs // len(weight.scales)), x_MI.stride(0),
-                 *divmod(-(-num_outputs // _PAIR), plan.clusters), *divmod(num_runs, plan.programs), plan.parts, plan.stages,
-                 int(bias_O is not None and bias_O.dtype == torch.float32),
+                 *divmod(-(-num_outputs // _PAIR), plan.clusters), *divmod(num_runs, plan.programs), plan.parts,
+                 plan.stages, int(bias_O is not None and bias_O.dtype == torch.float32),
                  x_MI.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(),
                  None if weight.zeros is None else weight.zeros.data_ptr(),
                  None if bias_O is None else bias_O.data_ptr(), out_MO.data_ptr())
@@ -172,7 +172,7 @@ class _Kernel(KernelAhead):
         pairs, runs = -(-num_pairs // clusters), -(-num_runs // programs)
         variant = self._variant
         scales = min(num_groups, -(-num_groups // programs) + 1) * pairs * 2 * _PAIR * (2 if variant.has_zeros else 1)
-        sums = (2 * pairs + 7) * parts * variant.blocks * 512
+        sums = -(-2 * pairs // programs) * programs * parts * variant.blocks * 512
         x = runs * num_rows * 2 * RUN
         shared_bytes = _WARPS * stages * (_STAGE_BYTES + 8) + 16 + sums + x + scales
         return _Plan(programs, clusters, pairs, runs, parts, stages, max(_LEAST_SHARED_BYTES, shared_bytes))
