@@ -128,7 +128,7 @@ struct Pieces {
         barriers(room.barriers + warp * work.stages * 8), item(warp, WARPS, share.pairs), policy(policy) {
     begin();
   }
-  // By one thread. `started`: where it stands whether x is there.
+  // By one thread. `started` stands where it says whether x is there; too early a yes costs time only.
   __device__ void fill(u32 started) {
 #pragma unroll 1
     for (int i = 0; i < work.stages; ++i) make_barrier(barriers + 8 * i, 1);
@@ -374,7 +374,7 @@ __device__ __forceinline__ void bring_scales(const Work &work, const Share &shar
   }
 }
 
-// By a warp of its own, which waits for nothing else: each lane fills a warp's ring.
+// By a warp of its own, since no other may wait for pieces before x: each lane fills a warp's ring.
 __device__ __forceinline__ void fill_rings(const Work &work, const Share &share, const Room &room, u64 policy) {
   const int lane = threadIdx.x % 32;
   Pieces pieces(work, share, room, policy, lane);

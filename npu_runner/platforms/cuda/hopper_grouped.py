@@ -1,7 +1,7 @@
 """Products of a few rows with weights of 4 and 8 bit integers, in CUDA C++ for Hopper (hopper_grouped.cu), by NVRTC.
 Knows nothing of models.
 
-M rows, I input features, O output features, G groups of inputs. A run is 128 inputs, a tile 16 outputs.
+M rows, I input features, O output features, G groups of inputs. A run is 128 inputs, a pair of tiles 32 outputs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def takes_weight(weight: GroupedWeight) -> bool:
 
 
 def has_product(x_MI: Tensor, weight: GroupedWeight) -> bool:
-    """Whether `multiply` takes it now, its scales in shared memory. The first call waits until the kernel is compiled.
+    """Whether `multiply` takes it now, x and scales in shared memory. The first call waits until kernels are compiled.
     While Triton's kernels are met ahead, they have to be: False."""
     if not 1 <= len(x_MI) <= MOST_ROWS or is_ahead() or not takes_weight(weight):
         return False
