@@ -14,13 +14,14 @@ from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.cuda import hopper_few_rows, hopper_products
+from npu_runner.platforms.cuda import grouped_products, hopper_few_rows, hopper_grouped, hopper_products
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.cuda.ops import TritonOps
 from npu_runner.platforms.cuda.products import Tile, few_rows
 from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
+from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.sampling import sampling_ops
 
@@ -152,6 +153,38 @@ def some_rows(_: bool) -> Iterator[Case]:
 
                 yield Case(name=f"{'block' if in_blocks else 'row'}, {num_rows} rows, {way}", call=call, in_graph=True,
                            num_bytes=float(num_weights), operations=2.0 * num_rows * num_weights)
+
+
+def integers(_: bool) -> Iterator[Case]:
+    """The four weights of a layer of Qwen3-8B in 4 bits, groups of 128 without zeros, one behind the other, as one
+    call: in Triton and, on Hopper, in CUDA C++."""
+    shapes = [shape for name, shape in _WEIGHTS.items() if name.startswith("8b") and name != "8b head"]
+    layers = [[_grouped_weight(*shape) for shape in shapes] for _ in range(6)]
+    for num_rows in (1, 2, 4, 8, 16):
+        inputs = {width: torch.randn(num_rows, width, device=DEVICE).bfloat16() for _, width in shapes}
+        ways: dict[str, Callable[[Tensor, GroupedWeight], Tensor]] = {"triton": _grouped_in_triton}
+        if all(hopper_grouped.has_product(inputs[width], layers[0][i]) for i, (_, width) in enumerate(shapes)):
+            ways["CUDA C++"] = lambda x, weight: hopper_grouped.multiply(x, weight, None)
+        for way, run in ways.items():
+
+            def call(index: int, run: Any = run, inputs: Any = inputs) -> Any:
+                return [run(inputs[width], layers[index % 6][i]) for i, (_, width) in enumerate(shapes)]
+
+            yield Case(name=f"4 bits, {num_rows} rows, {way}", call=call, in_graph=True,
+                       num_bytes=float(sum(weight.values.nbytes + weight.scales.nbytes for weight in layers[0])),
+                       operations=2.0 * num_rows * sum(outputs * inputs for outputs, inputs in shapes))
+
+
+def _grouped_weight(num_outputs: int, num_inputs: int) -> GroupedWeight:
+    values = torch.randint(0, 256, (num_outputs, num_inputs // 2), device=DEVICE, dtype=torch.uint8)
+    scales = torch.rand(num_outputs, num_inputs // 128, device=DEVICE).bfloat16() * 1e-2
+    return grouped_products.settled(GroupedWeight(values, scales, None))
+
+
+def _grouped_in_triton(x: Tensor, weight: GroupedWeight) -> Tensor:
+    out = x.new_empty(len(x), weight.scales.shape[1])
+    grouped_products.few_rows(x, weight, None, out)
+    return out
 
 
 def _weight(num_outputs: int, num_inputs: int, in_blocks: bool) -> tuple[Tensor, Tensor]:

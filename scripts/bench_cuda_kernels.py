@@ -1,7 +1,7 @@
 """Each Triton kernel of Gated DeltaNet, of the experts and of the sampler at real sizes: microseconds, GB/s, TFLOP/s.
 
     python scripts/bench_cuda_kernels.py [--shape 35b-a3b|9b] [--part steps prompts experts small draws heads products
-        rows] [--sweep]
+        rows integers] [--sweep]
 
 Times are those of the kernels alone, from the profiler; of draws, heads and products those of a graph of several
 calls, gaps included, beside the general operators. Bytes and operations are what the definition needs, whatever the
@@ -271,9 +271,17 @@ def some_rows(_: Shape, is_sweep: bool) -> Iterator[Case]:
     yield from bench_cuda_dense.some_rows(is_sweep)
 
 
+def integers(_: Shape, is_sweep: bool) -> Iterator[Case]:
+    """1 to 16 rows times the weights of a layer in 4 bits."""
+    import bench_cuda_dense
+
+    yield from bench_cuda_dense.integers(is_sweep)
+
+
 PARTS: dict[str, Callable[[Shape, bool], Iterator[Case]]] = {"steps": steps, "prompts": prompts, "experts": experts,
                                                              "small": small, "draws": draws, "heads": heads,
-                                                             "products": products, "rows": some_rows}
+                                                             "products": products, "rows": some_rows,
+                                                             "integers": integers}
 
 
 def _always(function: Callable[..., Any], *arguments: Any) -> Callable[[int], Any]:

@@ -77,15 +77,24 @@ def test_rows_of_any_stride_and_address(device: torch.device) -> None:
             assert_near(module.multiply(x_MI, ours, None), whole_OI, x_MI, weight, None)
 
 
-def test_scales_that_shared_memory_does_not_hold_stay_with_triton(device: torch.device) -> None:
+def test_scales_and_rows_that_shared_memory_does_not_hold_stay_with_triton(device: torch.device) -> None:
     from npu_runner.platforms.cuda import hopper_grouped
     from npu_runner.platforms.grouped import GroupedWeight
 
-    x_MI = torch.zeros(1, 8192, dtype=BF16, device=device)
-    for num_outputs, is_taken in ((65_504, False), (16_384, True)):
-        values = torch.zeros(-(-num_outputs // 64), 64, 64, 64, dtype=torch.uint8, device=device)
-        scales, zeros = torch.zeros(2, 128, num_outputs, dtype=BF16, device=device)
+    for num_rows, num_outputs, num_inputs, group_size, is_taken in (
+            (1, 65_504, 8192, 64, False), (1, 16_384, 8192, 64, True), (16, 16_384, 8192, 64, True),
+            (8, 8192, 28_672, 128, True), (16, 8192, 28_672, 128, False)):
+        values = torch.zeros(-(-num_outputs // 64), num_inputs // 128, 64, 64, dtype=torch.uint8, device=device)
+        scales, zeros = torch.zeros(2, num_inputs // group_size, num_outputs, dtype=BF16, device=device)
+        x_MI = torch.zeros(num_rows, num_inputs, dtype=BF16, device=device)
         assert hopper_grouped.has_product(x_MI, GroupedWeight(values, scales, zeros)) == is_taken
+
+
+def test_rings_of_two_stages_where_three_have_no_room(device: torch.device) -> None:
+    """Scales of groups of 64, and zeros, of many outputs."""
+    from npu_runner.platforms.cuda import hopper_grouped
+
+    check(hopper_grouped, (4, 64, BF16), (16_384, 8192), (1, 16), device, has_zeros=True)
 
 
 def test_what_stays_with_triton_and_the_library(device: torch.device) -> None:
