@@ -64,7 +64,7 @@ def test_poisons_of_two_ranks(poisons: dict[int, str], most_deaths: int, checkpo
 
 
 def assert_fails_alone(size: int, poisons: dict[int, str], most_deaths: int, checkpoint: Any, tmp_path: Path) -> None:
-    """Ranks end `most_deaths` times at most: where the machine is busy, a row may come alone and is given up at once."""
+    """Ranks end `most_deaths` times at most: on a busy machine a row may come alone, and is given up at once."""
     model = poisoned_model(checkpoint, tmp_path)
     write_input(tmp_path, model, {})
     assert run_job(model, tmp_path, 1, "undisturbed.jsonl").returncode == 0
