@@ -18,13 +18,12 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from npu_runner.checkpoint.files import require_json, resolve_checkpoint
+from npu_runner.checkpoint.files import registered, require_json, resolve_checkpoint
 from npu_runner.checkpoint.lora import Adapter, read_adapter
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.checkpoint.quantization import Quantization, asked_of, read_quantization
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
-from npu_runner.packages import registered
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
 

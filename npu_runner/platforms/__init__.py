@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from npu_runner.errors import ConfigError
-from npu_runner.packages import registered
 from npu_runner.platforms.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def load(target: str) -> Any:
 @functools.cache
 def _installed() -> dict[str, EntryPoint]:
     """Entry points of other packages by name. One with the name of ours is refused, with a warning."""
-    points = {point.name: point for point in registered(ENTRY_POINT_GROUP)}
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     for name in points.keys() & BUILT_IN.keys():
         logger.warning("the entry point %s of group %s has the name of a platform of ours, and is left out",
                        points.pop(name).value, ENTRY_POINT_GROUP)

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from npu_runner import LLM, RunnerConfig, SamplingParams, packages, platforms
+from npu_runner import LLM, RunnerConfig, SamplingParams, platforms
 from npu_runner.cli.doctor import DoctorOptions, examine_host
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.host import Host
@@ -67,7 +67,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     def make(*entries: str) -> None:
         install(site, *entries)
-        packages._on_path.cache_clear()
         platforms._installed.cache_clear()
         sys.modules.pop("their_devices", None)
 

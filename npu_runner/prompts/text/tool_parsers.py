@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from npu_runner.checkpoint.files import registered
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import followed
-from npu_runner.packages import registered
 from npu_runner.prompts.text.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
 from npu_runner.request.limits import shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams
