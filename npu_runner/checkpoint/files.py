@@ -1,5 +1,5 @@
-"""Finds a checkpoint's folder (a local or an embedded one, or a hub id's), reads the small text files in it, and tells
-whether those that prompts are made of, and packages, are still the same.
+"""Finds a checkpoint's folder (a local or an embedded one, or a hub id's), and reads the small text files in it. Tells
+whether those that prompts are made of, and packages, are still the same, and what packages register.
 
 Errors name file and remedy. Only data files are fetched: no Python code of a checkpoint is ever downloaded, let alone
 run. Knows no meaning.
