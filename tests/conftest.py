@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """In the fast set one process runs all tests of the emulated CANN. To import torch_npu and its graph compilers takes
-    twelve seconds in each process that does. The full set would wait for that one process in the end."""
+    """In the fast set one process runs all tests of the emulated CANN. To import torch_npu and its graph compilers
+    takes twelve seconds in each process that does. The full set would wait for that one process in the end."""
     if not full_set.is_fast:
         return None
     from xdist.scheduler import LoadScopeScheduling
