@@ -56,6 +56,7 @@ from npu_runner.serving.calls.requests import (
 )
 from npu_runner.serving.calls.turns import Call, Turns
 from npu_runner.serving.calls.vllm_settings import own_settings
+from npu_runner.serving.loading_line import shows_progress
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ _READ_SECONDS = 0.05
 
 class LLM:
     """A loaded model. `settings` are the fields of RunnerConfig, of PreprocessingOptions and of ReplicaOptions, or
-    vLLM's (docs/from-vllm.md); an unknown one is a ConfigError.
+    vLLM's (docs/from-vllm.md); an unknown one is a ConfigError. One more is `allowed_media_dir`: the folder below which
+    addresses of images and videos may lie, for every call that names none itself.
 
         with LLM("path/to/checkpoint") as llm:
             for result in llm.chat(conversations, SamplingParams(temperature=0)):
@@ -107,6 +109,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Any):
         given = {"model": str(model), **own_settings(str(model), settings)}
+        self.allowed_media_dir: Path | str | None = given.pop("allowed_media_dir", None) or None
         config, self.options, several = from_keywords(given, RunnerConfig, PreprocessingOptions, ReplicaOptions)
         check_format(config, settings.get("quantization"))
         self._turns = Turns()
@@ -195,7 +198,8 @@ class LLM:
 
         Options, which are for all conversations:
         - `allowed_media_dir`: an image_url or video_url, or an image that is text, may be a data: URL or, with this, a
-          file below that folder. A `pathlib.Path` is read wherever it lies. Nothing is downloaded.
+          file below that folder; without it the setting of that name counts. A `pathlib.Path` is read wherever it lies.
+          Nothing is downloaded.
         - `mm_processor_kwargs`: how videos are sampled, {"fps": 1}, {"num_frames": 8} or {"max_frames": 9}, and how
           images (and frames of Qwen2-VL) are bounded, {"min_pixels": 3136, "max_pixels": 500_000}.
         - `chat_template`: text or file of one that stands in for the checkpoint's.
@@ -211,8 +215,8 @@ class LLM:
         `messages` and `sampling_params` may be iterators of any length. They are read in this thread, at most a few
         hundred ahead of the results. `stream_results` gives an iterator of (index of the conversation, result) instead
         of a list, each as it finishes; with both, memory stays flat. The next call ends an iterator that was not read
-        to its end. `use_tqdm` shows a bar, or is what makes one; None: for lists of results, where standard error is a
-        terminal.
+        to its end. `use_tqdm` shows a bar, or is what makes one; None: for lists of results, on a terminal and in a
+        notebook.
 
         Raises RequestError naming the index of a conversation that cannot be served, and drops the others' answers. In
         a list, what shows without reading an image or counting tokens is refused before anything runs. With
@@ -333,6 +337,9 @@ class LLM:
         self._turns.end()
         self._service.close()
 
+    def __repr__(self) -> str:
+        return f"LLM({self.config.model!r}, platform={self.config.platform!r})"
+
     def __enter__(self) -> LLM:
         return self
 
@@ -344,7 +351,7 @@ class LLM:
 
     def _media_rules(self, allowed_dir: Path | str | None) -> MediaRules:
         return MediaRules(
-            allowed_dir=allowed_dir, max_images=self.config.prompts.max_images_per_prompt,
+            allowed_dir=allowed_dir or self.allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
     def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[..., _T], use_tqdm: Bar,
@@ -380,7 +387,7 @@ class LLM:
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
-            use_tqdm = not stream_results and sys.stderr.isatty()
+            use_tqdm = not stream_results and shows_progress(sys.stderr)
         results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors, limit)
         call.follow(results)
         if stream_results:

@@ -54,7 +54,16 @@ def reference_platform() -> Platform:
 def check_name(name: str) -> None:
     """Raises ConfigError unless `name` is auto or a platform's. Imports no platform."""
     if name != AUTO and name not in BUILT_IN and name not in _installed():
-        raise ConfigError(f"platform: {name!r} is not one of {', '.join((AUTO, *platform_names()))}")
+        raise ConfigError(f"platform: {name!r} is not one of {', '.join((AUTO, *platform_names()))}"
+                          f"{_about_devices(name)}")
+
+
+def _about_devices(name: str) -> str:
+    """The remedy for a name such as cuda:1: the variable that chooses a platform's devices."""
+    platform, colon, number = name.partition(":")
+    if not colon or platform not in platform_names() or (variable := find_platform(platform).visible_devices) is None:
+        return ""
+    return f"; to choose a device set {variable}={number or 0} before the program starts, and platform {platform}"
 
 
 def platform_names() -> tuple[str, ...]:

@@ -240,8 +240,9 @@ class VisionPrompts:
     def _show(self, item: Seen, where: str, num_tokens_before: int, asked: Asked) -> list[Shown]:
         source = item.source if isinstance(item, Video) else item
         is_low = isinstance(source, Media) and source.detail == "low"
+        name = ""
         if isinstance(source, Media):
-            where, source = source.where, source.load()
+            where, name, source = source.where, source.name, source.load()
         try:
             if not isinstance(item, Video):
                 return [Shown(self._prepare_image(source, asked.images, is_low=is_low))]
@@ -249,7 +250,7 @@ class VisionPrompts:
             assert isinstance(source, bytes), "a video is encoded bytes"
             return asked.videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
-            raise RequestError(f"{where}: {error.message}", error.code, where) from error
+            raise RequestError(f"{where}: {name}{error.message}", error.code, where) from error
 
     def _prepare_image(self, image: bytes | Image.Image, settings: ImageSettings | None, *, is_low: bool) -> ImageInput:
         assert settings is not None, "a prompt for a model that reads text only has no images"

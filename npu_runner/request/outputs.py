@@ -92,7 +92,15 @@ class RequestMetrics:
         return max(0.0, self.first_token_ts - self.queued_ts) if self.first_token_ts else 0.0
 
 
-@dataclass(frozen=True)
+def short_repr(output: object, **shown: object) -> str:
+    """A line for a notebook: the class, the request's id and these values, without what is None; texts cut short."""
+    values = {name: value for name, value in shown.items() if value is not None}
+    texts = (f"{name}={value[:57] + '...' if isinstance(value, str) and len(value) > 60 else value!r}"
+             for name, value in values.items())
+    return f"{type(output).__name__}({', '.join(texts)})"
+
+
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
     """One finished request with all its completions, in index order; where they are pooled, one for each prompt."""
 
@@ -122,6 +130,13 @@ class RequestOutput:
         """What stands in the place of an answer to a request that could not be served."""
         return cls(request_id, [CompletionOutput(index=0, text="", token_ids=[], finish_reason="error",
                                                  error=error.message, error_code=error.code)])
+
+    def __repr__(self) -> str:
+        """One line; the whole is in the attributes."""
+        first = self.completions[0] if self.completions else None
+        return short_repr(
+            self, request_id=self.request_id, text=first and first.text, finish_reason=first and first.finish_reason,
+            error=first and first.error, num_prompt_tokens=self.num_prompt_tokens, num_outputs=len(self.completions))
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -164,13 +179,16 @@ class EmbeddingOutput:
 
     embedding: np.ndarray
 
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={len(self.embedding)})"
+
     @property
     def hidden_size(self) -> int:
         """How many numbers it has."""
         return len(self.embedding)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PooledRequestOutput(Generic[_T]):
     """What was asked for of one prompt, under vLLM's names. `outputs` is None where there is an `error`."""
 
@@ -191,6 +209,11 @@ class PooledRequestOutput(Generic[_T]):
         """Always: what is not finished is not given out."""
         return True
 
+    def __repr__(self) -> str:
+        """One line; the whole is in the attributes."""
+        return short_repr(self, request_id=self.request_id, outputs=self.outputs, error=self.error,
+                          num_prompt_tokens=self.num_prompt_tokens)
+
     @classmethod
     def of_values(cls, output: RequestOutput, made: Callable[[np.ndarray], _T]) -> Self:
         """Of a request for one prompt; `made` makes its `outputs` of the float32 values."""
@@ -206,7 +229,7 @@ class PooledRequestOutput(Generic[_T]):
         return self.outputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
     """One prompt's vector."""
 
@@ -236,7 +259,7 @@ class ScoringOutput:
     score: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
     """The score of one query and document. `prompt` is what the model read of both."""
 

@@ -19,6 +19,9 @@ class PoolingOutput:
 
     data: np.ndarray
 
+    def __repr__(self) -> str:
+        return f"PoolingOutput(shape={self.data.shape})"
+
 
 @dataclass(frozen=True)
 class ClassificationOutput:
@@ -39,7 +42,7 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
     """An array of one prompt."""
 
@@ -56,7 +59,7 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
         return self.there().data
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
     """The classes of one prompt."""
 

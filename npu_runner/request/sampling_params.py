@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown
@@ -17,6 +17,18 @@ from npu_runner.request.structured_outputs import StructuredOutputsParams
 MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 """Of a raw prompt where nobody says any: OpenAI's and vLLM's, for /v1/completions and `LLM.generate` alone."""
+
+_NOT_SERVED = {
+    "best_of": "n answers are generated; choose among them by cumulative_logprob",
+    "use_beam_search": "there is no beam search; give n, and choose by cumulative_logprob",
+    "length_penalty": "there is no beam search, which it belongs to",
+    "early_stopping": "there is no beam search, which it belongs to",
+    "guided_decoding": "give structured_outputs=StructuredOutputsParams(...)",
+    "logits_processors": "logit_bias, bad_words, allowed_token_ids and structured_outputs say what may be generated",
+    "output_kind": "results are whole; with stream_results a call gives each as it finishes",
+    "spaces_between_special_tokens": "special tokens are left out, or written as the tokenizer has them",
+    "extra_args": "there are no plug-ins that would read it",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +103,15 @@ class SamplingParams:
     """Tokens that may come nevertheless."""
     prompt_logprobs: int | None = None
     """The same of each token of the prompt, but its first. Such a prompt is computed whole, whatever is cached."""
+
+    if not TYPE_CHECKING:  # a checker reads the fields
+
+        def __new__(cls, **fields: Any) -> SamplingParams:
+            """Raises RequestError for a field of vLLM's, now or before, that is not served."""
+            for name in fields.keys() & _NOT_SERVED.keys():
+                raise RequestError(f"{name}: SamplingParams has no such field; {_NOT_SERVED[name]}",
+                                   "unsupported_parameter", name)
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._keep(

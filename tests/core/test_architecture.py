@@ -62,9 +62,9 @@ def all_sources() -> list[Path]:
 
 
 def sources() -> list[Path]:
-    """All but the package's front, whose public names load on first use."""
-    return [path for path in all_sources()
-            if path.parent.name != "npu_runner" or path.stem not in ("__init__", "__main__")]
+    """All but the package's front, which hands out public names and has none of its own."""
+    front = ("__init__", "__main__", "sampling_params", "inputs", "outputs")
+    return [path for path in all_sources() if path.parent.name != "npu_runner" or path.stem not in front]
 
 
 def room_of(path: Path) -> str:

@@ -27,6 +27,8 @@ FLAT = {**npu_runner.config.flat_fields(RunnerConfig), **npu_runner.config.flat_
     {"max_logprobs": 20, "task": None, "mm_processor_kwargs": None, "pipeline_parallel_size": 1, "swap_space": 0},
     {"dtype": None, "seed": None, "max_num_seqs": None, "enable_prefix_caching": None, "compilation_config": {}},
     {"limit_mm_per_prompt": None, "speculative_config": None, "enable_lora": False},
+    {"kv_transfer_config": None, "additional_config": {}, "enable_prompt_embeds": False, "device": "auto",
+     "logprobs_mode": "raw_logprobs", "reasoning_parser": None},
 ])
 def test_what_asks_for_nothing_is_left_out(given: dict[str, Any]) -> None:
     assert RunnerConfig.from_keywords("m", **own_settings("folder/model", given)) == RunnerConfig(model="m")
@@ -65,7 +67,14 @@ def test_what_means_the_same_is_ours(given: dict[str, Any], ours: dict[str, Any]
     ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size: not supported; fps, num_frames"),
     ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.6}, "memory_utilization says the same"),
     ({"mm_processor_kwargs": {"fps": 1}, "video_fps": 2}, "video_fps says the same"),
-    ({"allowed_local_media_path": "/data"}, "chat(..., allowed_media_dir=...)"),
+    ({"device": "cuda:1"}, "to choose a device set CUDA_VISIBLE_DEVICES=1"),
+    ({"device": "npu:3"}, "to choose a device set ASCEND_RT_VISIBLE_DEVICES=3"),
+    ({"platform": "npu:"}, "to choose a device set ASCEND_RT_VISIBLE_DEVICES=0"),
+    ({"device": "cpu:1"}, "platform: 'cpu:1' is not one of auto, npu, cuda, cpu"),
+    ({"device": "tpu"}, "platform: 'tpu' is not one of auto, npu, cuda, cpu"),
+    ({"reasoning_parser": "qwen3"}, "auto reads the tags"),
+    ({"additional_config": {"ascend_scheduler_config": {}}}, "docs/options.md"),
+    ({"enable_prompt_embeds": True}, "prompts are text, token ids"),
 ])  # fmt: skip
 def test_what_is_not_served_is_refused_with_what_to_do_instead(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -84,7 +93,8 @@ def test_each_name_has_one_meaning_and_a_counterpart() -> None:
     names = [*vllm_settings._HARMLESS, *vllm_settings._RENAMED, *vllm_settings._SPECIAL]
     assert len(names) == len(set(names))
     assert not set(vllm_settings._HARMLESS) & set(FLAT), "ours are read by their own code"
-    assert set(vllm_settings._RENAMED.values()) | set(vllm_settings._PROCESSOR_KWARGS.values()) <= set(FLAT)
+    of_llm = {"allowed_media_dir"}  # a setting of LLM alone: a job has an option of that name
+    assert {*vllm_settings._RENAMED.values(), *vllm_settings._PROCESSOR_KWARGS.values()} - of_llm <= set(FLAT)
     for name, (harmless, instead) in vllm_settings._HARMLESS.items():
         assert instead or vllm_settings._ANY in harmless, f"{name}: say what to do instead"
 

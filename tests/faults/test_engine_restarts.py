@@ -93,5 +93,5 @@ def test_an_engine_that_dies_of_no_request_is_not_loaded_again(llm: LLM) -> None
     with pytest.raises(EngineDeadError, match="rank 1 died"):
         llm.generate([*PROMPTS, POISON], GREEDY)
     assert len(stage.beside) == 1
-    with pytest.raises(EngineDeadError, match="the engine was closed"):
+    with pytest.raises(EngineDeadError, match="the model was closed"):
         llm.generate(PROMPTS, GREEDY)

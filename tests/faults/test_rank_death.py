@@ -65,14 +65,14 @@ def test_a_stopped_rank_is_noticed(checkpoint: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(EngineDeadError, match="rank 1 has been stopped"):
         llm.generate(["which picture"], LONG)
     assert_gone(process_ids)
-    with pytest.raises(EngineDeadError, match="the engine was closed"):
+    with pytest.raises(EngineDeadError, match="the model was closed"):
         llm.generate(["which picture"], LONG)
 
 
 def test_an_engine_that_was_closed_says_so(checkpoint: Any) -> None:
     llm = LLM(checkpoint("qwen3"), **{**SETTINGS, "tensor_parallel_size": 1})
     llm.close()
-    with pytest.raises(EngineDeadError, match="the engine was closed"):
+    with pytest.raises(EngineDeadError, match="the model was closed"):
         llm.generate(["which picture"], LONG)
 
 

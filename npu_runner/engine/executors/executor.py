@@ -13,7 +13,7 @@ from npu_runner.runner.base import ModelRunnerOutput, RunnerInfo
 
 Progress = Callable[[str], None]
 """Called with what a rank does while it starts: `loading weights: 1.20 GiB of 5.60 GiB`."""
-CLOSED = "the engine was closed, by its user or after what ended it; make a new one"
+CLOSED = "the model was closed: by close(), at the end of a with block, or by an error before; load it again"
 
 
 def silent(phase: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -117,8 +118,10 @@ def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image
     except MemoryError as error:
         raise RequestError("the image needs more memory than there is; scale it down", "image_out_of_memory") from error
     except Image.DecompressionBombError as error:
-        raise RequestError(f"the image declares far more pixels than the {max_source_pixels} allowed "
-                           "(max_source_pixels); scale it down", code="image_too_large") from error
+        declared = re.search(r"\d+", str(error))  # Pillow's text begins with the number of pixels
+        raise RequestError(f"the image declares {declared[0] if declared else 'far more'} pixels, at most "
+                           f"{max_source_pixels} are allowed (max_source_pixels); scale it down",
+                           code="image_too_large") from error
     except Exception as error:  # as in open_image
         raise _decoding_error(error) from error
 

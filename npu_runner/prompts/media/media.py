@@ -51,6 +51,11 @@ class Media:
         with _named(self.where):
             return load_media(self.url, self.rules.allowed_dir, max_bytes=self.rules.max_bytes)
 
+    @property
+    def name(self) -> str:
+        """How an error names it in front of its reason: the file's address, nothing for a data: URL."""
+        return "" if self.url[:5].lower() == "data:" else f"{_shown(self.url)}: "
+
     def num_bytes(self) -> int:
         """How many `load` gives, without reading a file; of a data: URL an upper bound."""
         with _named(self.where):
@@ -100,7 +105,7 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     with _file_errors(rest, rules.allowed_dir), _allowed_folder(rules.allowed_dir) as folder:
         size = folder.num_bytes(rest)
     if size > rules.max_bytes:
-        raise _too_large(rules.max_bytes)
+        raise _too_large(rules.max_bytes, _shown(rest))
     return size
 
 
@@ -213,13 +218,13 @@ def _path_of_file_url(url: str) -> str:
 
 def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
     with _file_errors(given, allowed_media_dir), _allowed_folder(allowed_media_dir) as folder:
-        return _bounded(folder.read(given, max_bytes + 1), max_bytes)
+        return _bounded(folder.read(given, max_bytes + 1), max_bytes, _shown(given))
 
 
 def _allowed_folder(allowed_media_dir: Path | str | None) -> AllowedFolder:
     if allowed_media_dir is None:
         raise RequestError(
-            "files are not allowed here; name their folder with --allowed-media-dir, or allowed_media_dir in Python",
+            "files are not allowed here; name their folder: allowed_media_dir (--allowed-media-dir)",
             code="media_not_allowed")
     try:
         return AllowedFolder(allowed_media_dir)
@@ -242,14 +247,14 @@ def _file_errors(given: str, allowed_media_dir: Path | str | None) -> Iterator[N
         raise RequestError(f"{_shown(given)}: cannot be read ({reason})", code="media_unreadable") from error
 
 
-def _bounded(data: bytes, max_bytes: int) -> bytes:
+def _bounded(data: bytes, max_bytes: int, name: str = "the file") -> bytes:
     if len(data) > max_bytes:
-        raise _too_large(max_bytes)
+        raise _too_large(max_bytes, name)
     return data
 
 
-def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(f"the file is larger than {max_bytes} bytes; scale it down", code="media_too_large")
+def _too_large(max_bytes: int, name: str = "the file") -> RequestError:
+    return RequestError(f"{name} is larger than {max_bytes} bytes; scale it down", code="media_too_large")
 
 
 def _has_lone_surrogate(text: str) -> bool:

@@ -6,6 +6,7 @@ Names are vLLM's where it has them. What it has and is not served may be there a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -17,7 +18,9 @@ from npu_runner.prompts.prompt_forms import raw_prompt
 from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
+from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, pair_task, text_task
 
 Parse = Callable[[Any], PromptTask | PromptInputs]
@@ -67,11 +70,19 @@ def checked_options(call: str, options: Mapping[str, Any], kind: type) -> dict[s
     known = sorted(kind.__optional_keys__)  # type: ignore[attr-defined]
     for name, value in options.items():
         if name not in known:
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; it takes {', '.join(known)}")
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; {_instead_of(name, known)}")
         if name in _UNSERVED and value is not None and value != _UNSERVED[name][0]:
             message = f"{name}: {shown(value)} is not served: {_UNSERVED[name][1]}"
             raise RequestError(message, "unsupported_parameter", name)
     return {name: value for name, value in options.items() if name not in _UNSERVED and value is not None}
+
+
+def _instead_of(name: str, known: Sequence[str]) -> str:
+    for params in (SamplingParams, PoolingParams):
+        if name in {field.name for field in fields(params)}:
+            return f"give {params.__name__}({name}=...) as its second argument"
+    served = [each for each in known if each not in _UNSERVED]
+    return f"it takes {', '.join(served)}" if served else "it takes no such options"
 
 
 def pair_parser(processor: ChatProcessor, rules: MediaRules, *, instruction: str | None = None,

@@ -13,6 +13,7 @@ from typing import Any
 from npu_runner.config import RunnerConfig, flat_fields
 from npu_runner.engine.checked_format import FORMATS
 from npu_runner.errors import ConfigError, RequestError
+from npu_runner.platforms import check_name
 from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.request.limits import shown
 from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS
@@ -20,7 +21,8 @@ from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 
 logger = logging.getLogger(__name__)
 _ANY = object()
-_RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_bytes"}
+_RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_bytes",
+            "allowed_local_media_path": "allowed_media_dir"}
 _PROCESSOR_KWARGS = {
     "min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels", "fps": "video_fps",
     "num_frames": "video_num_frames", "max_frames": "video_max_frames"}
@@ -66,9 +68,12 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_mm_profiling": ((False,), "kv_cache_bytes sets what would be measured"),
     "scheduling_policy": (("fcfs",), "requests are served in their order"),
     "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
-    "allowed_local_media_path": (("",), "give the folder to each call: chat(..., allowed_media_dir=...)"),
     "allowed_media_domains": (([],), "nothing is downloaded; fetch images before"),
-    "device": (("auto",), "platform names it: npu, cuda or cpu"),
+    "additional_config": (({},), "graph_mode, graph_batch_sizes and the other options of docs/options.md say it"),
+    "kv_transfer_config": (({},), "prompts are computed by the engine that answers them"),
+    "enable_prompt_embeds": ((False,), "prompts are text, token ids, images and videos"),
+    "logprobs_mode": (("raw_logprobs",), "log probabilities are those of the model's own distribution"),
+    "reward": ((), "classifiers are served: LLM.classify, /v1/classify"),
 }
 """Each setting of vLLM's that is not ours: values that ask for nothing beside None, and what to do instead."""
 
@@ -104,6 +109,23 @@ def _translated(model: str, name: str, value: Any) -> dict[str, Any]:
 
 def _is_same(value: Any, item: Any) -> bool:
     return isinstance(value, bool) == isinstance(item, bool) and bool(value == item)
+
+
+def _device(_: str, value: Any) -> dict[str, Any]:
+    """vLLM's older name. A number behind it chooses a device, which only the platform's variable does here."""
+    if value is None or value == "auto":
+        return {}
+    check_name(str(value))  # names that variable, where there is one
+    return {"platform": str(value)}
+
+
+def _reasoning_parser(_: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if value not in ("auto", "none") and isinstance(value, str):
+        raise ConfigError(f"reasoning_parser={shown(value)} is not served: auto reads the tags from the checkpoint's "
+                          "template and tokenizer, none leaves the reasoning in the text")
+    return {"reasoning_parser": value}
 
 
 def _load_format(_: str, value: Any) -> dict[str, Any]:
@@ -168,4 +190,4 @@ def _limit_of_kinds(_: str, value: Any) -> dict[str, Any]:
 _SPECIAL: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "load_format": _load_format, "tokenizer": _tokenizer, "swap_space": _swap_space, "max_logprobs": _max_logprobs,
     "task": _task, "quantization": _quantization, "mm_processor_kwargs": _processor_kwargs,
-    "limit_mm_per_prompt": _limit_of_kinds}
+    "limit_mm_per_prompt": _limit_of_kinds, "device": _device, "reasoning_parser": _reasoning_parser}

@@ -1,0 +1,7 @@
+"""What vLLM's scripts import from `vllm.sampling_params`, under the same names."""
+
+from npu_runner.request.repetition_detection import RepetitionDetectionParams
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+__all__ = ["RepetitionDetectionParams", "SamplingParams", "StructuredOutputsParams"]
