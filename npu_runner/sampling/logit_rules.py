@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from npu_runner.request.sampling_params import SamplingParams
@@ -56,7 +55,7 @@ def logit_rules(params: SamplingParams, eos_token_ids: Sequence[int]) -> LogitRu
 
 @dataclass(frozen=True)
 class Additions:
-    """A step adds `values_AW` to its adjusted logits at `tokens_AW`; float32 and int64. Rows are filled up with zeros."""
+    """A step adds `values_AW`, float32, to its adjusted logits at `tokens_AW`, int64. Zeros fill rows up."""
 
     tokens_AW: Tensor
     values_AW: Tensor

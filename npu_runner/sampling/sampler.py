@@ -1,9 +1,9 @@
 """Chooses the next token of every row of a step, in batched passes on the device.
 
 A sequence registers once with its slot. After that neither its parameters nor its tokens are copied again, but for
-biases and bans, which are sent when the rows of a step change. Only rows with bad words of several tokens get their last
-token before the next one is chosen. Work that only some rows need is done for those rows alone. Knows nothing of when a
-sequence ends or what its text is.
+biases and bans, which are sent when the rows of a step change. Only rows with bad words of several tokens get their
+last token before the next one is chosen. Work that only some rows need is done for those rows alone. Knows nothing of
+when a sequence ends or what its text is.
 
 Where all rows of a decode graph draw from the whole of the model's own distribution or take its most probable token,
 which is most steps of most jobs, one recorded launch does it (`RecordedDraw`).

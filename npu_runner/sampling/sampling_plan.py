@@ -234,7 +234,8 @@ class RowsOfStep:
         return StepPlan(
             adjusted=rows.get("adjusted"), penalised=rows.get("penalised"), counted=rows.get("counted"),
             uses_repetition=bool(self.uses_repetition.any()), uses_frequency=bool(self.uses_frequency.any()),
-            additions=Additions(additions[0].long(), additions[1]) if additions else None, followed=followed, repeating=repeating, masked=rows.get("masked"),
+            additions=Additions(additions[0].long(), additions[1]) if additions else None,
+            followed=followed, repeating=repeating, masked=rows.get("masked"),
             groups=[self._group(name, members, rows) for name, members in self._groups.items()],
             logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs)
 

@@ -21,7 +21,7 @@ from npu_runner.platforms.examination import RUNNER_NEEDS, Findings, examination
 from npu_runner.platforms.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.checks import probe_devices
-from npu_runner.platforms.npu.preflight.errors import ERROR_CODES
+from npu_runner.platforms.npu.preflight.errors import ERROR_CODES, explain
 from npu_runner.platforms.npu.versions import cann_version
 from tests import zygote
 from tests.cann.environment import ROOT, environment, has_real_cann
@@ -229,7 +229,28 @@ def test_a_torch_that_is_built_for_cuda_gets_its_remedy(emulated: dict[str, str]
 def test_the_docs_explain_every_error_code() -> None:
     rows = [line for line in (ROOT / "docs" / "running-on-ascend.md").read_text().splitlines() if line.startswith("|")]
     for code, (meaning, _) in ERROR_CODES.items():
-        assert any(code in row and meaning in row for row in rows), code
+        assert any(code in row and meaning in row.replace("`", "") for row in rows), code
+    pages = [re.findall(r"^\| ([A-Z0-9, ]+) \|", (ROOT / "docs" / f"running-on-ascend{page}.md").read_text(), re.M)
+             for page in ("", ".zh")]
+    assert pages[0] == pages[1], "both languages have the same codes"
+
+
+@pytest.mark.parametrize(("codes", "first"), [
+    (["107030", "507015"], "507015"),
+    (["207001", "107030"], "207001"),
+    (["507048", "561003", "107030"], "561003"),
+    (["207008", "507018", "361001"], "507018"),
+    (["107030"], "107030"),
+])  # fmt: skip
+def test_a_cause_is_explained_before_its_consequences(codes: list[str], first: str) -> None:
+    found = explain(" ... ".join(f"rtMemcpy failed: error code is {code}" for code in codes))
+    assert found.startswith(f"{first}: {ERROR_CODES[first][0]}; {ERROR_CODES[first][1]}")
+    assert all(f"{code}, {ERROR_CODES[code][0]}" in found for code in codes if code != first)
+
+
+@pytest.mark.parametrize("code", ["561003", "561112"])
+def test_a_missing_kernel_says_that_the_image_is_for_the_other_chip(code: str) -> None:
+    assert "the image is for the other chip" in explain(f"AclNN_Runtime_Error: ret {code}")
 
 
 def test_the_requirements_hold_what_the_doctor_looks_for() -> None:
