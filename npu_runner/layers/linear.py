@@ -336,6 +336,16 @@ class ColumnParallelLinear(HeldLinear):
                     ]
             target += padding.padded(part.length)
 
+    def take_bias(self) -> None:
+        """Have a bias with the rows of the weight. Comes before `hold`, and before anything is loaded."""
+        if not self._has_bias:
+            self._has_bias = True
+            self.weight_parts["bias"] = [
+                dataclasses.replace(part, name=f"{part.name.removesuffix('weight')}bias", shape=part.shape[:1])
+                for part in self.weight_parts["weight"]]
+            if self.is_held:
+                self._allocate(None, self._shape[0], self._context)
+
     def forward(self, x_TI: Tensor | RoundedRows) -> Tensor:
         return self.multiply(x_TI, self.bias)
 
