@@ -172,10 +172,10 @@ class HeldLinear(nn.Module):
         return not self.stays and how in held and self._has_product(how, held)
 
     def _has_product(self, how: Held, inputs: Sequence[Held | None]) -> bool:
-        """FP8 has none of sizes that no 16 bytes divide; blocks have none where rows or columns cut one, nor where
-        four of them do not divide the inputs."""
+        """int8 has none of more features than the platform takes. FP8 has none of sizes that no 16 bytes divide; blocks
+        have none where rows or columns cut one, nor where four of them do not divide the inputs."""
         if isinstance(how, Int8Inputs):
-            return True
+            return self.ops.most_int8_features is None or max(self._shape) <= self.ops.most_int8_features
         parts = [part for part, own in zip(self.weight_parts["weight"], inputs, strict=True) if own == how]
         rows = sum(part.length for part in parts) if parts[0].dim == 0 and None in inputs else self._shape[0]
         if isinstance(how, GroupedForm):

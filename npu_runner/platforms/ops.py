@@ -93,6 +93,9 @@ class Ops(ABC):
         out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
 
+    most_int8_features: int | None = None
+    """Inputs and outputs of a linear that products of int8 take; None: any number."""
+
     def settled_int8(self, values_OI: Tensor) -> Tensor:
         """Values of an Int8Weight or StaticInt8Weight as the platform multiplies them, made once when they are loaded;
         their bytes stay as many, their shape need not."""

@@ -37,6 +37,7 @@ class NpuOps(TorchOps):
     fuses_rounding = True
     experts_in_out = True  # the grouped product takes (groups, in, out)
     down_scales_dtype = torch.bfloat16
+    most_int8_features = 65535
 
     def __init__(self) -> None:
         self._layout = WeightLayout(npu_settings().nz_weights)
