@@ -161,6 +161,23 @@ def test_another_chip_with_little_memory(tmp_path: Path) -> None:
     assert "2 ranks" in checks["devices"].found
 
 
+@pytest.mark.parametrize(("chip", "installed", "status", "words"), [
+    ("Ascend910B3", ["ascend910b", "config"], "ok", "for ascend910b"),
+    ("Ascend910_9391", ["ascend910_93", "ascend910b"], "ok", "for ascend910_93"),
+    ("Ascend910_9391", ["ascend910b"], "failed", "no kernels for ascend910_93, there are those for ascend910b"),
+    ("Ascend910B3", ["ascend910_93", "ascend910"], "failed", "no kernels for ascend910b"),
+    ("Ascend910B3", [], "failed", "there are none in"),
+    ("Ascend310P3", ["ascend910b"], "skipped", "no A2 or A3 device"),
+])  # fmt: skip
+def test_kernels_of_the_other_chip_are_found(chip: str, installed: list[str], status: str, words: str, tmp_path: Path
+                                             ) -> None:
+    for name in installed:
+        (tmp_path / "opp/built-in/op_impl/ai_core/tbe/kernel" / name).mkdir(parents=True)
+    check = software.check_kernels(empty_host(tmp_path, environment={"ASCEND_OPP_PATH": str(tmp_path / "opp")}), {chip})
+    assert check.status == status
+    assert words in check.found
+
+
 def test_devices_that_are_named_and_not_there(tmp_path: Path) -> None:
     host = empty_host(tmp_path, environment={"ASCEND_RT_VISIBLE_DEVICES": "1,7"})
     found = devices.check_devices(host, Outcome([{"torch": "2.9.0"}, {"count": 1}], None))
