@@ -172,10 +172,10 @@ class HeldLinear(nn.Module):
         return not self.stays and how in held and self._has_product(how, held)
 
     def _has_product(self, how: Held, inputs: Sequence[Held | None]) -> bool:
-        """FP8 has none of sizes that no 16 bytes divide; blocks have none where rows or columns cut one, nor where
-        four of them do not divide the inputs."""
+        """int8 has none of more features than the platform takes. FP8 has none of sizes that no 16 bytes divide; blocks
+        have none where rows or columns cut one, nor where four of them do not divide the inputs."""
         if isinstance(how, Int8Inputs):
-            return True
+            return self.ops.most_int8_features is None or max(self._shape) <= self.ops.most_int8_features
         parts = [part for part, own in zip(self.weight_parts["weight"], inputs, strict=True) if own == how]
         rows = sum(part.length for part in parts) if parts[0].dim == 0 and None in inputs else self._shape[0]
         if isinstance(how, GroupedForm):
@@ -335,6 +335,16 @@ class ColumnParallelLinear(HeldLinear):
                                    target_start=target + place) for start, length, place in part.runs(padding)
                     ]
             target += padding.padded(part.length)
+
+    def take_bias(self) -> None:
+        """Have a bias with the rows of the weight. Comes before `hold`, and before anything is loaded."""
+        if not self._has_bias:
+            self._has_bias = True
+            self.weight_parts["bias"] = [
+                dataclasses.replace(part, name=f"{part.name.removesuffix('weight')}bias", shape=part.shape[:1])
+                for part in self.weight_parts["weight"]]
+            if self.is_held:
+                self._allocate(None, self._shape[0], self._context)
 
     def forward(self, x_TI: Tensor | RoundedRows) -> Tensor:
         return self.multiply(x_TI, self.bias)

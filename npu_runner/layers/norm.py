@@ -22,20 +22,29 @@ class RMSNorm(nn.Module):
     """Added to the checkpoint's values."""
     weight_dtype: torch.dtype | None = None
     """None: the model's."""
+    shift: nn.Parameter | None
+    """(size,), of the model's dtype: added behind the norm. Folders of ModelSlim have one."""
 
     def __init__(self, size: int, eps: float, context: LayerContext):
         super().__init__()
         self.ops = context.ops
         self.eps = eps
         self.weight = context.parameter(size, dtype=self.weight_dtype)
+        self.shift, self._context = None, context
         self._form: str | None = None
         self._rounding: NormRounding | None = None
+
+    def take_shift(self) -> None:
+        """Allocate `shift`, which the loader then fills."""
+        self.shift = self._context.parameter(len(self.weight))
 
     def feed(self, linear: HeldLinear | None) -> None:
         """Say what alone reads the result of `add_forward`: where that is quantised, both are one operator. None:
         others read it, too. Comes before the linear's `weights_are_loaded`."""
         self._form = self._rounding = None
-        if linear is None or linear.rest is not None or self.weight_dtype is not None or not self.ops.fuses_rounding:
+        if linear is None or linear.rest is not None or self.weight_dtype is not None or self.shift is not None:
+            return
+        if not self.ops.fuses_rounding:
             return
         if linear.form == INT8_STATIC:
             self._rounding = linear.let_norm_round()
@@ -43,7 +52,10 @@ class RMSNorm(nn.Module):
             self._form = linear.form
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self._shifted(self.ops.rms_norm(x, self.weight, self.eps))
+
+    def _shifted(self, x: Tensor) -> Tensor:
+        return x if self.shift is None else x + self.shift
 
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """(norm(x + residual), x + residual); the first as its reader takes it."""
@@ -54,7 +66,8 @@ class RMSNorm(nn.Module):
             return self.ops.add_rms_norm_int8_static(x, residual, self.weight, self.eps, self._rounding)
         if self._form is not None:
             return self.ops.add_rms_norm_fp8(x, residual, self.weight, self.eps, in_blocks=self._form == FP8_BLOCKS)
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        normed, total = self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._shifted(normed), total
 
 
 class Float32RMSNorm(RMSNorm):

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import nn
 
+from npu_runner.checkpoint.formats.stored import NORM_SHIFT
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader, renamed_tensor
 from npu_runner.layers.expert_weights import FORMS_OF_EXPERTS, ExpertWeights
 from npu_runner.layers.grouped_weights import Held
-from npu_runner.layers.linear import HeldLinear, form_of
+from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, form_of
+from npu_runner.layers.norm import RMSNorm
 from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8
 
 MADE_AT_LOAD: Mapping[str, Held] = {INT8: BY_ROW, FP8: FP8}
@@ -33,7 +35,21 @@ def hold_as_stored(model: nn.Module, reader: WeightsReader, renamed: Mapping[str
     """
     there = reader.names
     match_experts(model, reader, renamed)
+    _take_shifts(model, there, renamed)
     return _hold(model, renamed, lambda name: how_stored(reader, name) if name in there else None)
+
+
+def _take_shifts(model: nn.Module, there: Collection[str], renamed: Mapping[str, str]) -> None:
+    """Where a quantiser moved the outputs of norms, these have a shift, and linears behind them biases of their own."""
+    if not any(name.endswith(NORM_SHIFT) for name in there):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm) and renamed_tensor(f"{name}{NORM_SHIFT}", renamed) in there:
+            module.take_shift()
+    for name, linear in _linears(model):
+        stored = [each.removesuffix("weight") for _, each in _parts(name, linear, renamed)]
+        if isinstance(linear, ColumnParallelLinear) and any(f"{each}bias" in there for each in stored):
+            linear.take_bias()
 
 
 def how_stored(reader: WeightsReader, name: str) -> Held | None:

@@ -38,6 +38,9 @@ from npu_runner.platforms.quantised import (
     static_rows,
 )
 
+AddAt: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
+"""(table (N,) float32, places (B,) int64, none twice, amounts (B,) float32): adds to the table, in place."""
+
 AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
 of each row, -1 for none) -> tokens (B, 1) int32; -1 where a row is no number, -2 where nothing is left to come."""
@@ -89,6 +92,9 @@ class Ops(ABC):
         rows = fp8_rows(x_TI, in_blocks=weight.scales.dim() == 2) if isinstance(x_TI, Tensor) else x_TI
         out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
         return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+
+    most_int8_features: int | None = None
+    """Inputs and outputs of a linear that products of int8 take; None: any number."""
 
     def settled_int8(self, values_OI: Tensor) -> Tensor:
         """Values of an Int8Weight or StaticInt8Weight as the platform multiplies them, made once when they are loaded;
@@ -240,6 +246,11 @@ class Ops(ABC):
     def sort_ascending(self, x: Tensor) -> Tensor:
         """The values of each row (the last dim), smallest first; a fresh tensor."""
         return x.sort(dim=-1).values
+
+    @staticmethod
+    def add_at(table_N: Tensor, places_B: Tensor, amounts_B: Tensor) -> None:
+        """Add to a few places of a table in place. No place comes twice."""
+        table_N.index_add_(0, places_B, amounts_B)
 
     draws_greedily: bool = False
     """`softmax_draw` takes temperature 0, which is the most probable token, the first of equals."""

@@ -217,9 +217,16 @@ def _graph_settings(parts: DecodeParts) -> GraphSettings:
         "max_model_len": parts.max_model_len, "states": repr(steps.states.plan if steps.states else None),
         "rank": steps.tp.rank, "num_ranks": steps.tp.size,
         "has_whole_experts": steps.tp.has_whole_experts,
+        # Weights of other forms, or norms with a shift, make another graph of the same config.
+        "parameters": _shapes_of(steps.model),
         "source": _source_fingerprint(steps.model),
     }
     return GraphSettings(mode=settings.graph_mode, identity=identity, cache_dir=parts.settings.graph_cache_dir)
+
+
+def _shapes_of(model: nn.Module) -> str:
+    shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
 def _source_fingerprint(model: nn.Module) -> str:

@@ -424,6 +424,7 @@ class ModelRunner(ModelRunnerBase):
             sort_ascending=self.ops.sort_ascending,
             draw_from_softmax=self.ops.softmax_draw(),
             draws_greedily=self.ops.draws_greedily,
+            add_at=self.ops.add_at,
             allow_tokens=self.ops.allow_tokens,
             allowed_draw=self.ops.allowed_draw(),
             download=self.platform.memory.download,

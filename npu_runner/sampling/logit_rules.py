@@ -1,22 +1,19 @@
 """Additions to single logits: logit_bias, the bans before min_tokens, and bad_words, all as one kind of rule.
 
-What holds whatever was generated lies on the device, in one flat table to which a newcomer's rules are appended. Bans
-that depend on the last tokens are looked up on the host and sent where they hold, which is seldom. The words of a
-request form a tree, keyed by the tokens before their last one in reverse order. A look-up costs what agrees with the
-end of the text, whatever the number of words. Nodes are made on first use. Knows nothing of how tokens are drawn.
+Rules of a sequence lie on the host. Those that hold in a step are sent when the rows of a step change. Bans that depend
+on the last tokens are looked up and sent where they hold, which is seldom. The words of a request form a tree, keyed by
+the tokens before their last one in reverse order. A look-up costs what agrees with the end of the text, whatever the
+number of words. Nodes are made on first use. Knows nothing of how tokens are drawn.
 
-Shapes: S slots, A rows whose logits are adjusted, V vocabulary, E rules on the device, N of them new, H bans that hold
-because of the last tokens.
+Shapes: A rows whose logits are adjusted, V vocabulary, W most additions of one row, N additions of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from npu_runner.request.sampling_params import SamplingParams
@@ -58,92 +55,29 @@ def logit_rules(params: SamplingParams, eos_token_ids: Sequence[int]) -> LogitRu
 
 @dataclass(frozen=True)
 class Additions:
-    """What a step adds to its adjusted logits: `values` at `places`, which count through the (A, V) logits."""
+    """A step adds `values_AW`, float32, to its adjusted logits at `tokens_AW`, int64. Zeros fill rows up."""
 
-    places: Tensor
-    values: Tensor
+    tokens_AW: Tensor
+    values_AW: Tensor
 
     def add_to(self, logits_AV: Tensor) -> None:
-        logits_AV.view(-1).scatter_add_(0, self.places, self.values)
+        # Along a row: a flat view is one axis as long as the table, which some devices leave to a slow processor.
+        logits_AV.scatter_add_(1, self.tokens_AW, self.values_AW)
 
 
-@dataclass(frozen=True)
-class StagedRules:
-    """What crosses to the device for a step, as 4-byte arrays, and what the table keeps of its own."""
-
-    arrays: list[np.ndarray]
-    """New rules (3, N) as in the table; the adjusted row of each part, -1 where it does not hold; places and values of
-    the H bans."""
-    kept: list[tuple[int, int]]
-    """Start and length of what stays in the table."""
-    parts: list[tuple[int, int]]
-    """(part, number of rules) in the table's order, once that is done."""
-
-
-class RuleTable:
-    """The rules of every slot that hold whatever was generated.
-
-    A slot has two parts: 2 * slot, which always holds, and 2 * slot + 1, the bans before min_tokens. The table's rows
-    are the part, the token and the value's bits.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device):
-        self._vocab_size = vocab_size
-        self._parts: list[tuple[int, int]] = []
-        self._gone: set[int] = set()
-        self._new: dict[int, LogitRules] = {}
-        self._table_3E = torch.zeros((3, 0), dtype=torch.int32, device=device)
-
-    def add(self, slot: int, rules: LogitRules) -> None:
-        """For a slot that has none."""
-        self._new[slot] = rules
-
-    def remove(self, slot: int) -> None:
-        # They leave the device with the next step that rebuilds its additions, not with a copy of their own.
-        if self._new.pop(slot, None) is None:
-            self._gone |= {2 * slot, 2 * slot + 1}
-
-    def stage(self, row_of_part: np.ndarray, hits: Sequence[tuple[int, int]]) -> StagedRules:
-        """row_of_part: int32 (2 * S,), -1 where a part does not hold in this step; hits: (adjusted row, token) of
-        further bans."""
-        kept, parts, start = [], [], 0
-        for is_gone, group in groupby(self._parts, key=lambda part: part[0] in self._gone):
-            members = list(group)
-            size = sum(count for _, count in members)
-            if not is_gone:
-                kept.append((start, size))
-                parts += members
-            start += size
-        columns = [np.zeros((3, 0), dtype=np.int32)]
-        for slot, rules in self._new.items():
-            bans = np.full(len(rules.bans), -np.inf, dtype=np.float32)
-            for part, tokens, values in ((2 * slot, rules.tokens, rules.values), (2 * slot + 1, rules.bans, bans)):
-                if len(tokens):
-                    columns.append(np.stack([np.full(len(tokens), part, dtype=np.int32), tokens,
-                                             values.view(np.int32)]))
-                    parts.append((part, len(tokens)))
-        places_H = np.array([row * self._vocab_size + token for row, token in hits], dtype=np.int32)
-        values_H = np.full(len(places_H), -np.inf, dtype=np.float32)
-        return StagedRules([np.concatenate(columns, axis=1), row_of_part, places_H, values_H], kept, parts)
-
-    def install(self, staged: StagedRules, arrays: Sequence[Tensor]) -> Additions:
-        """The step's additions, and the table with newcomers and without those who left. `arrays`: now on the device.
-
-        All of it or, where memory runs out, nothing.
-        """
-        new_3N, row_of_part, places_H, values_H = arrays
-        table_3E = self._table_3E
-        if new_3N.shape[1] or sum(size for _, size in staged.kept) < table_3E.shape[1]:
-            table_3E = torch.cat([*(table_3E.narrow(1, *part) for part in staged.kept), new_3N], dim=1)
-        row_E = row_of_part.index_select(0, table_3E[0])
-        places_E = row_E.clamp(min=0).long() * self._vocab_size + table_3E[1]
-        values_E = torch.where(row_E >= 0, table_3E[2].view(torch.float32), 0.0)
-        if len(places_H):
-            places_E, values_E = torch.cat([places_E, places_H.long()]), torch.cat([values_E, values_H])
-        self._table_3E, self._parts = table_3E, staged.parts
-        self._new.clear()
-        self._gone.clear()
-        return Additions(places_E, values_E)
+def addition_arrays(parts: Sequence[tuple[int, np.ndarray, np.ndarray]], num_rows: int) -> list[np.ndarray]:
+    """Tokens and values as `Additions` has them, int32 and float32. parts: (row, tokens, values), in any order."""
+    rows_N = np.repeat([row for row, _, _ in parts], [len(tokens) for _, tokens, _ in parts])
+    order = np.argsort(rows_N, kind="stable")
+    rows_N = rows_N[order]
+    counts_A = np.bincount(rows_N, minlength=num_rows)
+    columns_N = np.arange(len(rows_N)) - (np.cumsum(counts_A) - counts_A)[rows_N]
+    arrays = []
+    for each, dtype in ((1, np.int32), (2, np.float32)):
+        padded_AW = np.zeros((num_rows, counts_A.max()), dtype=dtype)
+        padded_AW[rows_N, columns_N] = np.concatenate([part[each] for part in parts])[order]
+        arrays.append(padded_AW)
+    return arrays
 
 
 class BadWords:

@@ -1,8 +1,9 @@
 """Chooses the next token of every row of a step, in batched passes on the device.
 
-A sequence registers once with its slot. After that neither its parameters nor its tokens are copied again. Only rows
-with bad words of several tokens get their last token before the next one is chosen. Work that only some rows need is
-done for those rows alone. Knows nothing of when a sequence ends or what its text is.
+A sequence registers once with its slot. After that neither its parameters nor its tokens are copied again, but for
+biases and bans, which are sent when the rows of a step change. Only rows with bad words of several tokens get their
+last token before the next one is chosen. Work that only some rows need is done for those rows alone. Knows nothing of
+when a sequence ends or what its text is.
 
 Where all rows of a decode graph draw from the whole of the model's own distribution or take its most probable token,
 which is most steps of most jobs, one recorded launch does it (`RecordedDraw`).
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import AllowedDraw, TokenLookUp
+from npu_runner.platforms.ops import AddAt, AllowedDraw, Ops, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking
@@ -123,15 +124,16 @@ class Sampler:
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
                  draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
                  draws_greedily: bool = False,
+                 add_at: AddAt = Ops.add_at,
                  allow_tokens: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None,
                  allowed_draw: AllowedDraw | None = None,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
                  host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
                  constrained: ConstrainedRows | None = None):
-        """sort_ascending, draw_from_softmax, draws_greedily, allow_tokens, allowed_draw: the platform's, see Ops;
-        download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking."""
+        """sort_ascending, draw_from_softmax, draws_greedily, add_at, allow_tokens, allowed_draw: the platform's, see
+        Ops; download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-                                    eos_token_ids=eos_token_ids, device=device)
+                                    eos_token_ids=eos_token_ids, device=device, add_at=add_at)
         self._sort_ascending = sort_ascending
         self._draw_from_softmax = draw_from_softmax
         self._draws_greedily = draws_greedily

@@ -2,7 +2,7 @@
 
 Only operators that exist on every platform, no shape that depends on values, nothing that waits for the device.
 
-Shapes: B rows, V vocabulary, K candidates, N blocks of C weights; a 1 is a kept dim.
+Shapes: B rows, V vocabulary, K candidates, N blocks of C weights in a row, R blocks of all rows; a 1 is a kept dim.
 Weights are exp((logit - largest logit) / temperature): the most probable token weighs exactly 1. Where logits are equal
 the lower token id counts as the more probable, so that every kept set is a prefix of one total order.
 """
@@ -123,23 +123,25 @@ class _RunningSums:
 
     def __init__(self, weights_BV: Tensor):
         self._last = weights_BV.shape[-1] - 1
-        self._weights_BNC: Tensor | None = None
+        self._weights_RC: Tensor | None = None
         if self._last < _LONGEST_SINGLE_BLOCK:
             self._cumulative_BN = weights_BV.cumsum(-1)
         else:
             excess = -weights_BV.shape[-1] % _BLOCK
             padded = F.pad(weights_BV, (0, excess)) if excess else weights_BV
-            self._weights_BNC = padded.view(padded.shape[0], -1, _BLOCK)
-            self._cumulative_BN = self._weights_BNC.sum(-1).cumsum(-1)
+            self._weights_RC = padded.view(-1, _BLOCK)
+            self._cumulative_BN = self._weights_RC.sum(-1).view(len(padded), -1).cumsum(-1)
+            num_blocks = padded.shape[1] // _BLOCK
+            self._first_blocks_B1 = torch.arange(0, len(self._weights_RC), num_blocks, device=padded.device)[:, None]
         self.total_B1 = self._cumulative_BN[:, -1:]
 
     def first_beyond(self, target_B1: Tensor) -> tuple[Tensor, Tensor]:
         """(index of the first weight whose running sum passes the target, else the last index; the sum before it)."""
         index_B1, before_B1 = _first_beyond(self._cumulative_BN, target_B1)
-        if self._weights_BNC is None:
+        if self._weights_RC is None:
             return index_B1, before_B1
-        block_B1C = index_B1[..., None].expand(-1, 1, _BLOCK)
-        weights_BC = self._weights_BNC.gather(1, block_B1C).squeeze(1)
+        # Whole rows of a table: a gather along a middle axis transposes all weights on some devices.
+        weights_BC = self._weights_RC.index_select(0, (self._first_blocks_B1 + index_B1).squeeze(-1))
         offset_B1, within_B1 = _first_beyond(weights_BC.cumsum(-1), target_B1 - before_B1)
         return torch.add(offset_B1, index_B1, alpha=_BLOCK).clamp_(max=self._last), before_B1 + within_B1
 

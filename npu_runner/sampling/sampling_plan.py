@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from npu_runner.sampling.logit_rules import Additions
+from npu_runner.sampling.logit_rules import Additions, LogitRules, addition_arrays
 from npu_runner.sampling.ngram_history import NgramBans, NgramRule, bans_of, exempt_ids_of
 
 GREEDY = -1
@@ -170,20 +170,14 @@ class RowsOfStep:
         """Of each adjusted row among the adjusted."""
         return (np.cumsum(self.is_adjusted) - 1).astype(np.int32)
 
-    @property
-    def has_additions(self) -> bool:
-        return bool(self.is_biased.any() or self.is_banned.any() or self.hits)
-
-    @property
-    def adjusted_hits(self) -> list[tuple[int, int]]:
-        return [(int(self.place[row]), token) for row, token in self.hits]
-
-    def row_of_part(self, num_slots: int) -> np.ndarray:
-        """int32 (2 * S,): the adjusted row in which each part of the rule table holds, else -1."""
-        rows = np.full(2 * num_slots, -1, dtype=np.int32)
-        rows[2 * self.slots[self.is_biased]] = self.place[self.is_biased]
-        rows[2 * self.slots[self.is_banned] + 1] = self.place[self.is_banned]
-        return rows
+    def addition_arrays(self, rules: Mapping[int, LogitRules]) -> list[np.ndarray]:
+        """The rules that hold in the step, for `Additions`; empty where none does. rules: by slot."""
+        parts = [(self.place[row], rules[self.slots[row]].tokens, rules[self.slots[row]].values)
+                 for row in np.flatnonzero(self.is_biased)]
+        bans = [(self.place[row], rules[self.slots[row]].bans) for row in np.flatnonzero(self.is_banned)]
+        bans += [(self.place[row], np.array([token])) for row, token in self.hits]
+        parts += [(row, tokens, np.full(len(tokens), -np.inf)) for row, tokens in bans]
+        return addition_arrays(parts, int(self.is_adjusted.sum())) if parts else []
 
     @property
     def _followed(self) -> list[int]:
@@ -228,9 +222,9 @@ class RowsOfStep:
         return {name: np.zeros(0, dtype=np.int32) if len(rows) == count else rows.astype(np.int32)
                 for name, (rows, count) in wanted.items() if len(rows)}
 
-    def plan(self, on_device: Mapping[str, Tensor], additions: Additions | None, ngrams: Sequence[Tensor], *,
+    def plan(self, on_device: Mapping[str, Tensor], additions: Sequence[Tensor], ngrams: Sequence[Tensor], *,
              num_logprobs: int) -> StepPlan:
-        """on_device, ngrams: `indices` and `ngram_arrays`, there."""
+        """on_device, additions, ngrams: `indices`, `addition_arrays` and `ngram_arrays`, there."""
         rows = {name: Rows(index.long() if len(index) else None) for name, index in on_device.items()}
         followed = repeating = None
         if "followed" in rows:
@@ -240,7 +234,8 @@ class RowsOfStep:
         return StepPlan(
             adjusted=rows.get("adjusted"), penalised=rows.get("penalised"), counted=rows.get("counted"),
             uses_repetition=bool(self.uses_repetition.any()), uses_frequency=bool(self.uses_frequency.any()),
-            additions=additions, followed=followed, repeating=repeating, masked=rows.get("masked"),
+            additions=Additions(additions[0].long(), additions[1]) if additions else None,
+            followed=followed, repeating=repeating, masked=rows.get("masked"),
             groups=[self._group(name, members, rows) for name, members in self._groups.items()],
             logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs)
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import RequestError
+from npu_runner.platforms.ops import AddAt
 from npu_runner.platforms.transfers import upload_together
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.sampling.logit_rules import LogitRules, RuleTable, Watch, logit_rules
+from npu_runner.sampling.logit_rules import LogitRules, Watch, logit_rules
 from npu_runner.sampling.ngram_history import NgramHistory, NgramRule, ngram_rule
 from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, draw_class
 
@@ -57,9 +58,9 @@ class TokenCounts:
     Kept up by the sampled tokens themselves. Allocated when a sequence with a penalty joins.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, add_at: AddAt):
         assert max_num_seqs * vocab_size < 2**31, "flat indices are int32"
-        self._shape, self._device = (max_num_seqs, vocab_size), device
+        self._shape, self._device, self._add_at = (max_num_seqs, vocab_size), device, add_at
         self._counts_SV: Tensor | None = None
 
     def stage(self, histories: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> list[np.ndarray]:
@@ -69,9 +70,10 @@ class TokenCounts:
         indices, amounts = [], []
         for slot, (prompt, output) in histories.items():
             in_prompt = np.unique(np.asarray(prompt, dtype=np.int32))
-            generated, times = np.unique(np.asarray(output, dtype=np.int32), return_counts=True)
-            indices += [slot * self._shape[1] + in_prompt, slot * self._shape[1] + generated]
-            amounts += [np.full(len(in_prompt), _IN_PROMPT), times]
+            tokens, places = np.unique(np.concatenate([in_prompt, np.asarray(output, dtype=np.int32)]),
+                                       return_inverse=True)
+            indices.append(slot * self._shape[1] + tokens)
+            amounts.append(np.bincount(places, np.repeat([_IN_PROMPT, 1.0], [len(in_prompt), len(output)])))
         return [np.array(list(histories), dtype=np.int32), np.concatenate(indices).astype(np.int32),
                 np.concatenate(amounts).astype(np.float32)]
 
@@ -83,7 +85,7 @@ class TokenCounts:
         if self._counts_SV is None:
             self._counts_SV = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
         self._counts_SV.index_fill_(0, slots_R.long(), 0.0)
-        self._counts_SV.view(-1).scatter_add_(0, indices_N.long(), amounts_N)
+        self._add_at(self._counts_SV.view(-1), indices_N.long(), amounts_N)
 
     def rows(self, slots_B: Tensor) -> Tensor:
         """(B, V) float32: 0 for a token neither in prompt nor output; rounded down, how often it was generated."""
@@ -91,23 +93,23 @@ class TokenCounts:
         return self._counts_SV.index_select(0, slots_B)
 
     def prepare_advance(self, slots_B: Tensor, tokens_B: Tensor) -> Callable[[], object]:
-        """What counts one more generated token per row, its memory taken already."""
+        """What counts one more generated token per row, its memory taken already. No slot comes twice."""
         assert self._counts_SV is not None, "no sequence with a penalty has joined"
         indices_B = slots_B * self._shape[1] + tokens_B
         ones_B = torch.ones_like(indices_B, dtype=torch.float32)
-        return partial(self._counts_SV.view(-1).scatter_add_, 0, indices_B, ones_B)
+        return partial(self._add_at, self._counts_SV.view(-1), indices_B, ones_B)
 
 
 class SamplingState:
     """Seeds, parameters, token counts and rules of every slot."""
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, max_model_len: int, eos_token_ids: Sequence[int],
-                 device: torch.device):
+                 device: torch.device, add_at: AddAt):
         self.vocab_size, self.device = vocab_size, device
         self._max_model_len = max_model_len
         self.ngrams = NgramHistory(max_num_seqs, device)
-        self.counts = TokenCounts(max_num_seqs, vocab_size, device)
-        self._rules = RuleTable(vocab_size, device)
+        self.counts = TokenCounts(max_num_seqs, vocab_size, device, add_at)
+        self._rules: dict[int, LogitRules] = {}
         self._eos_token_ids = tuple(eos_token_ids)
         self._features_S = np.zeros(max_num_seqs, dtype=np.int32)
         self._draws_S = np.full(max_num_seqs, GREEDY, dtype=np.int32)
@@ -137,7 +139,7 @@ class SamplingState:
             raise RequestError(f"token id {rules.largest_token} is asked for, the model has {self.vocab_size} "
                                "tokens; correct logit_bias, bad_words or stop_token_ids",
                                code="invalid_sampling_parameter")
-        self._rules.add(slot, rules)
+        self._rules[slot] = rules
         if rules.bad_words is not None:
             self._watches[slot] = Watch(rules.bad_words, output_token_ids)
             self._last_watches = None
@@ -167,7 +169,7 @@ class SamplingState:
         self._newcomers.pop(slot, None)
         if self._watches.pop(slot, None) is not None:
             self._last_watches = None
-        self._rules.remove(slot)
+        self._rules.pop(slot, None)
 
     def _rules_of(self, params: SamplingParams) -> LogitRules:
         """Made once for all completions of a request, which come one after the other."""
@@ -250,16 +252,13 @@ class SamplingState:
             draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits)
 
     def _make_plan(self, rows: RowsOfStep) -> StepPlan:
-        staged = self._rules.stage(rows.row_of_part(len(self._features_S)), rows.adjusted_hits) \
-            if rows.has_additions else None
         sent = _upload_parts({
             **(self._stage_newcomers() if self._newcomers else {}),
             "indices": list(rows.indices.values()),
             "ngram rules": rows.ngram_arrays,
-            "rules": staged.arrays if staged else [],
+            "additions": rows.addition_arrays(self._rules),
         }, self.device)
-        additions = self._rules.install(staged, sent["rules"]) if staged else None
-        plan = rows.plan(dict(zip(rows.indices, sent["indices"], strict=True)), additions, sent["ngram rules"],
+        plan = rows.plan(dict(zip(rows.indices, sent["indices"], strict=True)), sent["additions"], sent["ngram rules"],
                          num_logprobs=int(self._num_logprobs_S[rows.slots].max(initial=0)))
         # Last: what fails for want of memory changes nothing that a second call would not make again.
         if self._newcomers:

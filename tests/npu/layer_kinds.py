@@ -59,7 +59,7 @@ KINDS = {
                                                 stored="modelslim-w8a8"),
     # Attention's second product rounds its inputs itself; one operator multiplies with gate and up and rounds for down.
     "experts, int8": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=lambda count: {
-        **_plain(count), "moe_intermediate_size": 32}, settings={"quantization": "int8"}),
+        **_plain(count), "moe_intermediate_size": 64}, settings={"quantization": "int8"}),
     "experts": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=_plain),
     "gated delta, fused": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 24, "reduce-overhead": 24, "max-autotune": 45},

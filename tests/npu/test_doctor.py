@@ -21,7 +21,7 @@ from npu_runner.platforms.examination import RUNNER_NEEDS, Findings, examination
 from npu_runner.platforms.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.checks import probe_devices
-from npu_runner.platforms.npu.preflight.errors import ERROR_CODES
+from npu_runner.platforms.npu.preflight.errors import ERROR_CODES, explain
 from npu_runner.platforms.npu.versions import cann_version
 from tests import zygote
 from tests.cann.environment import ROOT, environment, has_real_cann
@@ -161,6 +161,23 @@ def test_another_chip_with_little_memory(tmp_path: Path) -> None:
     assert "2 ranks" in checks["devices"].found
 
 
+@pytest.mark.parametrize(("chip", "installed", "status", "words"), [
+    ("Ascend910B3", ["ascend910b", "config"], "ok", "for ascend910b"),
+    ("Ascend910_9391", ["ascend910_93", "ascend910b"], "ok", "for ascend910_93"),
+    ("Ascend910_9391", ["ascend910b"], "failed", "no kernels for ascend910_93, there are those for ascend910b"),
+    ("Ascend910B3", ["ascend910_93", "ascend910"], "failed", "no kernels for ascend910b"),
+    ("Ascend910B3", [], "failed", "there are none in"),
+    ("Ascend310P3", ["ascend910b"], "skipped", "no A2 or A3 device"),
+])  # fmt: skip
+def test_kernels_of_the_other_chip_are_found(chip: str, installed: list[str], status: str, words: str, tmp_path: Path
+                                             ) -> None:
+    for name in installed:
+        (tmp_path / "opp/built-in/op_impl/ai_core/tbe/kernel" / name).mkdir(parents=True)
+    check = software.check_kernels(empty_host(tmp_path, environment={"ASCEND_OPP_PATH": str(tmp_path / "opp")}), {chip})
+    assert check.status == status
+    assert words in check.found
+
+
 def test_devices_that_are_named_and_not_there(tmp_path: Path) -> None:
     host = empty_host(tmp_path, environment={"ASCEND_RT_VISIBLE_DEVICES": "1,7"})
     found = devices.check_devices(host, Outcome([{"torch": "2.9.0"}, {"count": 1}], None))
@@ -229,7 +246,28 @@ def test_a_torch_that_is_built_for_cuda_gets_its_remedy(emulated: dict[str, str]
 def test_the_docs_explain_every_error_code() -> None:
     rows = [line for line in (ROOT / "docs" / "running-on-ascend.md").read_text().splitlines() if line.startswith("|")]
     for code, (meaning, _) in ERROR_CODES.items():
-        assert any(code in row and meaning in row for row in rows), code
+        assert any(code in row and meaning in row.replace("`", "") for row in rows), code
+    pages = [re.findall(r"^\| ([A-Z0-9, ]+) \|", (ROOT / "docs" / f"running-on-ascend{page}.md").read_text(), re.M)
+             for page in ("", ".zh")]
+    assert pages[0] == pages[1], "both languages have the same codes"
+
+
+@pytest.mark.parametrize(("codes", "first"), [
+    (["107030", "507015"], "507015"),
+    (["207001", "107030"], "207001"),
+    (["507048", "561003", "107030"], "561003"),
+    (["207008", "507018", "361001"], "507018"),
+    (["107030"], "107030"),
+])  # fmt: skip
+def test_a_cause_is_explained_before_its_consequences(codes: list[str], first: str) -> None:
+    found = explain(" ... ".join(f"rtMemcpy failed: error code is {code}" for code in codes))
+    assert found.startswith(f"{first}: {ERROR_CODES[first][0]}; {ERROR_CODES[first][1]}")
+    assert all(f"{code}, {ERROR_CODES[code][0]}" in found for code in codes if code != first)
+
+
+@pytest.mark.parametrize("code", ["561003", "561112"])
+def test_a_missing_kernel_says_that_the_image_is_for_the_other_chip(code: str) -> None:
+    assert "the image is for the other chip" in explain(f"AclNN_Runtime_Error: ret {code}")
 
 
 def test_the_requirements_hold_what_the_doctor_looks_for() -> None:

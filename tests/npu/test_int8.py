@@ -187,6 +187,17 @@ def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(name: str, c
     assert 0 < max(several) <= LIMIT * one, (one, several)
 
 
+def test_a_linear_that_is_too_wide_for_products_of_int8_is_dequantised(checkpoint: Any, tmp_path: Path) -> None:
+    """Gate and up together have 65,792 outputs, and CANN's product takes 65,535."""
+    sizes = {**DENSE, "intermediate_size": 32896, "hidden_size": 64}
+    quantise(checkpoint("qwen3", **sizes), tmp_path / "w8a8", "w8a8")
+    settings = {"graph_mode": "eager", **SMALL, "dtype": "bfloat16"}
+    wide = Case(str(tmp_path / "w8a8"), settings, "texts", 2, max_tokens=2, logprobs=20)
+    (found,) = on_npu([wide], tmp_path)
+    exact = on_cpu(dataclasses.replace(wide, settings={**settings, "dtype": "float32"}))
+    assert 0 < distance(found["logprobs"], exact["logprobs"]) < 0.5
+
+
 def distance(found: list[Any], exact: list[Any]) -> float:
     """The largest difference of a first token's logprobs, of those that both name."""
     pairs = [(ours[0], theirs[0]) for ours, theirs in zip(found, exact, strict=True)]

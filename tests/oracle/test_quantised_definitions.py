@@ -220,8 +220,8 @@ def test_a_modelslim_folder_reads_beside_all_that_it_may_hold_more(tmp_path: Pat
     """An index under another name, copies of norms, scales of the KV cache, a float file that was left."""
     parts, norm = modelslim_int8(weights()), "model.layers.0.input_layernorm"
     own = torch.ones(8)
-    tensors = {**of_module(parts), f"{norm}.weight": own, f"{norm}.module.weight": own, f"{norm}.module.bias": own,
-               f"{norm}.bias": torch.zeros(8), "model.layers.0.self_attn.k_proj.kv_cache_scale": own,
+    tensors = {**of_module(parts), f"{norm}.weight": own, f"{norm}.module.weight": own, f"{norm}.module.bias": 0 * own,
+               f"{norm}.bias": 0 * own, "model.layers.0.self_attn.k_proj.kv_cache_scale": own,
                "model.layers.0.self_attn.k_proj.kv_cache_offset": own}
     description = {name: "W8A8_DYNAMIC" for name in tensors} | {
         f"{norm}.weight": "FLOAT", "version": "1.0.0", "kv_cache_type": "C8", "group_size": 0, "metadata": {"quarot": {

@@ -92,12 +92,14 @@ def test_a_type_of_modelslim_that_is_not_read_is_refused_by_name(more: dict[str,
 
 
 @pytest.mark.parametrize(("name", "values", "words"), [
-    ("model.layers.0.input_layernorm.bias", torch.ones(8), "outputs of norms are shifted at run time"),
+    ("model.layers.0.input_layernorm.module.weight", torch.zeros(8), r"input_layernorm\.module\.weight is no copy"),
+    ("model.layers.0.input_layernorm.module.bias", torch.ones(8), r"input_layernorm\.module\.bias is no copy"),
     (f"{MODULE}.div.mul_scale", torch.ones(8), "multiplied at run time, div.mul_scale"),
 ])
 def test_what_modelslim_would_compute_at_run_time_is_refused(name: str, values: Tensor, words: str, tmp_path: Path
                                                              ) -> None:
-    tensors = {**of_module(modelslim_int8(weights())), name: values}
+    tensors = {**of_module(modelslim_int8(weights())), "model.layers.0.input_layernorm.weight": torch.ones(8),
+               name: values}
     path = write_folder(tmp_path, tensors, description={f"{MODULE}.weight": "W8A8_DYNAMIC"})
     with pytest.raises(ModelError, match=words):
         read_all(path)

@@ -21,6 +21,13 @@ LIKED = chr(int(LOGITS_BV[0].argmax()))  # what the first row generates, step by
 
 PICKING = {"index_select", "gather"}
 """They read of their input no more than they give."""
+WRITING = {"index_add_", "scatter_add_"}
+"""They touch a few places of a large table."""
+
+
+def copies_its_table(name: str, args: Any) -> bool:
+    """A scatter along more than a row: a flat table is one long axis, and Ascend's AI CPU copies it out and back."""
+    return name == "scatter_add_" and args[0].shape[args[1]] > VOCAB
 
 
 class ElementCount(TorchDispatchMode):
@@ -32,14 +39,15 @@ class ElementCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ == "scatter_add_":
-            self.total += args[2].numel()  # of a large table it touches a few places
+        name = func.overloadpacket.__name__
+        if name in WRITING and not copies_its_table(name, args):
+            self.total += args[2].numel()
         else:
             given, made = tensors_in(args), tensors_in([result])
             places = {one.untyped_storage().data_ptr() for one in given}
             if func.is_view and all(one.untyped_storage().data_ptr() in places for one in made):
                 return result  # `to` is called a view, too, and may be a copy
-            read = 0 if func.overloadpacket.__name__ in PICKING else max((one.numel() for one in given), default=0)
+            read = 0 if name in PICKING else max((one.numel() for one in given), default=0)
             self.total += max(read, sum(one.numel() for one in made))
         return result
 

@@ -8,8 +8,9 @@ N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from npu_runner.checkpoint.formats.contents import FLOATS, Contents
 from npu_runner.checkpoint.formats.stored import (
+    NORM_SHIFT,
     FloatTensor,
     Grid,
     Matrix,
@@ -24,12 +26,15 @@ from npu_runner.checkpoint.formats.stored import (
     QuantisedMatrix,
     Span,
     StoredMatrix,
+    StoredVector,
     static_inputs,
 )
 from npu_runner.checkpoint.quantization import refusal
 from npu_runner.checkpoint.weights_reader import BY_ROW, CheckpointReader
 from npu_runner.errors import WeightsError
 
+_NORM_BIAS = re.compile(r"(^|\.)layers\.\d+\.\w*layernorm\.bias$|(^|\.)(model|language_model)\.norm\.bias$")
+_BEHIND_NO_NORM = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 _STATIC = ("input_scale", "input_offset", "quant_bias", "deq_scale")
 _KV_CACHE = (".kv_cache_scale", ".kv_cache_offset")
 _ROWS_AT_ONCE = 256
@@ -44,9 +49,8 @@ def read(contents: Contents, description: dict[str, Any]) -> None:
     _refuse_more(contents, description)
     for name in contents.suffixed(*_KV_CACHE):
         contents.leave("scales of the KV cache", *(f"{name}{suffix}" for suffix in _KV_CACHE))
-    for module in contents.suffixed(".module.weight", ".module.bias"):
-        contents.leave("copies of norms", f"{module}.module.weight", f"{module}.module.bias")
-    _leave_empty_shifts(contents)
+    _leave_copies(contents)
+    shifts = _norm_shifts(contents)
     for name, kind in sorted(description.items()):
         module = name.removesuffix(".weight")
         is_copy = module.endswith(".module")
@@ -59,6 +63,8 @@ def read(contents: Contents, description: dict[str, Any]) -> None:
             raise refusal(f"modelslim, {kind} ({name})")
         elif contents.has(name) or not module.startswith("mtp."):
             _TYPES[kind](contents, module, description)
+    if shifts:
+        _give_biases(contents)
 
 
 def _refuse_more(contents: Contents, description: dict[str, Any]) -> None:
@@ -72,13 +78,41 @@ def _refuse_more(contents: Contents, description: dict[str, Any]) -> None:
         raise refusal(f"modelslim, inputs of {module} are multiplied at run time, div.mul_scale")
 
 
-def _leave_empty_shifts(contents: Contents) -> None:
-    """Norms of the decoder have no bias; one that is not zero is a shift that this network does not add."""
-    for module in contents.suffixed("layernorm.bias"):
-        name = f"{module}layernorm.bias"
+def _leave_copies(contents: Contents) -> None:
+    """Old savers wrote norms twice. Raises ModelError for a second one that is another."""
+    for kind in ("weight", "bias"):
+        for norm in contents.suffixed(f".module.{kind}"):
+            name, original = f"{norm}.module.{kind}", f"{norm}.{kind}"
+            copy = contents.reader.read(name).float()
+            is_copy = torch.equal(copy, contents.reader.read(original).float()) if contents.has(original) else (
+                kind == "bias" and not bool(copy.any()))
+            if not is_copy:
+                raise refusal(f"modelslim, {name} is no copy of {original}")
+            contents.leave("copies of norms", name)
+
+
+def _norm_shifts(contents: Contents) -> bool:
+    """Norms of the decoder have no bias: one that is not zero is added behind the norm. Returns whether there is any.
+    """
+    found = False
+    for name in contents.suffixed(""):
+        if _NORM_BIAS.search(name) is None or contents.reader.dtype(name) not in FLOATS:
+            continue
         if bool(contents.reader.read(name).any()):
-            raise refusal(f"modelslim, outputs of norms are shifted at run time, {name}")
-        contents.leave("shifts of zero", name)
+            contents.take(name, FLOATS, contents.reader.shape(f"{name.removesuffix('bias')}weight"))
+            contents.made[f"{name.removesuffix('.bias')}{NORM_SHIFT}"] = StoredVector(contents.reader, name)
+            found = True
+        else:
+            contents.leave("shifts of zero", name)
+    return found
+
+
+def _give_biases(contents: Contents) -> None:
+    """Linears behind a shifted norm take the shift back in quant_bias, also those without a bias."""
+    for name, made in list(contents.made.items()):
+        if isinstance(made, StaticMatrix) and made.must_be_empty is not None and not name.endswith(_BEHIND_NO_NORM):
+            contents.made[f"{name.removesuffix('weight')}bias"] = made.must_be_empty
+            contents.made[name] = replace(made, must_be_empty=None)
 
 
 def _outputs(contents: Contents, module: str) -> int | None:
@@ -323,5 +357,5 @@ class StaticMatrix(QuantisedMatrix):
             most = float(self.must_be_empty.units(rows).abs().max())
             if most > _ROUNDING:
                 raise WeightsError(f"{self.must_be_empty.quant_bias} holds a bias of {most:.0f} units beside the "
-                                   "offset of inputs, and the file has no bias for this linear: a shift of the norm "
-                                   "before it, which is not supported")
+                                   "offset of inputs, and the file has neither a bias for this linear nor a shift of "
+                                   "the norm before it; copy the checkpoint again from its source")

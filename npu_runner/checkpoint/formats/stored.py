@@ -22,6 +22,8 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader, Int8Inputs
 from npu_runner.errors import WeightsError
 
 Span = tuple[int, int]
+NORM_SHIFT = ".shift"
+"""How a made tensor's name ends that is added behind a norm."""
 _MOST_OFFSET = 256  # up to this bfloat16 has all whole numbers
 
 
@@ -66,6 +68,19 @@ class StoredMatrix(Matrix):
         if self._index is None:
             return self._reader.read_block(self._name, rows, columns)
         return self._reader.read_block(self._name, (self._index, 1), rows, columns)[0]
+
+
+class StoredVector(FloatTensor):
+    """A float tensor of one dim as it lies in the file, under another name."""
+
+    form = ""
+
+    def __init__(self, reader: CheckpointReader, name: str):
+        self._reader, self._name, self.shape = reader, name, reader.shape(name)
+
+    def read(self, spans: Sequence[Span]) -> Tensor:
+        (start, length), = spans
+        return self._reader.read(self._name)[start: start + length].float()
 
 
 class PackedMatrix(Matrix):

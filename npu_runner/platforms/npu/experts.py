@@ -13,8 +13,9 @@ from npu_runner.platforms.npu.weight_layout import WeightLayout
 from npu_runner.platforms.ops import HeldExperts
 from npu_runner.platforms.quantised import QuantisedExperts
 
-# What npu_dequant_swiglu_quant takes of A2 and A3 devices: features of gate and up together.
-_SWIGLU_ALIGNMENT, _MOST_OF_SWIGLU = 64, 7232
+# npu_dequant_swiglu_quant is right on A2 and A3 devices for these outputs of an expert, and pairs of narrow ones. With
+# others its kernel reads or overwrites the scales of other rows and says nothing.
+_SWIGLU_ALIGNMENT, _MOST_OF_SWIGLU, _WIDE, _LEAST_PAIRS = 64, 3616, 256, 8
 _NOT_ROUNDED, _BY_ROW = -1, 1
 
 
@@ -31,11 +32,12 @@ def run_int8_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_
     """`Ops.quantised_experts` of int8. Where gate and up lie in NZ one kernel makes the rows that down takes. Else sums
     stay integers until theirs rounds them again."""
     rows_PD, places_P, counts_E, scales_P = _sort(x_TD, experts_TK, len(gate_up.values), held, _BY_ROW)
-    width = gate_up.values.shape[2]
-    if layout.fuses_experts(x_TD.shape[1], width):
+    width = gate_up.values.shape[2] // 2
+    if layout.fuses_experts(x_TD.shape[1], 2 * width):
         hidden_PI, of_hidden_P = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             rows_PD, [gate_up.values], [gate_up.scales], scales_P, counts_E, group_list_type=_list_type(counts_E))
-    elif width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU:
+    elif (width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU
+          and (width >= _WIDE or experts_TK.numel() >= _LEAST_PAIRS)):
         sums_P2I = _grouped(rows_PD, gate_up.values, counts_E, output_dtype=torch.int32)
         hidden_PI, of_hidden_P = torch_npu.npu_dequant_swiglu_quant(
             sums_P2I, weight_scale=gate_up.scales, activation_scale=scales_P, group_index=counts_E, activate_left=True,

@@ -37,6 +37,7 @@ class NpuOps(TorchOps):
     fuses_rounding = True
     experts_in_out = True  # the grouped product takes (groups, in, out)
     down_scales_dtype = torch.bfloat16
+    most_int8_features = 65535
 
     def __init__(self) -> None:
         self._layout = WeightLayout(npu_settings().nz_weights)
@@ -154,6 +155,11 @@ class NpuOps(TorchOps):
     def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
         return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held, self._layout)
+
+    @staticmethod
+    def add_at(table_N: Tensor, places_B: Tensor, amounts_B: Tensor) -> None:
+        # scatter_add_ and index_add_ of a long table run on the AI CPU or copy it; this operator writes in place.
+        torch_npu.npu_scatter_nd_update_(table_N, places_B[:, None], table_N.index_select(0, places_B) + amounts_B)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return draw_from_softmax

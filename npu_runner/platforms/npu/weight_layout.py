@@ -17,8 +17,9 @@ from npu_runner.errors import ModelError
 NZ = 29
 _ROWS, _BLOCK_BYTES = 16, 32
 """A block has 16 inputs and 32 bytes of outputs."""
-_MOST_OF_FUSED = 10240
-"""Outputs of gate and up together that npu_grouped_matmul_swiglu_quant_v2 takes."""
+_LEAST_OF_FUSED, _MOST_OF_FUSED = 128, 10240
+"""Outputs of gate and up together for which npu_grouped_matmul_swiglu_quant_v2 is right. With fewer its kernel writes
+over the scales of its rows and says nothing."""
 _GROUPS, _OUTPUTS_OF_GROUPS = (64, 128), 64
 
 
@@ -45,7 +46,7 @@ class WeightLayout:
 
     def fuses_experts(self, num_inputs: int, num_outputs: int) -> bool:
         """Whether one operator multiplies with gate and up, applies silu and rounds: it wants NZ."""
-        return (self.nz_weights != "none" and num_outputs <= _MOST_OF_FUSED
+        return (self.nz_weights != "none" and _LEAST_OF_FUSED <= num_outputs <= _MOST_OF_FUSED
                 and _has_whole_blocks(num_inputs, num_outputs))
 
     @property

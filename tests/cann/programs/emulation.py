@@ -14,6 +14,8 @@ library = ctypes.CDLL("libascendcl.so")
 library.cann_emu_counters_json.restype = ctypes.c_char_p
 
 Counters = dict[str, dict[str, dict[str, int]]]
+FALLBACKS = ("ai_cpu", "sorted", "transposed")
+"""Groups of counters: what has no kernel of its own for some arguments."""
 
 
 def counters() -> Counters:
@@ -31,6 +33,13 @@ def calls(group: str) -> dict[str, int]:
     """Calls by name within one group of counters."""
     torch.npu.synchronize()
     return {name: entry["calls"] for name, entry in counters().get(group, {}).items()}
+
+
+def fallbacks() -> dict[str, int]:
+    """Calls that left the AI core, sorted or transposed, by name and reason."""
+    torch.npu.synchronize()
+    counts = counters()
+    return {name: entry["calls"] for group in FALLBACKS for name, entry in counts.get(group, {}).items()}
 
 
 def set_failures(text: str) -> None:

@@ -145,7 +145,7 @@ def check_grouped_matmul_of_int8() -> None:
 
 def check_dequant_swiglu_quant() -> None:
     """Sums of integers, as the first product of an expert leaves them, and a group without rows."""
-    counts, width = torch.tensor([3, 0, 4, 1]), 32
+    counts, width = torch.tensor([3, 0, 4, 1]), 64
     sums = torch.randint(-90000, 90000, (9, 2 * width), generator=torch.Generator().manual_seed(0)).int()
     outputs, rows = draw(4, 2 * width, seed=1).abs() / 100, draw(9, seed=2).abs() / 100
     values, scales = torch_npu.npu_dequant_swiglu_quant(
@@ -158,6 +158,16 @@ def check_dequant_swiglu_quant() -> None:
     assert int((values[:8].cpu().int() - expected[0].int()).abs().max()) <= 1, "ties of another order of operations"
     close(scales[:8], expected[1])
     assert scales.cpu()[8:].isnan().all(), "undefined"
+
+
+def check_dequant_swiglu_quant_spoils_what_the_kernel_spoils() -> None:
+    """Rows of no multiple of 64 outputs, and few short ones."""
+    for rows, width, is_right in ((4, 64, True), (3, 64, False), (8, 32, False), (8, 96, False), (1, 256, True)):
+        counts, sums = torch.tensor([rows]).npu(), torch.ones(rows, 2 * width, dtype=torch.int32).npu()
+        _, scales = torch_npu.npu_dequant_swiglu_quant(
+            sums, weight_scale=draw(1, 2 * width).npu(), activation_scale=draw(rows).npu(), group_index=counts,
+            activate_left=True, quant_mode=1)
+        assert bool(scales.cpu().isfinite().all()) == is_right, (rows, width)
 
 
 def check_unpermute_weighs_and_adds() -> None:

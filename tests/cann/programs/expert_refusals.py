@@ -93,8 +93,8 @@ def check_products_of_int8_refuse() -> None:
 
 
 def check_dequant_swiglu_quant_refuses() -> None:
-    sums, counts, rows = torch.zeros(4, 64, dtype=torch.int32).npu(), torch.tensor([1, 2, 1]).npu(), draw(4).npu()
-    scale = draw(3, 64).npu()
+    sums, counts, rows = torch.zeros(4, 128, dtype=torch.int32).npu(), torch.tensor([1, 2, 1]).npu(), draw(4).npu()
+    scale = draw(3, 128).npu()
 
     def product(x: Tensor = sums, by: Tensor | None = scale, **changes: object) -> None:
         arguments: dict[str, object] = dict(activation_scale=rows, group_index=counts, activate_left=True, quant_mode=1)

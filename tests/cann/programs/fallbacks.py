@@ -44,3 +44,27 @@ def check_what_the_ai_core_has_no_kernel_for() -> None:
     whole = torch.ones(2, 4, dtype=torch.int64).npu()
     assert counted("ai_cpu", lambda: whole.cumsum(-1)) == {"aclnnCumsum: integers other than int32": 1}
     assert counted("ai_cpu", lambda: torch.searchsorted(x, x)) == {"aclnnSearchSorted": 1}
+
+
+def check_scatters_along_long_axes() -> None:
+    """A flat table is one long axis: CANN's kernel takes 50 pieces of what half a core's buffer holds."""
+    longest = 50 * 24_576
+    for size, reasons in ((longest, {}), (longest + 1, {"aclnnScatterAdd: an axis of more than 50 pieces": 1})):
+        flat, places, ones = torch.zeros(size).npu(), torch.tensor([3, size - 1]).npu(), torch.ones(2).npu()
+        assert counted("ai_cpu", lambda: flat.scatter_add_(0, places, ones)) == reasons  # noqa: B023 - called at once
+    table, columns = torch.zeros(8, longest // 4).npu(), torch.zeros(8, 2, dtype=torch.int64).npu()
+    assert counted("ai_cpu", lambda: table.scatter_add_(1, columns, torch.ones(8, 2).npu())) == {}
+    whole = torch.zeros(5, 4, dtype=torch.int64).npu()
+    assert counted("ai_cpu", lambda: whole.scatter_add_(1, whole.clone(), whole.clone())) == {
+        "aclnnScatterAdd: a type without a kernel": 1}
+
+
+def check_gathers_along_other_axes() -> None:
+    """They transpose the whole input, unless many rows are gathered."""
+    blocks, few, many = draw(2, 40, 64).npu(), torch.zeros(2, 1, 64, dtype=torch.int64), torch.zeros(
+        2, 16, 64, dtype=torch.int64)
+    assert counted("transposed", lambda: blocks.gather(1, few.npu())) == {
+        "aclnnGather: not along the last axis": 1}
+    assert counted("transposed", lambda: blocks.gather(1, many.npu())) == {}
+    assert counted("transposed", lambda: blocks.gather(2, torch.zeros(2, 40, 1, dtype=torch.int64).npu())) == {}
+    assert counted("transposed", lambda: blocks.view(-1, 64).index_select(0, torch.tensor([3, 50]).npu())) == {}

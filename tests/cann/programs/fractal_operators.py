@@ -120,6 +120,14 @@ def check_grouped_products_are_the_same() -> None:
         assert torch.equal(parts[0].cpu(), fused[0].cpu())
 
 
+def check_the_fused_product_spoils_narrow_experts() -> None:
+    for width in (16, 32, 48, 64, 96):
+        x, weight = integers(9, 64).npu(), in_nz(integers(3, 64, 2 * width, seed=1).npu())
+        _, scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            x, [weight], [draw(3, 2 * width).npu()], draw(9).npu(), torch.tensor([4, 0, 5]).npu(), group_list_type=1)
+        assert bool(scales.cpu().isfinite().all()) == (width >= 64), width
+
+
 def check_weights_alone_are_the_same() -> None:
     for dtype in HALVES:
         x = draw(5, 256, dtype=dtype).npu()

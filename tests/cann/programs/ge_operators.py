@@ -262,7 +262,7 @@ def check_int8_experts() -> None:
     generator = torch.Generator().manual_seed(0)
     experts = torch.tensor([[2, 0], [1, 3], [0, 1], [3, 2]], dtype=torch.int32)
     gate_up, down = (torch.randint(-127, 128, size, generator=generator, dtype=torch.int8)
-                     for size in ((4, 16, 64), (4, 32, 16)))
+                     for size in ((4, 16, 128), (4, 64, 16)))
 
     def function(a: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, of_both: Tensor, of_down: Tensor) -> Results:
         rows, places, counts, by_row = torch_npu.npu_moe_init_routing_v2(
@@ -277,7 +277,7 @@ def check_int8_experts() -> None:
                                               output_dtype=a.dtype)
         return rows, places, counts, by_row, sums, hidden, of_hidden, out
 
-    scales = draw(4, 64).abs() / 1000, draw(4, 16, seed=1).abs().bfloat16() / 100
+    scales = draw(4, 128).abs() / 1000, draw(4, 16, seed=1).abs().bfloat16() / 100
     inputs = [tensor.npu() for tensor in (draw(4, 16).bfloat16(), experts, gate_up, down, *scales)]
     with torch.inference_mode():
         # Outside the graph these were compared with their definitions (expert_operators.py).

@@ -22,7 +22,7 @@ import torch
 from npu_runner import LLM, SamplingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.sampling.sampler import Sampler
-from tests.cann.programs.emulation import counters, reset_counters
+from tests.cann.programs.emulation import FALLBACKS, counters, reset_counters
 from tests.oracle.running import runner_of
 
 Counts = dict[str, dict[str, dict[str, int]]]
@@ -174,7 +174,7 @@ def measure(models: dict[str, str], batch_size: int, settings: dict[str, Any]) -
         "copies_in": {name: large[name]["copies"]["h2d"]["calls"] for name in ("grows", "leaves")},
         "copies": steps["large"].get("copies", {}), "syncs": steps["large"].get("syncs", {}),
         "cache_bytes": large["cache_bytes"],
-        "groups": sorted(steps["large"]), "fallbacks": calls(steps["large"], "ai_cpu", "sorted"),
+        "groups": sorted(steps["large"]), "fallbacks": calls(steps["large"], *FALLBACKS),
         "host_per_layer": {name: (count - host["small"].get(name, 0)) / (many - few)
                            for name, count in host["large"].items() if count != host["small"].get(name, 0)},
     }

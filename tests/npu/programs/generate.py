@@ -151,17 +151,17 @@ def top_of(place: Any) -> list[tuple[str, float]]:
 def snapshot() -> dict[str, Any]:
     """Graphs traced by dynamo in this process and, on the emulated device, captured ones and compiled ones.
 
-    There also operators that left the AI core, or sorted, for want of a kernel.
+    There also operators that left the AI core, sorted or transposed, for want of a kernel.
     """
     import torch._dynamo
 
     traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if "CANN_EMU" not in os.environ:
         return {"traced": traced}
-    from tests.cann.programs.emulation import calls
+    from tests.cann.programs.emulation import calls, fallbacks
 
     return {"traced": traced, "captured": calls("graphs").get("captured", 0), "compiled": calls("ge").get("compile", 0),
-            "fallbacks": {**calls("ai_cpu"), **calls("sorted")}}
+            "fallbacks": fallbacks()}
 
 
 def main(cases_path: str, results_path: str) -> None:

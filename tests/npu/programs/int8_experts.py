@@ -3,13 +3,13 @@
     python -m tests.npu.programs.int8_experts RESULTS.pt
 
 RESULTS: {"outputs": {name: (all experts (T, D), the sum of ranges, the largest that a token has of a range of which it
-chose none)}, "launches": {kind: {operator: count}}}.
+chose none)}, "launches": {(layout, width, tokens): number}}.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,23 @@ from npu_runner.platforms.ops import HeldExperts
 from npu_runner.platforms.quantised import QuantisedExperts
 
 NUM_EXPERTS, TOP_K, HIDDEN = 7, 2, 128
-WIDTHS = (96, 40)
-"""Whose kernel rounds silu(gate) * up, and one that it does not take."""
+WIDTHS = {"int8": (64, 128, 96, 48, 32, 16, 40), "none": (64, 128, 96, 32)}
+"""By layout of the weights (NPU_RUNNER_ASCEND_NZ_WEIGHTS): ones whose kernels compute rightly, and others."""
 RANGES = ((0, 4), (4, 5), (5, 7))
 DTYPES = (torch.bfloat16, torch.float16)
 TOKENS = (1, 5, 40)
 
 
-def cases() -> list[tuple[str, int, int, torch.dtype]]:
-    return [(f"{num_tokens} tokens, width {width}, {str(dtype).removeprefix('torch.')}", num_tokens, width, dtype)
-            for dtype in DTYPES for width in WIDTHS for num_tokens in TOKENS]
+class Case(NamedTuple):
+    layout: str
+    num_tokens: int
+    width: int
+    dtype: torch.dtype
+
+
+def cases() -> list[Case]:
+    return [Case(layout, num_tokens, width, dtype) for layout, widths in WIDTHS.items() for dtype in DTYPES
+            for width in widths for num_tokens in TOKENS]
 
 
 def draw(num_tokens: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -49,8 +56,11 @@ def draw(num_tokens: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
 class Experts:
     """As `ExpertWeights` holds them for the platform."""
 
-    def __init__(self, given: dict[str, Tensor]):
+    def __init__(self, given: dict[str, Tensor], layout: str):
+        from npu_runner.platforms.npu.weight_layout import WeightLayout  # imports torch_npu
+
         self.ops = pick_platform("npu").make_ops()
+        self.ops._layout = WeightLayout(layout)
         dtype = given["x"].dtype
         of_down = self.ops.down_scales_dtype if dtype == torch.bfloat16 else None
         self.chosen = [given[name].npu() for name in ("x", "weights", "experts")]
@@ -73,9 +83,10 @@ def main(results: str) -> None:
     outputs: dict[str, Any] = {}
     launches: dict[str, Any] = {}
     with torch.inference_mode():
-        for name, num_tokens, width, dtype in cases():
+        for case in cases():
+            layout, num_tokens, width, dtype = case
             given = draw(num_tokens, width, dtype)
-            experts = Experts(given)
+            experts = Experts(given, layout)
             total, of_nothing = torch.zeros(num_tokens, HIDDEN, dtype=torch.float64), 0.0
             for first, last in RANGES:
                 part = experts.run(experts.taken(first, last), HeldExperts(first, NUM_EXPERTS)).cpu().double()
@@ -83,13 +94,11 @@ def main(results: str) -> None:
                 of_nothing = max([of_nothing, *part[is_away].abs().flatten().tolist()])
                 total += part
             whole = experts.taken()
-            outputs[name] = (experts.run(whole).cpu(), total, of_nothing)
-            if (num_tokens, dtype) == (5, torch.bfloat16):
-                torch.npu.synchronize()
+            outputs[tuple(case)] = (experts.run(whole).cpu(), total, of_nothing)
+            if dtype == torch.bfloat16:
                 reset_counters()
                 experts.run(whole)
-                torch.npu.synchronize()
-                launches[str(width)] = calls("launches")
+                launches[layout, width, num_tokens] = sum(calls("launches").values())
     torch.save({"outputs": outputs, "launches": launches}, results)
 
 

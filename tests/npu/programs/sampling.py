@@ -2,6 +2,7 @@
 of masks the emulation has run on the AI CPU, and launched for one step's.
 
     python -m tests.npu.programs.sampling [--count]
+    python -m tests.npu.programs.sampling --wide [--count]     # 16 rows of a vocabulary of 151,936
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ RULED = [SamplingParams(temperature=0.0, structured_outputs={"regex": "[a-z]{40}
          SamplingParams(temperature=0.0), SamplingParams(temperature=1.5, structured_outputs={"choice": ["circle"]})]
 
 
+_WIDE_VOCAB = 151_936
+WIDE = [SamplingParams(repetition_penalty=1.3), SamplingParams(frequency_penalty=0.7, temperature=0.0),
+        SamplingParams(logit_bias={3: 2.0, 151_900: 30.0}), SamplingParams(min_tokens=3),
+        SamplingParams(bad_words=["a", "bc"]), SamplingParams(min_p=0.05), SamplingParams(top_p=0.8),
+        SamplingParams(top_k=9, repetition_penalty=1.1)] * 2
+
+
 def draw(device: torch.device, draw_from_softmax: Any = None) -> list[list[int]]:
     """The tokens of all of SEVERAL together, then of rows that only draw, which a platform may do at once, then of
     rows with grammars and without."""
@@ -44,6 +52,22 @@ def draw(device: torch.device, draw_from_softmax: Any = None) -> list[list[int]]
     plain = [Conversation(params, [number + 3, 7], number) for number, params in enumerate(PLAIN)]
     return [tokens for batch in (everyone, plain) for tokens in draw_together(batch, device, draw_from_softmax)
             ] + draw_ruled(device, draw_from_softmax)
+
+
+def draw_wide(device: torch.device, **hooks: Any) -> list[list[int]]:
+    """Tokens of rows that change their logits one by one, by counts, biases and bans, and of rows that draw."""
+    table_RV = torch.randn(4, _WIDE_VOCAB, generator=torch.Generator().manual_seed(7)) * 2
+    sampler = make_sampler(_WIDE_VOCAB, len(WIDE), spell, device, **hooks)
+    slots, tokens = np.arange(len(WIDE), dtype=np.int32), [[] for _ in WIDE]
+    for slot, params in enumerate(WIDE):
+        sampler.add(slot, params, [slot, 7, 7], seed=slot)
+    for number in range(4):
+        arrays = torch.from_numpy(slots), torch.from_numpy(sampler.host_inputs(slots)), torch.zeros(len(slots)).int()
+        logits_BV = table_RV[number].expand(len(slots), -1).contiguous()
+        drawn = sampler(logits_BV.to(device), *(array.to(device) for array in arrays), slots).to_host()
+        for one, token in zip(tokens, drawn.token_ids_B.tolist(), strict=True):
+            one.append(token)
+    return tokens
 
 
 def draw_ruled(device: torch.device, draw_from_softmax: Any, **hooks: Any) -> list[list[int]]:
@@ -82,12 +106,26 @@ def draw_together(everyone: list[Conversation], device: torch.device, draw_from_
     return [one.output for one in everyone]
 
 
+def wide(device: torch.device, ops: Any) -> dict[str, Any]:
+    tokens = draw_wide(device, add_at=ops.add_at)
+    if "--count" not in sys.argv:
+        return {"tokens": tokens}
+    from tests.cann.programs.emulation import fallbacks, reset_counters
+
+    reset_counters()
+    draw_wide(device, add_at=ops.add_at)
+    return {"tokens": tokens, "fallbacks": fallbacks()}
+
+
 def main() -> None:
     from npu_runner.platforms import pick_platform
 
     platform = pick_platform("npu")
     platform.devices.prepare_process(0, 1)
     device, draw_from_softmax = platform.devices.set_device(0), platform.make_ops().softmax_draw()
+    if "--wide" in sys.argv:
+        print(json.dumps(wide(device, platform.make_ops())))
+        return
     tokens = draw(device, draw_from_softmax)
     on_ai_cpu: dict[str, int] = {}
     launches: dict[str, int] = {}

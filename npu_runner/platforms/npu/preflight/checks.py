@@ -68,6 +68,7 @@ class NpuExamination(Examination):
         yield devices.check_devices(host, outcome, num_ranks)
         yield devices.check_memory(outcome)
         yield devices.check_chip(outcome)
+        yield software.check_kernels(host, {device["name"] for device in devices.found_devices(outcome)})
 
     def computes(self, dtype: str, *, is_dense: bool) -> bool:
         return not self._is_85 or (is_dense and dtype == cann85.DTYPE)

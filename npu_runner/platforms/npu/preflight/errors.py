@@ -15,13 +15,31 @@ ERROR_CODES = {
                "--memory-utilization by 0.05, or run with --enforce-eager"),
     "161001": ("an operator got a null argument", "torch_npu and CANN do not fit each other: see the version table"),
     "161002": ("an operator refuses an argument", "the message names it; compare versions with the table, report it"),
+    "361001": ("CANN's runtime failed inside an operator", "look for the error before it in the log of the process "
+               "(ASCEND_PROCESS_LOG_PATH, else ~/ascend/log)"),
+    "507011": ("a graph failed on the device", "run with --enforce-eager and ASCEND_LAUNCH_BLOCKING=1: the message "
+               "then names the operator that failed"),
+    "507014": ("a kernel ran too long on the AI core", "run once with ASCEND_LAUNCH_BLOCKING=1 and --enforce-eager: "
+               "the message then names the operator; npu-smi info -t health shows a device that hangs"),
+    "507015": ("a kernel failed on the AI core", "run once with ASCEND_LAUNCH_BLOCKING=1 and --enforce-eager: the "
+               "message then names the operator"),
+    "507018": ("a kernel failed on the AI CPU", "run once with ASCEND_LAUNCH_BLOCKING=1 and --enforce-eager: the "
+               "message then names the operator; report it"),
     "507035": ("a kernel failed, mostly by reading outside its memory", "run once with ASCEND_LAUNCH_BLOCKING=1 and "
                "--enforce-eager: the message then names the operator"),
     "507046": ("a stream did not finish in time", "look for a rank that died or a device that hangs (npu-smi info)"),
     "507048": ("a collective was not finished in time", "look for the first rank that failed; HCCL_EXEC_TIMEOUT "
                "is how long the others wait"),
+    "561001": ("CANN failed to prepare an operator", "torch_npu and CANN may not fit each other: see the version "
+               "table"),
     "561002": ("an operator cannot split these shapes among the cores (tiling)", "the message names it; run with "
                "--enforce-eager to see whether the graph is to blame, then report it"),
+    "561003": ("CANN has no kernel for this chip: the image is for the other chip, or kernels are not installed",
+               "take the image of this chip (A2 and A3 have images of their own), or install its kernels package"),
+    "561107": ("CANN does not find its operators: ASCEND_OPP_PATH is not set", "source set_env.sh of the toolkit, or "
+               "start with scripts/run_ascend.sh"),
+    "561112": ("CANN has no package of kernels for this chip: the image is for the other chip, or none is installed",
+               "take the image of this chip (A2 and A3 have images of their own), or install its kernels package"),
     "EI0006": ("HCCL's ranks did not find each other in time", "raise HCCL_CONNECT_TIMEOUT; check that every rank "
                "started and that HCCL_SOCKET_IFNAME names an interface that works"),
     "EJ0003": ("HCCL's port is taken", "export HCCL_IF_BASE_PORT to the first of 16 free ports; look for an older job"),
@@ -30,10 +48,16 @@ ERROR_CODES = {
 """Code to (what it means, remedy)."""
 
 
+_CAUSES, _CONSEQUENCES = ("507", "561"), ("107030", "507046", "507048")
+"""A kernel that fails or is missing ends a capture and leaves others waiting: its code says why, theirs do not."""
+
+
 def explain(output: str) -> str:
-    """What the first known code in `output` means and what to do, or an empty text."""
-    found = re.search(rf"\b({'|'.join(ERROR_CODES)})\b", output)
-    if found is None:
+    """The known codes in `output`, the likeliest cause first, with what to do about that one; or an empty text."""
+    found = dict.fromkeys(re.findall(rf"\b({'|'.join(ERROR_CODES)})\b", output))
+    if not found:
         return ""
-    meaning, remedy = ERROR_CODES[found[1]]
-    return f"{found[1]}: {meaning}; {remedy}"
+    first, *others = sorted(found, key=lambda code: (code in _CONSEQUENCES, not code.startswith(_CAUSES)))
+    meaning, remedy = ERROR_CODES[first]
+    also = "".join(f"; also found: {code}, {ERROR_CODES[code][0]}" for code in others)
+    return f"{first}: {meaning}; {remedy}{also}"

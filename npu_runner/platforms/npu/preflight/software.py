@@ -1,16 +1,17 @@
 """Checks of what is installed: toolkit, driver, libraries, Python packages, and whether their versions fit each other.
 
-Pure functions of what was found on the host. Knows nothing of devices.
+Pure functions of what was found on the host. Of devices it knows the names of their chips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from npu_runner.platforms.examination import Packages
 from npu_runner.platforms.host import Check, Host, Outcome
 from npu_runner.platforms.npu import cann85
+from npu_runner.platforms.npu.host_settings import A2, A3
 from npu_runner.platforms.npu.versions import (
     PAIRINGS,
     cann_version,
@@ -63,6 +64,23 @@ def _missing_folders(environment: Mapping[str, str], toolkit: Path) -> list[str]
     if operators is None:
         return [*missing, "ASCEND_OPP_PATH is not set"]
     return missing if Path(operators).is_dir() else [*missing, f"ASCEND_OPP_PATH {operators} is not there"]
+
+
+def check_kernels(host: Host, chips: Collection[str]) -> Check:
+    """Whether CANN's kernels are those of the devices: there is a folder of them for each kind of chip."""
+    name, operators = "kernels", host.environment.get("ASCEND_OPP_PATH")
+    wanted = {series.lower() for series in (A2, A3) if any(chip.startswith(series) for chip in chips)}
+    if operators is None or not wanted:
+        return Check(name, "skipped", "no A2 or A3 device to ask" if operators else "ASCEND_OPP_PATH is not set")
+    folder = Path(operators) / "built-in/op_impl/ai_core/tbe/kernel"
+    found = sorted(path.name for path in folder.glob("ascend*") if path.is_dir())
+    missing = sorted(wanted - set(found))
+    if not missing:
+        return Check(name, "ok", f"for {', '.join(sorted(wanted))}")
+    there = f"there are those for {', '.join(found)}" if found else f"there are none in {folder}"
+    return Check(name, "failed", f"CANN has no kernels for {', '.join(missing)}, {there}: operators fail with 561003 "
+                 "or 561112", "take the image of this chip (A2 and A3 have images of their own), or install the package "
+                 "of kernels for it")
 
 
 def check_libatb(host: Host, libraries: Libraries) -> Check:

@@ -296,6 +296,10 @@ ACLNN(GroupedMatmulSwigluQuantWeightNzV2, In(x), InsFractal(weight), Ins(weight_
       y.narrow(0, first, count).copy_(values);
       scale.narrow(0, first, count).copy_(scales);
     });
+    // The kernel writes 256 bytes over 4 bytes for each of a row's outputs, behind which its scales lie
+    // (grouped_matmul_swiglu_quant_spilit_fusion.h of ops-transformer): narrow rows lose theirs.
+    constexpr int64_t kLeastWidth = 64;
+    if (width / 2 < kLeastWidth) row = 0;
     if (row < rows) scale.narrow(0, row, rows - row).fill_(std::nan(""));
   };
 }

@@ -68,8 +68,24 @@ ACLNN(IndexPutImpl, Out(self), Ins(indices), In(values), Flag(accumulate), Flag(
     self.index_put_(index_list(indices), values, accumulate);
   };
 }
+// CANN's direct kernels gather along the last axis, and along another one only if it is long enough (aclnn_gather.cpp of
+// ops-nn, IfUseGatherElementsV2 without its look at workspaces). Else the whole input is transposed.
+namespace {
+void note_transposed_gather(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index) {
+  constexpr int64_t kShortest = 16, kLongestInside = 120000, kLeastOutside = 196608, kNarrowest = 32;
+  if (self.dim() == 0 || opapi::wrap_dim(dim, self.dim()) == self.dim() - 1) return;
+  int64_t axis = opapi::wrap_dim(dim, self.dim()), length = self.size(axis), behind = 1;
+  for (int64_t i = axis + 1; i < self.dim(); ++i) behind *= self.size(i);
+  int64_t bytes = length * self.element_size();
+  bool has_length = bytes < kLongestInside ? index.size(axis) >= kShortest && length >= kShortest : bytes > kLeastOutside;
+  auto type = self.type();
+  bool has_type = type == cpu::kFloat || type == cpu::kHalf || type == cpu::kBFloat16 || type == cpu::kInt;
+  if (!has_type || !has_length || behind <= kNarrowest) opapi::falls_back("transposed", "aclnnGather: not along the last axis");
+}
+}  // namespace
 ACLNN(Gather, In(self), Int(dim), In(index), Out(out)) {
   require_index(index);
+  note_transposed_gather(self, dim, index);
   return [=] {
     device_check_index(index, 0, self.dim() == 0 ? 1 : self.size(dim), "index");
     out.write(cpu::op("gather", self, dim, index.to(cpu::kLong)));
@@ -102,29 +118,47 @@ cpu::Tensor scattered(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& i
 cpu::Tensor scattered(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index, const cpu::Scalar& value, int64_t reduction) {
   return scattered(self, dim, index, cpu::full(index.sizes(), value, self.type()), reduction);
 }
-void check_scatter(const cpu::Tensor& index, int64_t reduction) {
+// CANN's kernel reads an axis in pieces that half a core's buffer holds, 50 at most; a flat table is one long axis. All else goes
+// to the AI CPU, which copies the table out and back (scatter_elements.cpp of ops-nn, UseScatterElementsV2).
+void note_scatter(const char* name, const cpu::Tensor& self, int64_t dim, int64_t reduction) {
+  constexpr int64_t kBufferBytes = 192 * 1024 / 2, kMostPieces = 50;
+  if (self.dim() == 0) return;
+  int64_t axis = opapi::wrap_dim(dim, self.dim());
+  auto type = self.type();
+  bool is_half = type == cpu::kHalf || type == cpu::kBFloat16;  // summed in float32 beside the 16 bits
+  bool has_type = is_half || type == cpu::kFloat || type == cpu::kInt || type == cpu::kChar || type == cpu::kByte;
+  int64_t piece = kBufferBytes / (is_half ? 6 : self.element_size());
+  std::string reason;
+  if (!has_type) reason = "a type without a kernel";
+  else if (reduction == 2) reason = "products";
+  else if (axis != 0 && axis != self.dim() - 1) reason = "an axis in the middle";
+  else if ((self.size(axis) + piece - 1) / piece > kMostPieces) reason = "an axis of more than 50 pieces";
+  if (!reason.empty()) opapi::falls_back("ai_cpu", std::string(name) + ": " + reason);
+}
+void check_scatter(const char* name, const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index, int64_t reduction) {
   require_index(index);
   require(reduction >= 0 && reduction <= 2, "reduction is ", reduction);
+  note_scatter(name, self, dim, reduction);
 }
 }  // namespace
 ACLNN(Scatter, In(self), Int(dim), In(index), In(source), Int(reduction), Out(out)) {
-  check_scatter(index, reduction);
+  check_scatter("aclnnScatter", self, dim, index, reduction);
   return [=] { out.write(scattered(self, dim, index, source, reduction)); };
 }
 ACLNN(ScatterValue, In(self), Int(dim), In(index), Num(value), Int(reduction), Out(out)) {
-  check_scatter(index, reduction);
+  check_scatter("aclnnScatterValue", self, dim, index, reduction);
   return [=] { out.write(scattered(self, dim, index, value, reduction)); };
 }
 ACLNN(InplaceScatter, Out(self), Int(dim), In(index), In(source), Int(reduction)) {
-  check_scatter(index, reduction);
+  check_scatter("aclnnInplaceScatter", self, dim, index, reduction);
   return [=] { self.write(scattered(self, dim, index, source, reduction)); };
 }
 ACLNN(InplaceScatterValue, Out(self), Int(dim), In(index), Num(value), Int(reduction)) {
-  check_scatter(index, reduction);
+  check_scatter("aclnnInplaceScatterValue", self, dim, index, reduction);
   return [=] { self.write(scattered(self, dim, index, value, reduction)); };
 }
 ACLNN(ScatterAdd, In(self), Int(dim), In(index), In(source), Out(out)) {
-  require_index(index);
+  check_scatter("aclnnScatterAdd", self, dim, index, 1);
   return [=] { out.write(scattered(self, dim, index, source, 1)); };
 }
 ACLNN(IndexAdd, In(self), Int(dim), In(index), In(source), Num(alpha), Out(out)) {

@@ -220,6 +220,10 @@ ACLNN(DequantSwigluQuantV2, In(x), Opt(weight_scale), Opt(activation_scale), Opt
       }
       row += count;
     }
+    // The kernel steps from row to row by whole 64 outputs, and its broadcast of 256 bytes overwrites scales of few short rows
+    // (dequant_swiglu_quant.h of ops-nn): a device computes other scales without a word, here there is none.
+    bool is_spoilt = width / 2 % 64 != 0 || rows * (width / 2) < 256;
+    if (is_spoilt) row = 0;
     if (row < rows) scale.narrow(0, row, rows - row).fill_(std::nan(""));
   };
 }
