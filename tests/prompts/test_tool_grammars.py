@@ -125,7 +125,7 @@ def test_a_named_tool_is_called_once_and_without_parallel_calls_one_is(walker: W
 REFUSED: list[tuple[str, Any, str]] = [
     ("hermes", {"properties": {"a": {"not": {}}}}, "tools.f.parameters: the schema cannot be served at #/properties/a"),
     ("hermes", {"type": "array"}, "arguments are an object"),
-    ("qwen3_coder", {"minProperties": 2}, "tools.f.parameters#/minProperties"),
+    ("qwen3_coder", {"minProperties": 1}, "tools.f.parameters#/minProperties"),
     ("qwen3_coder", {"properties": {"a": {"type": "string", "maxLength": 3}}}, "#/properties/a/maxLength"),
     ("qwen3_coder", {"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"type": "string"}}}, "#/properties/a"),
     ("qwen3_coder", {"properties": {"a>": {}}}, "cannot stand in a tag"),
