@@ -26,6 +26,8 @@ _PLAIN_KEY = r'^[^"\\\x00-\x1f\x7f]*$'
 # Every character has one spelling; control characters without a short escape have none.
 _SHORT_ESCAPES = 'nrbtf\\"'
 _HAS_NO_SHORT_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
+# Leap seconds beside offsets make an expression long: 2 ms each time.
+_MOST_WITH_OFFSETS = 4
 
 _Node = dict[str, Any]
 _Change = Callable[[_Node, str], _Node]
@@ -34,7 +36,8 @@ _Change = Callable[[_Node, str], _Node]
 def exact_schema(schema: Mapping[str, Any]) -> _Node:
     """The same schema for the library. Some keys and texts have fewer spellings there."""
     has_plain_keys = _place_of_other_keys(schema) is None
-    changed: _Node = _mapped(schema, lambda node, _: _exact(node, has_plain_keys))
+    times = _times(has_offsets=_num_times(schema) <= _MOST_WITH_OFFSETS)
+    changed: _Node = _mapped(schema, lambda node, _: _exact(node, times, has_plain_keys))
     if not has_plain_keys:
         changed[OPTIONS] = {**changed.get(OPTIONS, {}), "json_allowed_escapes": _SHORT_ESCAPES}
     return changed
@@ -118,7 +121,19 @@ def _check_values(node: _Node, place: str) -> _Node:
     return node
 
 
-def _exact(node: _Node, has_plain_keys: bool) -> _Node:
+def _num_times(schema: Any) -> int:
+    found: list[str] = []
+
+    def look(node: _Node, place: str) -> _Node:
+        if node.get("format") in ("time", "date-time"):
+            found.append(place)
+        return node
+
+    _mapped(schema, look)
+    return len(found)
+
+
+def _exact(node: _Node, times: Mapping[str, str], has_plain_keys: bool) -> _Node:
     for name in COUNTS:
         if isinstance(node.get(name), float) and node[name].is_integer():
             node[name] = int(node[name])
@@ -126,8 +141,8 @@ def _exact(node: _Node, has_plain_keys: bool) -> _Node:
         node["pattern"] = as_rust(node["pattern"])
     if isinstance(node.get("patternProperties"), Mapping):
         node["patternProperties"] = {as_rust(name): item for name, item in node["patternProperties"].items()}
-    if node.get("format") in ("date", "time", "date-time"):
-        expression = _times()[node.pop("format")]
+    if isinstance(node.get("format"), str) and node["format"] in times:
+        expression = times[node.pop("format")]
         if "pattern" not in node:
             node["pattern"] = expression
         else:
@@ -167,9 +182,9 @@ def as_rust(expression: str) -> str:
 
 
 @functools.cache
-def _times() -> dict[str, str]:
-    """Expressions of RFC 3339 by format. Leap seconds come at the end of June and December, 23:59:60 in UTC; offsets
-    beside them are whole or half hours."""
+def _times(has_offsets: bool) -> dict[str, str]:
+    """Expressions of RFC 3339 by format. Leap seconds come at the end of June and December, 23:59:60 in UTC; with
+    `has_offsets` beside whole and half hours, too."""
     year = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
     leap_year = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
     day = (f"(?:{year}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -177,11 +192,12 @@ def _times() -> dict[str, str]:
     fraction, hour = r"(?:\.[0-9]+)?", "(?:[01][0-9]|2[0-3])"
     time = f"{hour}:[0-5][0-9]:[0-5][0-9]{fraction}(?:[zZ]|[+-]{hour}:[0-5][0-9])"
     second = f":60{fraction}"
-    same_day = "|".join([f"23:59{second}(?:[zZ]|\\+00:00)", *(
-        f"{23 - back:02}:{minute}{second}-{back:02}:{offset}" for back in range(24)
-        for minute, offset in ((59, "00"), (29, "30")))])
-    next_day = "|".join([*(f"{ahead - 1:02}:59{second}\\+{ahead:02}:00" for ahead in range(1, 24)),
-                         *(f"{ahead:02}:29{second}\\+{ahead:02}:30" for ahead in range(24))])
-    return {"date": f"^{day}$", "time": f"^(?:{time}|{same_day}|{next_day})$",
-            "date-time": f"^(?:{day}[tT]{time}|{year}-(?:06-30|12-31)[tT](?:{same_day})"
-                         f"|{year}-(?:07-01|01-01)[tT](?:{next_day}))$"}
+    same_day, next_day = [f"23:59{second}(?:[zZ]|[+-]00:00)"], []
+    for hours in range(24) if has_offsets else ():
+        same_day += [f"{23 - hours:02}:59{second}-{hours:02}:00", f"{23 - hours:02}:29{second}-{hours:02}:30"]
+        next_day += [f"{hours:02}:29{second}\\+{hours:02}:30"]
+        next_day += [f"{hours - 1:02}:59{second}\\+{hours:02}:00"] if hours else []
+    leaps = [f"{year}-(?:{days})[tT](?:{'|'.join(times)})" for days, times in (
+        ("06-30|12-31", same_day), ("07-01|01-01", next_day)) if times]
+    return {"date": f"^{day}$", "time": f"^(?:{'|'.join([time, *same_day, *next_day])})$",
+            "date-time": f"^(?:{'|'.join([f'{day}[tT]{time}', *leaps])})$"}

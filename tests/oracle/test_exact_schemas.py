@@ -184,6 +184,18 @@ def test_leap_seconds_come_when_they_do() -> None:
         assert not kinds["time"](f'"{text}"')
 
 
+def test_among_many_times_leap_seconds_are_those_of_utc() -> None:
+    item = {"type": "string", "format": "date-time"}
+    for count in (4, 5):
+        rule = StructuredOutputsParams(json={"prefixItems": [item] * count})
+        admitted = schema_suite.follower(with_grammar(rule).compiled)
+        assert admitted('["2016-12-31T23:59:60Z"]')
+        assert admitted('["2016-12-31T22:59:60-01:00"]') == (count == 4)
+        assert admitted('["2016-12-31T22:59:00-01:00"]')
+        for text in ("", "2016-12-31T", "2016-12-31T22:59:60Z", "2016-12-30T23:59:60Z"):
+            assert not admitted(f'["{text}"]')
+
+
 # -- expressions -------------------------------------------------------------------------------------------------------
 
 
