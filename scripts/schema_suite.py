@@ -11,6 +11,7 @@ compilers run over a vocabulary of bytes, where they are installed; nothing here
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -134,9 +135,9 @@ def llguidance(schema: Any) -> Admits:
 
 def follower(grammar: str) -> Admits:
     """Of a grammar for llguidance, over bytes. Raises Refused where it cannot be built."""
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-    start = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    start = LLMatcher(_bytes(), grammar, log_level=0)
     if start.is_error():
         raise Refused(start.get_error())
 
@@ -145,6 +146,13 @@ def follower(grammar: str) -> Admits:
         return all(map(matcher.consume_token, text.encode("utf-8", "surrogatepass"))) and matcher.is_accepting()
 
     return admits
+
+
+@functools.cache
+def _bytes() -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def xgrammar(schema: Any) -> Admits:

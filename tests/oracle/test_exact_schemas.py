@@ -22,7 +22,7 @@ from npu_runner.grammars.compile import with_grammar
 from npu_runner.grammars.exact_schema import as_rust
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 from scripts import schema_suite
-from tests.full_set import examples
+from tests.full_set import examples, some_of
 
 is_old = tuple(map(int, version("llguidance").split(".")[:2])) < (1, 8)
 needs_escapes = pytest.mark.skipif(is_old, reason="this llguidance cannot say which escapes a text may hold")
@@ -167,10 +167,11 @@ def test_leap_seconds_come_when_they_do() -> None:
              for kind in ("time", "date-time")}  # fmt: skip
     rng, num_leaps = random.Random(2), 0
     offsets = [f"{sign}{hours:02}:{minutes}" for sign in "+-" for hours in range(24) for minutes in ("00", "30")]
+    offsets = list(some_of(offsets, 24))
     for offset in offsets:
         ahead = datetime.timedelta(hours=int(offset[1:3]), minutes=int(offset[4:])) * (1 if offset[0] == "+" else -1)
         right = datetime.datetime(2016, 12, 31, 23, 59) + ahead
-        others = [right + datetime.timedelta(minutes=rng.randint(-2000, 2000)) for _ in range(4)]
+        others = [right + datetime.timedelta(minutes=rng.randint(-2000, 2000)) for _ in range(2)]
         for local in (right, right - datetime.timedelta(days=184), *others):
             is_leap = leap_second(local.hour, local.minute, local.day, local.month, offset)
             num_leaps += is_leap
@@ -244,21 +245,21 @@ def equal(one: Any, other: Any) -> bool:
 
 def test_a_value_that_is_written_out_is_said_and_nothing_else() -> None:
     rng = random.Random(3)
-    for _ in range(examples(400)):
+    for _ in range(examples(160)):
         values = [random_value(rng) for _ in range(rng.randint(1, 4))]
         schema = {"const": values[0]} if len(values) == 1 else {"enum": values}
         admitted = schema_suite.follower(with_grammar(StructuredOutputsParams(json=schema)).compiled)
         for value in values:
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
             assert admitted(text) or admitted(text.replace("\x7f", "\\u007f")), (schema, text)
-            for other in (mutated(text, rng) for _ in range(20)):
+            for other in (mutated(text, rng) for _ in range(8)):
                 if admitted(other):
                     assert any(equal(each, json.loads(other)) for each in values), (schema, other)
 
 
 def test_lengths_count_characters_however_they_are_written() -> None:
     rng = random.Random(4)
-    for _ in range(examples(200)):
+    for _ in range(examples(80)):
         low = rng.randint(0, 3)
         schema = {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 2)}
         admitted = schema_suite.follower(with_grammar(StructuredOutputsParams(json=schema)).compiled)
@@ -362,7 +363,7 @@ def test_every_schema_that_pydantic_writes_is_served(kind: type[pydantic.BaseMod
     admitted = schema_suite.follower(with_grammar(StructuredOutputsParams(json=schema)).compiled)
     assert admitted(text)
     rng = random.Random(5)
-    for other in {each for _ in range(200) for each in schema_suite.spellings(mutate(value, rng))}:
+    for other in {each for _ in range(examples(200)) for each in schema_suite.spellings(mutate(value, rng))}:
         if admitted(other):
             jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date"])).validate(
                 json.loads(other, parse_float=Decimal if "multiple" in str(schema) else float))  # fmt: skip
