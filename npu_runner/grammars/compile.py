@@ -20,7 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from npu_runner.errors import RequestError
+from npu_runner.grammars.exact_schema import OPTIONS, check_keys, exact_schema
 from npu_runner.grammars.forced_text import Text, num_tokens
+from npu_runner.grammars.lark import with_schemas
 from npu_runner.grammars.lark_bounds import check_lark
 from npu_runner.grammars.rule_size import OutOfBounds
 from npu_runner.grammars.schema_bounds import check_schema, multiples_within_bounds
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 # Indents are far below it, and a model that can add white space forever does.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,40}"
-_OWN_OPTIONS = "x-guidance"
 # Text that a rule forces is sampled as any other: its mask costs no more, a control token's text is characters.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _MOST_KNOWN_CHARS = 1 << 24
@@ -145,7 +146,7 @@ def json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
     """The grammar of JSON that fits `schema`, an object, not checked."""
     given = {name: value for name, value in options.items() if value is not None}
     return json.dumps({"grammars": [{"lark_grammar": f"{_NO_FORCING}start: @json"},
-                                    {"name": "json", "json_schema": {**schema, _OWN_OPTIONS: given}}]})
+                                    {"name": "json", "json_schema": exact_schema({**schema, OPTIONS: given})}]})
 
 
 def failure_of(grammar: str) -> str | None:
@@ -186,8 +187,8 @@ def _schema(params: StructuredOutputsParams) -> Any:
 
 def _checked_schema(params: StructuredOutputsParams) -> tuple[str, int]:
     schema = _schema(params)
-    if _OWN_OPTIONS in schema:
-        raise params.error(f"{_OWN_OPTIONS}: unknown keyword; disable_any_whitespace and whitespace_pattern are fields")
+    if OPTIONS in schema:
+        raise params.error(f"{OPTIONS}: unknown keyword; disable_any_whitespace and whitespace_pattern are fields")
     options = json_options(params)
 
     def failure(candidate: Any) -> str | None:
@@ -202,6 +203,7 @@ def _checked_schema(params: StructuredOutputsParams) -> tuple[str, int]:
 
     try:
         text = check_schema(schema)
+        check_keys(schema)
         found = call_with_stack(CHECK_STACK_BYTES, place_and_reason)
     except OutOfBounds as error:
         found = (error.place, str(error))
@@ -211,10 +213,10 @@ def _checked_schema(params: StructuredOutputsParams) -> tuple[str, int]:
 
 
 def _checked_lark(params: StructuredOutputsParams, lark: str) -> tuple[str, int]:
-    # The last statement counts, and the grammar may have one of its own before.
-    grammar = f"{_NO_FORCING}{lark}\n{_NO_FORCING}"
     try:
         text = check_lark(lark)
+        # The last statement counts, and the grammar may have one of its own before.
+        grammar = f"{_NO_FORCING}{with_schemas(lark, exact_schema)}\n{_NO_FORCING}"
     except OutOfBounds as error:
         place = f"{error.place}: " if error.place else ""
         raise params.error(f"{params.kind}: {place}{error}") from error

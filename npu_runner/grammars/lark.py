@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,11 +63,24 @@ class _Token:
     text: str
     value: Any
     line: int
+    start: int
+    end: int
 
 
 def read_lark(text: str) -> LarkGrammar:
     """Raises UnreadableGrammar."""
     return _grammar(_tokens(text), 0)
+
+
+def with_schemas(text: str, change: Callable[[Any], Any]) -> str:
+    """The grammar with each %json schema in it that is an object changed. Raises UnreadableGrammar."""
+    pieces: list[str] = []
+    at = 0
+    for token in _tokens(text):
+        if token.text == "%json" and isinstance(token.value, dict):
+            pieces += [text[at:token.start], f"%json {json.dumps(change(token.value))}"]
+            at = token.end
+    return "".join([*pieces, text[at:]])
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -88,7 +101,7 @@ def _tokens(text: str) -> list[_Token]:
         if kind == "string":
             value = _string(found)
         if kind != "skip":
-            tokens.append(_Token(kind, found, value, line))
+            tokens.append(_Token(kind, found, value, line, start, at))
         line += text.count("\n", start, at)
     return tokens
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_runner.errors import RequestError
+from npu_runner.grammars.exact_schema import check_keys
 from npu_runner.grammars.forced_text import FREE, Text, all_of, any_of, joined, text_of, times
 from npu_runner.grammars.lark import LarkGrammar, Node, UnreadableGrammar, read_lark
 from npu_runner.grammars.rule_size import (
@@ -192,7 +193,9 @@ class _Measuring:
 def _json(name: str, schema: Any, size: RuleSize) -> Text | None:
     try:
         plain_json("%json", schema, max_nesting=LIMITS.max_schema_nesting, max_chars=LIMITS.max_grammar_chars)
-        return check_schema(schema, size)
+        text = check_schema(schema, size)
+        check_keys(schema)
+        return text
     except RequestError as error:
         raise OutOfBounds(name, error.message) from error
     except OutOfBounds as error:

@@ -32,7 +32,7 @@ _OF_NAMES = ("properties", "patternProperties")
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_ONE = ("items", "additionalItems", "additionalProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Documents:
             for name in _BOUNDS:
                 if name in node:
                     _check_bound(f"{place}/{name}", node[name])
-            for name in _COUNTS:
+            for name in COUNTS:
                 value = node.get(name)
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
                     check(f"{place}/{name}", "is its value", value, LIMITS.max_rule_count)

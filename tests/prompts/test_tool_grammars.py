@@ -30,9 +30,13 @@ TEXTS = {"type": "object", "properties": {
     "tags": {"type": "array", "maxItems": 2, "items": {
         "type": "string", "pattern": "^(<\\/?tool_call>|<\\/parameter>|a)$"}},
     "on": {"type": "boolean"}, "either": {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "any": {},
+    "shade": {"$ref": "#/$defs/shade", "description": "an enum of pydantic's"}, "level": {"enum": [1, 2]},
+    "points": {"items": {"$ref": "#/$defs/x"}, "maxItems": 2, "type": "array"},
+    "flag": {"allOf": [{"$ref": "#/$defs/x"}]},
     "ref": {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"],
             "additionalProperties": False},
-}, "required": ["text", "size", "tags"], "$defs": {"x": {"type": ["boolean", "null"]}}}  # fmt: skip
+}, "required": ["text", "size", "tags"], "$defs": {
+    "x": {"type": ["boolean", "null"]}, "shade": {"enum": ["light", "dark"], "type": "string"}}}  # fmt: skip
 
 
 class Walker:
@@ -125,11 +129,14 @@ def test_a_named_tool_is_called_once_and_without_parallel_calls_one_is(walker: W
 REFUSED: list[tuple[str, Any, str]] = [
     ("hermes", {"properties": {"a": {"not": {}}}}, "tools.f.parameters: the schema cannot be served at #/properties/a"),
     ("hermes", {"type": "array"}, "arguments are an object"),
-    ("qwen3_coder", {"minProperties": 2}, "tools.f.parameters#/minProperties"),
+    ("qwen3_coder", {"minProperties": 1}, "tools.f.parameters#/minProperties"),
     ("qwen3_coder", {"properties": {"a": {"type": "string", "maxLength": 3}}}, "#/properties/a/maxLength"),
-    ("qwen3_coder", {"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"type": "string"}}}, "#/properties/a"),
+    ("qwen3_coder", {"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"type": "string", "maxLength": 3}}},
+     "#/properties/a/maxLength"),
+    ("qwen3_coder", {"properties": {"a": {"$ref": "#/$defs/t", "type": "string"}}, "$defs": {"t": {"enum": ["x"]}}},
+     "it says in two places what a text may be"),
     ("qwen3_coder", {"properties": {"a>": {}}}, "cannot stand in a tag"),
-    ("qwen3_coder", {"properties": {"a": {"enum": [1, "x"]}}}, "say the type"),
+    ("qwen3_coder", {"properties": {"a": {"enum": [1, "x"]}}}, "cannot be written as text between tags"),
     ("qwen3_coder", {"required": ["a"]}, "'a' is none of the properties"),
 ]  # fmt: skip
 

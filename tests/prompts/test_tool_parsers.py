@@ -90,10 +90,9 @@ def test_any_text_is_text_or_calls_with_objects_for_arguments(name: str, text: s
 
 NO_CALLS = [
     "I would write <tool_call> here", '<tool_call>{"name": "f", "arguments": {"a"', "<tool_call></tool_call>",
-    '<tool_call>{"name": "f"}</tool_call>',
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>', '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "<tool_call>[]</tool_call>",
-    '<tool_call>{"name": "f", "arguments": {}}</tool_call> and <tool_call>{"na', "<tool_call>" + "[" * 100_000,
+    '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', "<tool_call>[]</tool_call>",
+    '<tool_call>{"name": "f", "arguments": "so"}</tool_call>', "<tool_call>" + "[" * 100_000,
 ]  # fmt: skip
 
 
@@ -101,6 +100,68 @@ NO_CALLS = [
 def test_calls_that_cannot_be_read_leave_the_answer_as_it_was(text: str) -> None:
     assert parse_calls("hermes", text, TOOLS) == (text, [])
     assert parse_calls("qwen3_coder", text, TOOLS) == (text, [])
+
+
+GOOD = {"hermes": '<tool_call>{"name": "f", "arguments": {"count": 1}}</tool_call>',
+        "qwen3_coder": "<tool_call><function=f><parameter=count>1</parameter></function></tool_call>"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("bad", NO_CALLS, ids=lambda text: text[:50])
+def test_a_call_that_cannot_be_read_is_text_and_leaves_the_others_standing(name: str, bad: str) -> None:
+    call = ToolCall("f", '{"count": 1}')
+    content, calls = parse_calls(name, f"{GOOD[name]}\n{bad}", TOOLS)
+    assert (content.strip(), calls) == (bad.strip(), [call])
+    closed = bad if bad.endswith("</tool_call>") else bad + "</tool_call>"
+    content, calls = parse_calls(name, f"{GOOD[name]}{closed}{GOOD[name]}", TOOLS)
+    assert (content, calls) == (closed, [call, call])
+
+
+@pytest.mark.parametrize(("member", "arguments"), [
+    ("", "{}"), (', "arguments": null', "{}"), (', "arguments": ""', "{}"), (', "arguments": " "', "{}"),
+    (', "arguments": "null"', "{}"), (', "arguments": "{\\"a\\": 1}"', '{"a": 1}'),
+    (', "arguments": {"a": "b\nc\td"}', '{"a": "b\\nc\\td"}'),
+    (', "arguments": {"a": 1e999, "b": [-1e999]}', '{"a": 1e999, "b": [-1e999]}'),
+    (', "arguments": {"a": NaN, "b": [Infinity, -Infinity]}', '{"a": null, "b": [null, null]}'),
+    (f', "arguments": {{"a": {"9" * 5000}}}', f'{{"a": {"9" * 5000}}}'),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_what_models_write_for_arguments_is_read(member: str, arguments: str) -> None:
+    text = f'<tool_call>\n{{"name": "f"{member}}}\n</tool_call>'
+    assert parse_calls("hermes", text, TOOLS) == (text[:0], [ToolCall("f", arguments)])
+
+
+DEFINITIONS: dict[str, Any] = {
+    "object": {"type": "object"}, "integer": {"type": "integer"}, "levels": {"enum": [1, 2]},
+    "text": {"type": "string"}, "shades": {"enum": ["1", "2"], "type": "string"},
+    "far": {"$ref": "#/$defs/integer"}, "a/b": {"const": True},
+    "loop": {"$ref": "#/$defs/loop"}, "one": {"anyOf": [{"$ref": "#/$defs/other"}, {"type": "integer"}]},
+    "other": {"$ref": "#/$defs/one"},
+    **{f"d{number}": {"anyOf": [{"$ref": f"#/$defs/d{number + 1}"}] * 9} for number in range(25)},
+    **{f"e{number}": {"$ref": f"#/$defs/e{number + 1}"} for number in range(5000)},
+    "d25": {"type": "array"}, "e5000": {"type": "array"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"$ref": "#/$defs/object"}, '{"s": 1}', {"s": 1}), ({"$ref": "#/$defs/far"}, "5", 5),
+    ({"allOf": [{"$ref": "#/$defs/object"}]}, "{}", {}), ({"$ref": "#/$defs/levels"}, "2", 2),
+    ({"enum": [1, 2]}, "2", 2),
+    ({"const": 2.5}, "2.5", 2.5), ({"properties": {"s": {}}}, "{}", {}), ({"items": {}}, "[1]", [1]),
+    ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "123", "123"), ({"$ref": "#/$defs/a~1b"}, "True", True),
+    ({"anyOf": [{"$ref": "#/$defs/shades"}, {"type": "null"}]}, "1", "1"), ({"$ref": "#/$defs/loop"}, "1", "1"),
+    ({"anyOf": [{"$ref": "#/$defs/shades"}, {"type": "null"}]}, "null", None), ({"$ref": "#/$defs/one"}, "1", 1),
+    ({"type": ["string", "integer"], "allOf": [{"type": "number"}]}, "7", 7), ({"$ref": "#/$defs/d0"}, "[1]", [1]),
+    ({"$ref": "#/$defs/e0"}, "[1]", "[1]"), ({"$ref": "#/nowhere/1"}, "1", "1"),
+    ({"$ref": "https://x#/$defs/d25"}, "1", "1"),
+    ({"type": "number"}, "NaN", None), ({"type": "number"}, "1e999", 1e999), ({"type": "string", "const": 1}, "1", "1"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_a_parameter_has_the_type_that_its_schema_leads_to(schema: Any, text: str, value: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"x": schema}, "$defs": DEFINITIONS}}}]  # fmt: skip
+    answer = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parse_calls("qwen3_coder", answer, tools)[1]
+    found = json.loads(call.arguments)["x"]
+    assert (found, type(found)) == (value, type(value))
 
 
 def test_a_last_call_may_end_with_the_answer_and_one_call_may_be_all_that_is_wanted() -> None:

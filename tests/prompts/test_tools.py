@@ -13,6 +13,7 @@ from preprocessing_checkpoints import write_llama
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.messages import parse_messages
+from npu_runner.prompts.text.tools import parse_tool_calls
 from npu_runner.request.limits import LIMITS
 
 CALLS = """\
@@ -107,6 +108,12 @@ def test_prompts_are_transformers(folders: dict[str, Path], name: str, messages:
     ours = ChatProcessor(str(folders[name]))
     assert ours(messages, **options).token_ids == expected
     assert pickle.loads(pickle.dumps(ours))(messages, **options).token_ids == expected
+
+
+@pytest.mark.parametrize("given", [{}, *({"arguments": each} for each in (None, "null", "", " ", "null\n", "{}", {}))])
+def test_a_call_without_arguments_is_one_with_an_empty_object(given: dict[str, Any]) -> None:
+    (call,) = parse_tool_calls([{"type": "function", "function": {"name": "now", **given}}], "tool_calls")
+    assert call["function"]["arguments"] == {}
 
 
 def test_parsing_what_was_parsed_changes_nothing() -> None:
@@ -210,7 +217,6 @@ BAD_CALLS: list[tuple[list[dict[str, Any]], str, str]] = [
     (called(arguments="{"), "invalid_value", f"{CALL_0}.function.arguments"),
     (called(arguments="[1]"), "invalid_type", f"{CALL_0}.function.arguments"),
     (called(arguments=5), "invalid_type", f"{CALL_0}.function.arguments"),
-    (called(), "invalid_type", f"{CALL_0}.function.arguments"),
     (called(arguments="{}", colour=1), "unknown_parameter", f"{CALL_0}.function.colour"),
     (called(arguments="{}", name="two words"), "invalid_value", f"{CALL_0}.function.name"),
     (called(arguments='{"a": "\\ud83d"}'), "invalid_value", f"{CALL_0}.function.arguments"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import with_grammar
+from npu_runner.prompts.text.argument_types import MOST_STEPS, ArgumentTypes
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 Tools = Sequence[Mapping[str, Any]]
@@ -83,10 +84,11 @@ def qwen3_coder_call(function: Mapping[str, Any], rule: str, where: str) -> str:
 def _value_rules(rule: str, schema: Any, root: Mapping[str, Any], place: str) -> Iterator[str]:
     """A value and the end of its tag."""
     end = "\n</parameter>\n"
-    kinds = _kinds(schema, place)
+    types = ArgumentTypes(root)  # as the parser of calls sees them
+    kinds = types.of(schema)
     if "string" in kinds or not kinds:
         # What is written is text then, whatever else it might be.
-        yield from _text_rules(rule, _text_branch(schema, place), end, place)
+        yield from _text_rules(rule, _text_branch(schema, types, place), end, place)
         return
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
     whole = {**schema, **definitions, **_WHITE_SPACE} if isinstance(schema, dict) else schema
@@ -111,36 +113,22 @@ def _text_rules(rule: str, schema: Any, end: str, place: str) -> Iterator[str]:
     yield f"{rule}: ({' | '.join(map(_text, texts))}) {_text(end)}"
 
 
-def _text_branch(schema: Any, place: str) -> Mapping[str, Any]:
+def _text_branch(schema: Any, types: ArgumentTypes, place: str) -> Mapping[str, Any]:
     """What a schema that admits texts says of them."""
-    if not isinstance(schema, dict):
-        return {}
-    items = [item for name in ("anyOf", "oneOf") for item in schema.get(name) or ()]
-    branches = [item for item in items if "string" in _kinds(item, place)]
-    if not branches:
-        return schema
-    if len(branches) > 1 or schema.keys() & {"enum", "const", "type"}:
-        raise _unserved(place, "it says in two places what a text may be")
-    return _text_branch(branches[0], place)
-
-
-def _kinds(schema: Any, place: str) -> set[str]:
-    """The JSON types that a value may have, as far as the parser of calls can see; none: it is taken for text.
-
-    He looks at type, anyOf and oneOf, and follows no reference, so neither may a text lie behind one.
-    """
-    if not isinstance(schema, dict):
-        return set()
-    said = schema.get("type")
-    found = set(said if isinstance(said, list) else [said] if said else [])
-    for name in ("anyOf", "oneOf"):
-        for item in schema.get(name) or ():
-            found |= _kinds(item, place)
-    if not found and schema.keys() & {"$ref", "allOf", "enum", "const"} - _OF_TEXTS:
-        raise _unserved(place, "its type stands elsewhere; say it here, beside the reference")
-    if not found and not all(isinstance(value, str) for value in schema.get("enum", ())):
-        raise _unserved(place, "values without a type are taken for text; say the type")
-    return found
+    for _ in range(MOST_STEPS):
+        if not isinstance(schema, dict):
+            return {}
+        others = list(schema.get("allOf") or ())
+        if isinstance(schema.get("$ref"), str):
+            others.append(types.target(schema["$ref"]))
+        branches = [item for name in ("anyOf", "oneOf") for item in schema.get(name) or ()
+                    if "string" in types.of(item)]
+        if not others and not branches:
+            return schema
+        if len(others) + len(branches) > 1 or schema.keys() & {"enum", "const", "type"}:
+            break
+        (schema,) = others or branches
+    raise _unserved(place, "it says in two places what a text may be")
 
 
 def _refuse_others(schema: Mapping[str, Any], known: frozenset[str], where: str) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_runner.checkpoint.files import registered
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import followed
+from npu_runner.prompts.text.argument_types import ArgumentTypes
 from npu_runner.prompts.text.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
+from npu_runner.prompts.text.tools import arguments_object
 from npu_runner.request.limits import shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
@@ -30,9 +33,28 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 _END_OF_VALUE = re.compile(r"</parameter>|(?=<parameter=|</function>|</tool_call>)|\Z")
 _END_OF_FUNCTION = re.compile(r"\s*(?:</function>|(?=</tool_call>)|\Z)")
 _END_OF_BLOCK = re.compile(r"\s*(?:</tool_call>|\Z)")
+_END_OF_UNREAD = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
 _SPACE = re.compile(r"\s*")
+_MOST_DIGITS = 4000  # Python's own limit is 4,300
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_JSON = json.JSONDecoder()
+
+
+class _Number(NamedTuple):
+    """A JSON number that Python has no number for, as it is written."""
+
+    text: str
+
+
+def _float(text: str) -> float | _Number:
+    return float(text) if math.isfinite(float(text)) else _Number(text)
+
+
+def _int(text: str) -> int | _Number:
+    return int(text) if len(text) <= _MOST_DIGITS else _Number(text)
+
+
+# Models write raw line ends and tabs within texts. NaN and Infinity are no JSON: null.
+_JSON = json.JSONDecoder(strict=False, parse_float=_float, parse_int=_int, parse_constant=lambda _: None)
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,7 @@ class ToolParser(ABC):
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
         """What is left of the answer's text, and the calls in it, in order; `tools` as the request has them.
 
-        Raises ValueError where a call is begun that cannot be read: the whole answer is then text.
+        A call that cannot be read is left in the text. Where the parser raises ValueError, the whole answer is text.
         """
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_single: bool) -> str | None:
@@ -82,7 +104,7 @@ class HermesParser(ToolParser):
         call, end = _JSON.raw_decode(text, _skip(_SPACE, text, at))  # a tag within its strings ends nothing
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("a call has no name")
-        arguments = call.get("arguments")
+        arguments = arguments_object(call.get("arguments"), _JSON.decode)
         if not isinstance(arguments, dict):
             raise ValueError("a call's arguments are no object")
         return [ToolCall(call["name"], _as_json(arguments))], end
@@ -186,13 +208,18 @@ def parse_calls(name: str, text: str, tools: Sequence[Mapping[str, Any]], *,
 
 def _blocks(text: str, read: Callable[[str, int], tuple[list[ToolCall], int]]) -> tuple[str, list[ToolCall]]:
     """The text around the tagged blocks, and the calls in them. read(text, place behind an opening tag): the calls of
-    that block, and their end."""
+    that block, and their end. A block that cannot be read is text, up to its closing tag or to the next block."""
     content, calls, at = "", [], 0
     while (start := text.find(_OPEN, at)) >= 0:
         content += text[at:start]
-        found, at = read(text, start + len(_OPEN))
-        calls += found
-        at = _skip(_END_OF_BLOCK, text, at)
+        try:
+            found, at = read(text, start + len(_OPEN))
+            at = _skip(_END_OF_BLOCK, text, at)
+            calls += found
+        except (ValueError, RecursionError):  # json's errors are ValueErrors
+            end = _END_OF_UNREAD.search(text, start + len(_OPEN))
+            assert end is not None, "the text's end is one"
+            content, at = content + text[start : end.end()], end.end()
     return content + text[at:], calls
 
 
@@ -222,24 +249,12 @@ def _value_at(text: str, at: int, types: frozenset[str]) -> tuple[Any, int]:
 def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
     """JSON types of each parameter of the function, as far as its schema says."""
     function: Mapping[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
-    properties = (function.get("parameters") or {}).get("properties")
+    parameters = function.get("parameters") or {}
+    properties = parameters.get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {key: _types(schema) for key, schema in properties.items()}
-
-
-def _types(schema: Any) -> frozenset[str]:
-    if not isinstance(schema, dict):
-        return frozenset()
-    said = schema.get("type")
-    found = {each for each in (_list(said) or [said]) if isinstance(each, str)}
-    for each in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        found |= _types(each)
-    return frozenset(found)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    types = ArgumentTypes(parameters)
+    return {key: types.of(schema) for key, schema in properties.items()}
 
 
 def _value(text: str, types: frozenset[str]) -> Any:
@@ -250,7 +265,7 @@ def _value(text: str, types: frozenset[str]) -> Any:
         return text
     spelled = text.strip().lower() if "boolean" in types and text.strip() in ("True", "False") else text
     try:
-        return json.loads(spelled)
+        return _JSON.decode(spelled)
     except (ValueError, RecursionError):
         return text
 
@@ -260,7 +275,12 @@ def _without_line_ends(text: str) -> str:
     return text.removeprefix("\n").removesuffix("\n")
 
 
-def _as_json(arguments: Mapping[str, Any]) -> str:
+def _as_json(value: Any) -> str:
     """Half a surrogate pair, which no UTF-8 holds, keeps its escape."""
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return _HALF_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_as_json(key)}: {_as_json(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_as_json, value)) + "]"
+    if isinstance(value, _Number):
+        return value.text
+    return _HALF_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False))

@@ -40,6 +40,15 @@ def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return [_checked_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
+def arguments_object(given: Any, loads: Callable[[str], Any]) -> Any:
+    """A call's arguments, which may be JSON text. Null and nothing are no arguments, {}, as text, too.
+
+    Raises what `loads` raises, ValueError or RecursionError. What is no object is the caller's to refuse.
+    """
+    value = (loads(given) if given.strip() else None) if isinstance(given, str) else given
+    return {} if value is None else value
+
+
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Plain JSON with every string in it changed, keys too."""
     if isinstance(value, str):
@@ -97,12 +106,10 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(given: Any, where: str) -> dict[str, Any]:
-    arguments = given
-    if isinstance(given, str):
-        try:
-            arguments = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where}: not JSON ({error})", "invalid_value", where) from error
+    try:
+        arguments = arguments_object(given, json.loads)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where}: not JSON ({error})", "invalid_value", where) from error
     if not isinstance(arguments, dict):
         raise _wrong_type(given, "an object, or one as JSON text,", where)
     plain: dict[str, Any] = plain_json(

@@ -1,0 +1,214 @@
+"""Runs the official JSON Schema test suite (draft 2020-12) through rules: how many schemas are served, and how many of
+the instances that the suite forbids are admitted. One line per compiler, then one JSON line.
+
+The suite comes from the source distribution of the package jsonschema, fetched through pip into .cache. Every instance
+is tried as json.dumps writes it, and with each character of its keys and of all its texts escaped as \\uXXXX. Other
+compilers run over a vocabulary of bytes, where they are installed; nothing here installs them.
+
+    python scripts/schema_suite.py                                    # our rules
+    python scripts/schema_suite.py ours llguidance xgrammar outlines  # the others, where they import
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache/json-schema-suite"
+_FOLDER = "json/tests/draft2020-12/"
+_PLACES = ("", "optional/", "optional/format/")
+
+Admits = Callable[[str], bool]
+"""Whether the rule lets a text through as a whole answer."""
+
+
+class Suite(NamedTuple):
+    """(name, schema, tests) of the suite's groups; each test has `data` and `valid`."""
+
+    groups: list[tuple[str, Any, list[dict[str, Any]]]]
+
+
+class Refused(Exception):
+    """The compiler does not serve a schema."""
+
+
+def fetch() -> Path:
+    """The source distribution, downloaded once. Raises OSError where pip cannot fetch it."""
+    name = f"jsonschema-{version('jsonschema')}.tar.gz"
+    if not (CACHE / name).exists():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-binary", "jsonschema", "--no-deps",
+                   "--dest", str(CACHE), f"jsonschema=={version('jsonschema')}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode:
+            raise OSError(f"pip cannot fetch {name}: {done.stderr.strip().splitlines()[-1:]}")
+    return CACHE / name
+
+
+def read(file: Path) -> Suite:
+    """The groups in a source distribution of jsonschema; nothing is unpacked to disk."""
+    groups = []
+    with tarfile.open(file) as archive:
+        for member in sorted(archive.getmembers(), key=lambda each: each.name):
+            place, _, name = member.name.partition(_FOLDER)[2].rpartition("/")
+            content = archive.extractfile(member) if f"{place}/".lstrip("/") in _PLACES and name else None
+            if content is not None and _FOLDER in member.name:
+                groups += [(f"{name}: {group['description']}", group["schema"], group["tests"])
+                           for group in json.load(content)]
+    return Suite(groups)
+
+
+def spellings(value: Any) -> list[str]:
+    """As json.dumps writes it, with escaped keys, and with all texts escaped."""
+    return [json.dumps(value, ensure_ascii=False), _escaped(value, False), _escaped(value, True)]
+
+
+def _escaped(value: Any, has_texts: bool) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_units(key)}:{_escaped(item, has_texts)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_escaped(item, has_texts) for item in value) + "]"
+    return _units(value) if has_texts and isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _units(text: str) -> str:
+    units = text.encode("utf-16-be", "surrogatepass")
+    return '"' + "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2)) + '"'
+
+
+def count(suite: Suite, compiled: Callable[[Any], Admits]) -> tuple[Counter[str], list[str]]:
+    """Numbers by what was counted, and the forbidden instances that were admitted."""
+    found: Counter[str] = Counter(schemas=len(suite.groups))
+    wrong = []
+    for name, schema, tests in suite.groups:
+        try:
+            admits = compiled(schema)
+        except Refused:
+            found["refused"] += 1
+            continue
+        for test in tests:
+            plain, *others = map(admits, spellings(test["data"]))
+            if test["valid"]:
+                found["valid"] += 1
+                found["valid_admitted"] += plain
+            else:
+                found["forbidden"] += 1
+                found["forbidden_admitted"] += plain
+                found["forbidden_admitted_in_a_spelling"] += plain or any(others)
+                if plain or any(others):
+                    wrong.append(f"{name}: {test['description']}")
+    found["served"] = found["schemas"] - found["refused"]
+    return found, wrong
+
+
+# -- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def ours(schema: Any) -> Admits:
+    from npu_runner.errors import RequestError
+    from npu_runner.grammars.compile import with_grammar
+    from npu_runner.request.structured_outputs import StructuredOutputsParams
+
+    try:
+        return follower(with_grammar(StructuredOutputsParams(json=schema)).compiled)
+    except RequestError as error:
+        raise Refused(error.message) from error
+
+
+def llguidance(schema: Any) -> Admits:
+    from llguidance import LLMatcher
+
+    try:
+        return follower(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def follower(grammar: str) -> Admits:
+    """Of a grammar for llguidance, over bytes. Raises Refused where it cannot be built."""
+    from llguidance import LLMatcher
+
+    start = LLMatcher(_bytes(), grammar, log_level=0)
+    if start.is_error():
+        raise Refused(start.get_error())
+
+    def admits(text: str) -> bool:
+        matcher = start.deep_copy()
+        return all(map(matcher.consume_token, text.encode("utf-8", "surrogatepass"))) and matcher.is_accepting()
+
+    return admits
+
+
+@functools.cache
+def _bytes() -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def xgrammar(schema: Any) -> Admits:
+    import xgrammar as engine
+
+    tokens = engine.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b"</s>"], engine.VocabType.RAW,
+                                  vocab_size=257, stop_token_ids=[256])
+    try:
+        compiler = engine.GrammarCompiler(tokens, max_threads=1)
+        grammar = compiler.compile_json_schema(json.dumps(schema), strict_mode=False)
+    except Exception as error:  # the border to another engine
+        raise Refused(str(error)) from error
+
+    def admits(text: str) -> bool:
+        matcher = engine.GrammarMatcher(grammar)
+        return all(map(matcher.accept_token, text.encode("utf-8", "surrogatepass"))) and matcher.accept_token(256)
+
+    return admits
+
+
+def outlines(schema: Any) -> Admits:
+    """Its expression, matched by Python: to build its index of some schemas takes more than minutes."""
+    from outlines_core.json_schema import build_regex_from_schema
+
+    try:
+        expression = re.compile(build_regex_from_schema(json.dumps(schema)))
+    except Exception as error:  # the border to another engine
+        raise Refused(str(error)) from error
+    return lambda text: expression.fullmatch(text) is not None
+
+
+COMPILERS: dict[str, tuple[str, Callable[[Any], Admits]]] = {
+    "ours": ("npu-runner", ours), "llguidance": ("llguidance", llguidance), "xgrammar": ("xgrammar", xgrammar),
+    "outlines": ("outlines-core", outlines)}
+
+
+def _lines(names: list[str]) -> Iterator[dict[str, Any]]:
+    suite = read(fetch())
+    for name in names:
+        package, compiled = COMPILERS[name]
+        found, wrong = count(suite, compiled)
+        print(f"{name:<11} {found['served']} of {found['schemas']} schemas served; of {found['forbidden']} forbidden "
+              f"instances {found['forbidden_admitted']} admitted, {found['forbidden_admitted_in_a_spelling']} in some "
+              f"spelling; of {found['valid']} valid ones {found['valid_admitted']}")
+        for each in wrong if name == "ours" else ():
+            print(f"  admitted: {each}")
+        yield {"compiler": name, "version": version(package), **found}
+
+
+def main() -> None:
+    names = sys.argv[1:] or ["ours"]
+    if unknown := [name for name in names if name not in COMPILERS]:
+        sys.exit(f"{unknown[0]!r} is none of {', '.join(COMPILERS)}")
+    results = list(_lines(names))
+    print(json.dumps({"bench": "schema_suite", "jsonschema": version("jsonschema"), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
