@@ -22,7 +22,7 @@ class WeightFiles(NamedTuple):
 
     names: list[str]
     """Without folders, in order. Empty where the folder has neither weights nor an index."""
-    index: str | None = None
+    index_file: str | None = None
     """The name of the index that counts, where there is one."""
     file_of: Mapping[str, str] = {}
     """The file that holds each tensor, as the index says; empty without an index."""

@@ -225,7 +225,7 @@ class CheckpointReader(WeightsReader):
                 found.setdefault(name, []).append(file)
         lost = sorted(name for name, file in files.file_of.items() if file not in found.get(name, []))
         if lost:
-            raise WeightsError(f"{self.path / str(files.index)} names tensors that their file does not hold: "
+            raise WeightsError(f"{self.path / str(files.index_file)} names tensors that their file does not hold: "
                                f"{_some(lost)}")
         double = sorted(name for name, places in found.items() if len(places) > 1 and name not in files.file_of)
         if double:
@@ -240,7 +240,7 @@ def has_module(path: Path, name: str) -> bool | None:
     files, prefix = weight_files(path), f"{name}."
     if not files.names:
         return None
-    if files.index is not None:
+    if files.index_file is not None:
         return any(each.startswith(prefix) for each in files.file_of)
     with CheckpointReader(path) as reader:
         return any(each.startswith(prefix) for each in reader.names)
@@ -256,13 +256,13 @@ def stores_another_head(path: Path, dtype: torch.dtype) -> bool:
         return False
     with CheckpointReader(path) as reader:
         embedding = min((name for name in reader.names if name.endswith(_EMBEDDING)), key=len, default=None)
-        pair = [f"{_HEAD}.weight", embedding]
-        if embedding is None or any(name not in reader.names or reader.dtype(name) not in _FLOATS for name in pair):
+        pair = [f"{_HEAD}.weight", str(embedding)]
+        if any(name not in reader.names or reader.dtype(name) not in _FLOATS for name in pair):
             return False
-        if reader.shape(pair[0]) != reader.shape(embedding):
+        if reader.shape(pair[0]) != reader.shape(pair[1]):
             return True
-        num_rows = reader.shape(embedding)[0]
-        return any(not torch.equal(*(reader.read(str(name), 0, start, min(_ROWS_AT_ONCE, num_rows - start)).to(dtype)
+        num_rows = reader.shape(pair[1])[0]
+        return any(not torch.equal(*(reader.read(name, 0, start, min(_ROWS_AT_ONCE, num_rows - start)).to(dtype)
                                      for name in pair)) for start in range(0, num_rows, _ROWS_AT_ONCE))
 
 
