@@ -26,7 +26,7 @@ from npu_runner.checkpoint.files import (
     refuse_changes,
     require_json,
 )
-from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling
+from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
@@ -263,9 +263,16 @@ class ChatProcessor(RequestChecks):
         """A raw prompt, as text or token ids, with one image token for each image and one video token for each video
         (encoded bytes).
 
-        Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
-        conversation.
+        Control tokens in it are control tokens, and no chat template is applied, except to a text whose vector the
+        checkpoint's files make of a user's message. `mm_processor_kwargs`: as for a conversation.
         """
+        shown_as = self.pooling.messages if isinstance(self.pooling, VectorPooling) else None
+        if shown_as is not None and isinstance(prompt, str) and not images and not videos:
+            text = checked_text(prompt, "prompt")
+            content = text if shown_as.is_flat or not self.has_vision else [{"type": "text", "text": text}]
+            return self([{"role": "user", "content": content}], shown_as.template_kwargs,
+                        add_generation_prompt=shown_as.add_generation_prompt,
+                        truncate_prompt_tokens=truncate_prompt_tokens)
         asked = self._vision.as_asked(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
