@@ -171,7 +171,7 @@ class VectorPooling(PoolingConfig):
         return hidden_size
 
     def describe(self) -> str:
-        shown = "" if self.messages is None else ", texts through the chat template"
+        shown = "" if self.messages is None else f", texts through the chat template as {self.messages}"
         return f"last token, {'normalised' if self.is_normalised else 'not normalised'}{shown}"
 
 

@@ -28,6 +28,7 @@ _WHOLE = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.*",
+    "additional_chat_templates/tool_use.jinja",
     "*preprocessor_config.json",
     "processor_config.json",
     "*.safetensors.index.json",
