@@ -43,7 +43,7 @@ def weight_files(folder: Path) -> WeightFiles:
     singles = [each for each in singles if each not in names]
     if singles and not all((folder / each).is_file() for each in names):
         return WeightFiles(singles)
-    if name == INDEX and SINGLE in singles:
+    if name == INDEX and SINGLE not in names and (folder / SINGLE).is_file():
         raise WeightsError(
             f"{folder} holds {SINGLE} beside {INDEX} and its {len(names)} files, which are the weights of two saves; "
             f"remove {SINGLE}, or the index and its files")
