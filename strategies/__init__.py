@@ -10,6 +10,7 @@ A checkpoint's folder is opened once (`open_checkpoint`), and what that found is
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -18,10 +19,13 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
+import torch
+
 from npu_runner.checkpoint.files import registered, require_json, resolve_checkpoint
 from npu_runner.checkpoint.lora import Adapter, read_adapter
-from npu_runner.checkpoint.model_config import ModelConfig
+from npu_runner.checkpoint.model_config import ModelConfig, ScorePooling
 from npu_runner.checkpoint.quantization import Quantization, asked_of, read_quantization
+from npu_runner.checkpoint.weights_reader import stores_another_head
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
 from npu_runner.prompts.processor import ChatProcessor
@@ -30,6 +34,7 @@ from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddi
 __all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "OpenedCheckpoint", "StagedImages", "VisionEmbeddings",
            "open_checkpoint", "pick_strategy", "strategies_by_model_type", "strategy_of"]
 
+logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "npu_runner.strategies"
 
 
@@ -135,11 +140,26 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     resolved = resolved.replace(quantization=asked_of(quantization, resolved.quantization))
     model_config = strategy.model_config_for(resolved)
     adapter = None if config.lora is None else _adapter(config.lora, quantization)
-    if adapter is not None and model_config.tie_word_embeddings and adapter.has("lm_head.weight"):
-        model_config = replace(model_config, tie_word_embeddings=False)  # its head is the embedding's no more
+    if model_config.tie_word_embeddings and _has_own_head(path, resolved, model_config, adapter):
+        model_config = replace(model_config, tie_word_embeddings=False)
     return OpenedCheckpoint(
         path=path, strategy=strategy, config=resolved, model_config=model_config, adapter=adapter,
         processor=strategy.processor(resolved), quantization=quantization, seconds=time.perf_counter() - began)
+
+
+def _has_own_head(path: Path, config: RunnerConfig, model_config: ModelConfig, adapter: Adapter | None) -> bool:
+    """Whether the head differs from the embedding, whatever config.json says: it is stored so, or an adapter changes
+    it."""
+    if adapter is not None and adapter.has("lm_head.weight"):
+        return True
+    pooling = model_config.pooling
+    if config.load_format == "dummy" or (pooling is not None and not isinstance(pooling, ScorePooling)):
+        return False
+    if not stores_another_head(path, getattr(torch, model_config.dtype)):
+        return False
+    logger.info("%s: tie_word_embeddings is true, and lm_head.weight is not the embedding; the stored head is used, "
+                "as in transformers", path)
+    return True
 
 
 def _adapter(folder: str, quantization: Quantization | None) -> Adapter:

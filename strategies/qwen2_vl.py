@@ -53,12 +53,7 @@ class Qwen2VLStrategy(Qwen3VLStrategy):
 
 
 def is_tied(config: RawConfig) -> bool:
-    """Without a head in the file the embedding's rows serve, unless config.json denies it: then a tensor is missing.
-
-    What config.json says may stand at its root or in text_config, and one of them may be a default of another release.
-    """
+    """Whether config.json ties the head to the embedding, at its root or in text_config: one of them may be a default
+    of another release. Where neither says anything, a file without a head is tied."""
     said = [bool(part["tie_word_embeddings"]) for part in (config.raw, config.text) if "tie_word_embeddings" in part]
-    has_head = has_module(config.path.parent, "lm_head")
-    if has_head is None or (said and not any(said)):
-        return any(said)
-    return not has_head
+    return any(said) if said else has_module(config.path.parent, "lm_head") is False

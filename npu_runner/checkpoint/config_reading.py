@@ -63,6 +63,9 @@ def reading_config(folder: Path) -> Iterator[RawConfig]:
         text = raw.get("text_config", raw)
         if not isinstance(text, dict):
             raise TypeError(f"text_config is {text!r}, not an object")
+        if raw.get("transformers_weights") is not None:
+            raise ModelError(f"{path}: transformers_weights {raw['transformers_weights']!r} names the weights' file, "
+                             "which is not supported; call it model.safetensors, or write an index")
         read_quantization(folder)
         yield RawConfig(path, raw, text, read_generation_config(folder))
     except KeyError as missing:
@@ -111,7 +114,7 @@ def read_rope(config: RawConfig, *, theta: float = 10000.0, section: tuple[int, 
     `rotary_share`: of the head's dims that turn (`partial_rotary_factor`), of `head_dim` dims.
     """
     text = config.text
-    parameters = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    parameters = rope_fields(text)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if kind == "mrope":  # the name Qwen's first vision models used for plain frequencies with sections
@@ -129,6 +132,14 @@ def read_rope(config: RawConfig, *, theta: float = 10000.0, section: tuple[int, 
         mrope_section=tuple(int(s) for s in section) if section else None,  # type: ignore[arg-type]
         mrope_is_interleaved=section_is_interleaved,
     )
+
+
+def rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the rotary embedding as they stand in the file, in a copy.
+
+    As in transformers, `rope_scaling` replaces `rope_parameters` whole, its base too: people add it by hand for YaRN.
+    """
+    return dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
 
 
 def dense_layers(config: RawConfig, windows: Sequence[int | None] | None = None, **mlp: bool) -> list[LayerConfig]:

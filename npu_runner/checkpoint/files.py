@@ -31,6 +31,7 @@ PROMPT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",

@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
+from npu_runner.checkpoint.field_types import Fields, checked
 from npu_runner.checkpoint.files import require_json
+from npu_runner.checkpoint.patterns import matches
 from npu_runner.errors import ModelError, WeightsError
 from npu_runner.request.limits import shown
 
@@ -29,11 +30,30 @@ _PREFIX = "base_model.model."
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 _PAIR = ("lora_A.weight", "lora_B.weight")
 _MAGNITUDE = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
-# What would change the result and is not computed here, with the values that ask for nothing.
-_NOT_MERGED: Mapping[str, tuple[Any, ...]] = {
-    "fan_in_fan_out": (False, None), "layer_replication": (None, []), "trainable_token_indices": (None, [], {}),
-    "lora_bias": (False, None), "alora_invocation_tokens": (None,), "arrow_config": (None,),
-    "use_qalora": (False, None), "target_parameters": (None, [])}
+# Fields that ask for nothing when an adapter is loaded, whatever they hold: its tensors say which modules it changes,
+# and settings of a way to begin training count only where init_lora_weights names that way.
+_ASK_NOTHING = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "bias", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
+    "runtime_config"})
+# Ways to begin training that leave the base as it is. After the others PEFT takes the first B A out of the base.
+_KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_REMEDY = "merge it with PEFT (merge_and_unload) and save the model"
+_Scale = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+_Rank = Annotated[int, Field(ge=1)]
+
+
+class _Config(Fields):
+    """The fields that a merge is computed from, with PEFT's defaults."""
+
+    r: _Rank = 8
+    lora_alpha: _Scale = 8
+    use_rslora: bool | None = False
+    use_dora: bool | None = False
+    rank_pattern: dict[str, _Rank] | None = None
+    alpha_pattern: dict[str, _Scale] | None = None
+    init_lora_weights: bool | str | None = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +97,16 @@ def read_adapter(folder: Path) -> Adapter:
     config = require_json(folder, CONFIG)
     if config.get("peft_type") != "LORA":
         raise ModelError(f"lora {folder}: peft_type is {shown(config.get('peft_type'))}; LORA is merged")
-    for name, nothing in _NOT_MERGED.items():
-        if config.get(name) not in nothing:
-            raise ModelError(f"lora {folder}: {name} {shown(config[name])} is not merged; merge it with PEFT "
-                             "(merge_and_unload) and save the model")
+    fields = checked(_Config, config, f"lora {folder}: {CONFIG}")
+    for name, value in config.items():
+        if name not in _ASK_NOTHING and name not in _Config.model_fields and value not in (None, False, [], {}):
+            raise ModelError(f"lora {folder}: {name} {shown(value)} is not merged; {_REMEDY}")
+    if fields.init_lora_weights not in _KEEP_THE_BASE:
+        raise ModelError(f"lora {folder}: init_lora_weights {shown(fields.init_lora_weights)} may change the base when "
+                         f"PEFT loads the adapter, which is not merged; {_REMEDY}")
     tensors, digest = _tensors(folder)
     digest.update(json.dumps(config, sort_keys=True).encode())
-    changes, replaced = _Reading(folder, config, tensors).sorted_out()
+    changes, replaced = _Reading(folder, fields, tensors).sorted_out()
     return Adapter(path=folder, changes=changes, replaced=replaced, fingerprint=digest.hexdigest())
 
 
@@ -108,7 +131,7 @@ def _tensors(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
 class _Reading:
     """Sorts an adapter's tensors: pairs, magnitudes, and what replaces a tensor."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]):
+    def __init__(self, folder: Path, config: _Config, tensors: dict[str, torch.Tensor]):
         self._folder, self._config, self._left = folder, config, tensors
         self._problems: list[str] = []
 
@@ -137,23 +160,22 @@ class _Reading:
             return None
         left, right = left.flatten(1), right.flatten(1)  # of a convolution: whose stride is its size
         magnitudes = [self._left.pop(f"{module}.{kind}") for kind in _MAGNITUDE if f"{module}.{kind}" in self._left]
-        rank = _of_pattern(self._config.get("rank_pattern"), module, self._config.get("r"))
+        rank = self._of_pattern("rank_pattern", module, self._config.r)
         if not left.shape[1] == len(right) == rank:
             self._problems.append(f"{module}: {list(left.shape)} and {list(right.shape)} are no pair of rank {rank}")
             return None
-        alpha = _of_pattern(self._config.get("alpha_pattern"), module, self._config.get("lora_alpha"))
-        scale = float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-        if bool(self._config.get("use_dora")) != bool(magnitudes):
-            self._problems.append(f"{module}: use_dora is {self._config.get('use_dora')}, and its magnitudes are "
+        alpha = self._of_pattern("alpha_pattern", module, self._config.lora_alpha)
+        scale = alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
+        if bool(self._config.use_dora) != bool(magnitudes):
+            self._problems.append(f"{module}: use_dora is {self._config.use_dora}, and its magnitudes are "
                                   f"{'there' if magnitudes else 'missing'}")
         return Change(left_OR=left.float(), right_RI=right.float(), scale=scale,
                       base_OI=self._left.pop(f"{module}.base_layer.weight", None),
                       magnitude_O=magnitudes[0].float().flatten() if magnitudes else None)
 
-
-def _of_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
-    """PEFT's rule: the first pattern that the end of the module's name matches, from a dot on."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return otherwise
+    def _of_pattern(self, field: str, module: str, otherwise: float) -> Any:
+        """PEFT's rule: the first pattern that the end of the module's name matches, from a dot on."""
+        for pattern, value in (getattr(self._config, field) or {}).items():
+            if matches(rf"(.*\.)?({pattern})$", module, f"lora {self._folder}: {field}"):
+                return value
+        return otherwise

@@ -142,6 +142,16 @@ class PoolingConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MessageSettings:
+    """How a checkpoint's files show a text to its chat template, as the message of a user."""
+
+    is_flat: bool
+    """The content is the text itself; else a list of one part."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class VectorPooling(PoolingConfig):
     """A vector: the hidden state itself, cut and normalised."""
 
@@ -154,12 +164,15 @@ class VectorPooling(PoolingConfig):
     """The lengths that a vector may be cut to; None: any."""
     default_prompt: str | None = None
     """Name of the text that sentence-transformers puts before every text by default; it is not added here."""
+    messages: MessageSettings | None = None
+    """Texts go through the chat template so; None: they are taken as they are."""
 
     def num_values(self, hidden_size: int) -> int:
         return hidden_size
 
     def describe(self) -> str:
-        return "last token, normalised" if self.is_normalised else "last token, not normalised"
+        shown = "" if self.messages is None else f", texts through the chat template as {self.messages}"
+        return f"last token, {'normalised' if self.is_normalised else 'not normalised'}{shown}"
 
 
 @dataclass(frozen=True, kw_only=True)

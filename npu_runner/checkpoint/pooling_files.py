@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.checkpoint.files import read_json, read_text, require_json
-from npu_runner.checkpoint.model_config import ClassPooling, PairSettings, PoolingConfig, ScorePooling, VectorPooling
+from npu_runner.checkpoint.model_config import (
+    ClassPooling,
+    MessageSettings,
+    PairSettings,
+    PoolingConfig,
+    ScorePooling,
+    VectorPooling,
+)
 from npu_runner.errors import ModelError
 from npu_runner.request.limits import shown
 from npu_runner.request.pooling_params import IDENTITY, SIGMOID, SOFTMAX, Classes
@@ -91,7 +98,8 @@ def _of_modules(folder: Path, modules: list[tuple[str, str]]) -> PoolingConfig:
     _check_mode(folder / modules[1][1])
     library = read_json(folder, _LIBRARY_FILE) or {}
     return VectorPooling(is_normalised=_NORMALIZE in kinds, dimensions=_vector_lengths(folder),
-                         default_prompt=library.get("default_prompt_name"))
+                         default_prompt=library.get("default_prompt_name"),
+                         messages=_read_messages(folder / modules[0][1]))
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -135,21 +143,48 @@ def _check_mode(folder: Path) -> None:
 
 def _read_pairs(folder: Path, transformer: Path) -> PairSettings:
     """What the text module of a CrossEncoder gives its chat template, and the prompt that stands before every pair."""
-    processing = (read_json(transformer, _TEXT_FILE) or {}).get("processing_kwargs") or {}
     library = read_json(folder, _LIBRARY_FILE) or {}
+    name, add_prompt, kwargs = _template_settings(transformer)
     try:
-        kwargs = dict(processing.get("chat_template") or {})
-        name, add_prompt = kwargs.pop("chat_template", None), kwargs.pop("add_generation_prompt", False)
         default = library.get("default_prompt_name")
         instruction = None if default is None else library["prompts"][default]
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder}: {_TEXT_FILE} and {_LIBRARY_FILE} do not say how a query and a document are shown "
-                         f"({type(error).__name__}: {error}); copy them again from their source") from error
+        raise ModelError(f"{folder}: {_LIBRARY_FILE} does not say how a query and a document are shown "
+                         f"({type(error).__name__}: {error}); copy it again from its source") from error
+    return PairSettings(is_saved=True, template_name=name, template_kwargs=kwargs, add_generation_prompt=add_prompt,
+                        instruction=instruction or None)
+
+
+def _read_messages(transformer: Path) -> MessageSettings | None:
+    """Since release 6 sentence-transformers shows every text to a chat template where the file knows messages."""
+    modalities = (read_json(transformer, _TEXT_FILE) or {}).get("modality_config") or {}
+    if not isinstance(modalities, dict) or not isinstance(modalities.get("message", {}), dict):
+        raise ModelError(f"{transformer / _TEXT_FILE}: modality_config {shown(modalities)} is not an object of "
+                         "objects; copy the file again from its source")
+    if "message" not in modalities:
+        return None
+    name, add_prompt, kwargs = _template_settings(transformer)
+    if name is not None:
+        raise ModelError(f"{transformer / _TEXT_FILE}: chat_template {name!r} is not served for vectors; the default "
+                         "template is")
+    return MessageSettings(is_flat=modalities["message"].get("format") == "flat", template_kwargs=kwargs,
+                           add_generation_prompt=add_prompt)
+
+
+def _template_settings(transformer: Path) -> tuple[str | None, bool, dict[str, Any]]:
+    """The name of the chat template, whether the next role is written, and the variables, as the text module gives
+    them to the template."""
+    path = transformer / _TEXT_FILE
+    try:
+        processing = (read_json(transformer, _TEXT_FILE) or {}).get("processing_kwargs") or {}
+        kwargs = dict(processing.get("chat_template") or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: processing_kwargs does not say how a chat template is called "
+                         f"({type(error).__name__}: {error}); copy it again from its source") from error
+    name, add_prompt = kwargs.pop("chat_template", None), kwargs.pop("add_generation_prompt", False)
     if not isinstance(name, (str, type(None))) or "/" in (name or ""):
-        raise ModelError(f"{transformer / _TEXT_FILE}: chat_template {name!r} is no name of a chat template")
-    kept = {key: value for key, value in kwargs.items() if key not in _OF_TOKENS}
-    return PairSettings(is_saved=True, template_name=name, template_kwargs=kept,
-                        add_generation_prompt=bool(add_prompt), instruction=instruction or None)
+        raise ModelError(f"{path}: chat_template {name!r} is no name of a chat template")
+    return name, bool(add_prompt), {key: value for key, value in kwargs.items() if key not in _OF_TOKENS}
 
 
 def _read_score(folder: Path, pairs: PairSettings) -> ScorePooling:

@@ -1,22 +1,33 @@
 """What a folder's small files say about quantised weights: the format's name and its settings. Refuses by name the
 kinds that are not read.
 
-Knows no tensor; a format's settings are checked where its tensors are read (formats/).
+Knows no tensor; a format's settings get a meaning where its tensors are read (formats/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_runner.checkpoint.field_types import (
+    AWQFields,
+    CompressedTensorsFields,
+    Fields,
+    FP8Fields,
+    GPTQFields,
+    ModelSlimFields,
+    checked,
+)
 from npu_runner.checkpoint.files import MODELSLIM_FILES, is_modelslim, require_json
 from npu_runner.errors import ModelError
 from npu_runner.request.limits import shown
 
 MODELSLIM, COMPRESSED_TENSORS, FP8, AWQ, GPTQ = "modelslim", "compressed-tensors", "fp8", "awq", "gptq"
 _NAMED_BY_CONFIG = (COMPRESSED_TENSORS, FP8, AWQ, GPTQ)
+_FIELDS: Mapping[str, type[Fields]] = {MODELSLIM: ModelSlimFields, COMPRESSED_TENSORS: CompressedTensorsFields,
+                                       FP8: FP8Fields, AWQ: AWQFields, GPTQ: GPTQFields}
 _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
 _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
@@ -35,7 +46,7 @@ class Quantization:
     method: str
     """modelslim, or transformers' name: compressed-tensors, fp8, awq, gptq."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The format's own, as they stand in the file."""
+    """The format's own, as they stand in the file; of the types of field_types.py."""
 
 
 def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Collection[str]) -> str | None:
@@ -95,25 +106,30 @@ def read_quantization(folder: Path) -> Quantization | None:
     """None: the weights are not quantised. Raises ModelError for a kind that is not read."""
     raw = require_json(folder, "config.json")
     if is_modelslim(folder):
-        return Quantization(method=MODELSLIM, settings=_description(folder))
+        return _typed(MODELSLIM, _description(folder), str(folder))
     text = raw.get("text_config")
     for name in ("quantization_config", "compression_config", "quantize"):
         found = raw.get(name) or (text.get(name) if isinstance(text, dict) else None)
         if found:
-            return _named(name, found)
+            return _named(name, found, folder)
     if (folder / "quantize_config.json").is_file():  # of AutoGPTQ, before transformers had a place for it
         settings = require_json(folder, "quantize_config.json")
-        return _named("quantize_config.json", {"quant_method": GPTQ, **settings})
+        return _named("quantize_config.json", {"quant_method": GPTQ, **settings}, folder)
     return None
 
 
-def _named(name: str, found: Any) -> Quantization:
+def _named(name: str, found: Any, folder: Path) -> Quantization:
     method = found.get("quant_method") if isinstance(found, dict) else None
     if name == "compression_config" and isinstance(found, dict):  # the name that older releases wrote
         method = COMPRESSED_TENSORS
-    if method in _NAMED_BY_CONFIG:
-        return Quantization(method=str(method), settings=dict(found))
+    if isinstance(method, str) and method in _NAMED_BY_CONFIG:
+        return _typed(method, found, f"{folder}: {name}")
     raise refusal(str(method) if method else f"{name} {shown(found)}")
+
+
+def _typed(method: str, settings: dict[str, Any], where: str) -> Quantization:
+    checked(_FIELDS[method], settings, where)
+    return Quantization(method=method, settings=settings)
 
 
 def refusal(kind: str) -> ModelError:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from npu_runner.checkpoint.files import is_modelslim, require_json
+from npu_runner.checkpoint.weight_files import INDEX, SINGLE, WeightFiles, weight_files, weights_are_there
 from npu_runner.errors import WeightsError
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_INDICES = "*.safetensors.index.json"
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_ROWS_AT_ONCE = 2048
 _Reader = TypeVar("_Reader", bound="WeightsReader")
 ScaledRows: TypeAlias = tuple[slice, torch.Tensor, torch.Tensor]
 """Which rows of those that were asked for, their values (int8 or e4m3), and a scale for each of them (float32)."""
@@ -163,11 +163,14 @@ class CheckpointReader(WeightsReader):
         self.path = path
         self._progress = progress
         self._num_read = self._percent = 0
-        names = _file_names(path)
-        self._files = [self._open(path / name) for name in names]
-        self._num_bytes = sum((path / name).stat().st_size for name in names)
-        self._file_of: dict[str, Any] = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        self._check_index()
+        files = weight_files(path)
+        if not files.names:
+            raise WeightsError(f"{path} holds neither {SINGLE} nor {INDEX}{_hint(path)}")
+        opened = {name: self._open(path / name) for name in files.names}
+        self._files = list(opened.values())
+        self._num_bytes = sum((path / name).stat().st_size for name in files.names)
+        self._file_of: dict[str, Any] = {}
+        self._find_tensors(opened, files)
         self._unread = set(self._file_of)
 
     @property
@@ -214,67 +217,58 @@ class CheckpointReader(WeightsReader):
         except (SafetensorError, OSError) as broken:
             raise WeightsError(f"{file} cannot be read: {broken}") from broken
 
-    def _check_index(self) -> None:
-        index = _index(self.path)
-        if index is None:
-            return
-        promised = set(require_json(self.path, index).get("weight_map", {}))
-        lost = sorted(promised - set(self._file_of))
+    def _find_tensors(self, opened: Mapping[str, Any], files: WeightFiles) -> None:
+        """The file of each tensor: the one that the index names, or the only one that has it."""
+        found: dict[str, list[str]] = {}
+        for file, handle in opened.items():
+            for name in handle.keys():  # noqa: SIM118
+                found.setdefault(name, []).append(file)
+        lost = sorted(name for name, file in files.file_of.items() if file not in found.get(name, []))
         if lost:
-            raise WeightsError(f"{self.path / index} names tensors that no file holds: {_some(lost)}")
+            raise WeightsError(f"{self.path / str(files.index_file)} names tensors that their file does not hold: "
+                               f"{_some(lost)}")
+        double = sorted(name for name, places in found.items() if len(places) > 1 and name not in files.file_of)
+        if double:
+            raise WeightsError(f"{self.path}: {' and '.join(found[double[0]])} both hold {_some(double)}, and no index "
+                               "says which of them counts; remove one of the files")
+        self._file_of = {name: opened[files.file_of.get(name, places[0])] for name, places in found.items()}
 
 
 def has_module(path: Path, name: str) -> bool | None:
     """Whether the checkpoint in `path` has a tensor of the module `name`, quantised or not; None: it has no weights
     (there is `load_format`)."""
-    index, prefix = _index(path), f"{name}."
-    if index is not None:
-        return any(each.startswith(prefix) for each in require_json(path, index).get("weight_map", {}))
-    if not (path / _SINGLE).exists() and not _of_other_names(path):
+    files, prefix = weight_files(path), f"{name}."
+    if not files.names:
         return None
+    if files.index_file is not None:
+        return any(each.startswith(prefix) for each in files.file_of)
     with CheckpointReader(path) as reader:
         return any(each.startswith(prefix) for each in reader.names)
 
 
-def weights_are_there(path: Path) -> bool:
-    """Whether every file of weights is in the folder: of a hub id, small files alone may be."""
-    try:
-        return all((path / name).is_file() for name in _file_names(path))
-    except WeightsError:  # none is
+def stores_another_head(path: Path, dtype: torch.dtype) -> bool:
+    """Whether the checkpoint in `path` has an output head beside the embedding, and the two differ as `dtype`.
+
+    Such a head counts although config.json ties it to the embedding, as in transformers. A quantised one is not looked
+    at.
+    """
+    if not has_module(path, _HEAD) or not weights_are_there(path):
         return False
+    with CheckpointReader(path) as reader:
+        embedding = min((name for name in reader.names if name.endswith(_EMBEDDING)), key=len, default=None)
+        pair = [f"{_HEAD}.weight", str(embedding)]
+        if any(name not in reader.names or reader.dtype(name) not in _FLOATS for name in pair):
+            return False
+        if reader.shape(pair[0]) != reader.shape(pair[1]):
+            return True
+        num_rows = reader.shape(pair[1])[0]
+        return any(not torch.equal(*(reader.read(name, 0, start, min(_ROWS_AT_ONCE, num_rows - start)).to(dtype)
+                                     for name in pair)) for start in range(0, num_rows, _ROWS_AT_ONCE))
 
 
-def _index(path: Path) -> str | None:
-    """The index file; ModelSlim's is called otherwise, and stands before one that was copied along."""
-    if is_modelslim(path):
-        found = sorted((file.name for file in path.glob(_INDICES)), key=lambda name: ("quant" not in name, name))
-        return found[0] if found else None
-    return _INDEX if (path / _INDEX).exists() else None
-
-
-def _of_other_names(path: Path) -> list[str]:
-    """The weights of a folder without an index, where a quantiser chose their names."""
-    if not is_modelslim(path) and not (path / "quantize_config.json").exists():
-        return []
-    return sorted((file.name for file in path.glob("*.safetensors")), key=lambda name: ("quant" not in name, name))
-
-
-def _file_names(path: Path) -> list[str]:
-    index = _index(path)
-    if index is not None:
-        weight_map = require_json(path, index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise WeightsError(f"{path / index} has no weight_map")
-        return sorted(set(weight_map.values()))
-    named = _of_other_names(path)
-    if named:
-        quantised = [name for name in named if "quant" in name]
-        return quantised or named
-    if (path / _SINGLE).exists():
-        return [_SINGLE]
+def _hint(path: Path) -> str:
     others = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = f"; {', '.join(others)} cannot be used, convert it to safetensors" if others else ""
-    raise WeightsError(f"{path} holds neither {_SINGLE} nor {_INDEX}{hint}")
+    return f"; {', '.join(others)} cannot be used, convert it to safetensors" if others else ""
 
 
 def _some(names: list[str]) -> str:

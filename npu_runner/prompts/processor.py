@@ -26,7 +26,7 @@ from npu_runner.checkpoint.files import (
     refuse_changes,
     require_json,
 )
-from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling
+from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
@@ -37,7 +37,7 @@ from npu_runner.prompts.pair_prompts import PairPrompts, TextPairs, pair_files, 
 from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
 from npu_runner.prompts.request_checks import RequestChecks
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
-from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template
+from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template, read_tool_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
 from npu_runner.prompts.text.messages import check_ending, checked_text, parse_messages
 from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
@@ -119,10 +119,13 @@ class ChatProcessor(RequestChecks):
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoders()])
         self._template = self._read_template(folder, config, scores)
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if settings.reasoning_parser == "auto" else None
-        self._tool_call_parser = find_tool_parser(settings.tool_call_parser,
-                                                  self._template.source if self._template else None)
+        of_tools = None if self.has_vision or scores or settings.chat_template else read_tool_template(folder)
+        with_tools = of_tools or self._template
+        self._tool_call_parser = find_tool_parser(settings.tool_call_parser, with_tools.source if with_tools else None)
         self._vision_tokens = read_vision_tokens(config, self.tokenizer)
         self._chat = self._chat_with(self._template)
+        self._chat_of_tools = None if of_tools is None else self._chat_with(of_tools)
+        """Of requests with tools, where the checkpoint has another template for them."""
         self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
         """Of a template that requests bring."""
         self._template_kwargs = self._kwargs_of_settings()
@@ -240,6 +243,9 @@ class ChatProcessor(RequestChecks):
         asked = self._vision.as_asked(mm_processor_kwargs)
         chat = self._chat if chat_template is None else self._chat_of(chat_template)
         own = self._template_kwargs if chat is self._chat else chat.checked_kwargs(self._template_kwargs)
+        if chat_template is None and tools is not None and self._chat_of_tools is not None:
+            chat = self._chat_of_tools
+            own = {name: value for name, value in own.items() if chat.template and name in chat.template.variables}
         kwargs = {**own, **chat.checked_kwargs(chat_template_kwargs or {})}
         conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
                                       max_images=self.settings.max_images_per_prompt)
@@ -263,9 +269,16 @@ class ChatProcessor(RequestChecks):
         """A raw prompt, as text or token ids, with one image token for each image and one video token for each video
         (encoded bytes).
 
-        Control tokens in it are control tokens, and no chat template is applied. `mm_processor_kwargs`: as for a
-        conversation.
+        Control tokens in it are control tokens, and no chat template is applied, except to a text whose vector the
+        checkpoint's files make of a user's message. `mm_processor_kwargs`: as for a conversation.
         """
+        shown_as = self.pooling.messages if isinstance(self.pooling, VectorPooling) else None
+        if shown_as is not None and isinstance(prompt, str) and not images and not videos:
+            text = checked_text(prompt, "prompt")
+            content = text if shown_as.is_flat or not self.has_vision else [{"type": "text", "text": text}]
+            return self([{"role": "user", "content": content}], shown_as.template_kwargs,
+                        add_generation_prompt=shown_as.add_generation_prompt,
+                        truncate_prompt_tokens=truncate_prompt_tokens)
         asked = self._vision.as_asked(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
@@ -304,6 +317,8 @@ class ChatProcessor(RequestChecks):
             "tokenizer": _digest(self.tokenizer.to_str()),
             "chat_template": _digest(template.source) if template else None,
             "template_variables": template.token_variables if template else {},
+            **({"tool_template": _digest(self._chat_of_tools.template.source)}
+               if self._chat_of_tools is not None and self._chat_of_tools.template else {}),
             "image_token_id": self._vision.image_token_id,
             "image_settings": self.image_settings.to_json() if self.image_settings else None,
             "uses_mrope": self.uses_mrope,

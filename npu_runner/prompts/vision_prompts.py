@@ -350,11 +350,8 @@ def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None
 def asks_for_mrope(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config.json names an `mrope_section`; families that have a default know it themselves."""
     text_config = config.get("text_config") or config
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = text_config.get(name)
-        if isinstance(rope, Mapping) and "mrope_section" in rope:
-            return True
-    return False
+    rope = text_config.get("rope_scaling") or text_config.get("rope_parameters")
+    return isinstance(rope, Mapping) and "mrope_section" in rope
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[ImageSpan], grids_thw: Sequence[tuple[int, int, int]],

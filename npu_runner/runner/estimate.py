@@ -13,7 +13,7 @@ from torch import nn
 
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
-from npu_runner.checkpoint.weights_reader import weights_are_there
+from npu_runner.checkpoint.weight_files import weights_are_there
 from npu_runner.config import RunnerConfig
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError

@@ -266,6 +266,18 @@ def test_digests_that_an_earlier_output_of_the_name_left_are_not_taken_for_its_o
 # -- settings that are accepted ----------------------------------------------------------------------------------------
 
 
+def test_files_that_no_loader_opens_do_not_hold_an_earlier_output_back(folder: Path) -> None:
+    """An earlier version hashed every safetensors file of the folder."""
+    path = manifest_path(folder / "out.jsonl")
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "weights": {"consolidated.safetensors": "9 bytes, sha256 0"}}))
+    run(folder, AGAIN)
+    assert_finished(folder, AGAIN)
+    path.write_text(json.dumps({**manifest, "weights": {"model.bin": "9 bytes, sha256 0"}}))
+    with pytest.raises(ConfigError, match=r"begun with another model.*model\.bin"):
+        run(folder, AGAIN)
+
+
 def test_a_setting_is_another_one_only_where_it_is_accepted_by_name(folder: Path) -> None:
     command = Command(rows=[*ROWS, ("f", "more")], seed="1")
     refused(folder, command, r'begun with other settings; answers of both would be mixed\. Changed: seed: was "0", is '

@@ -13,6 +13,7 @@ import pytest
 from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.request.prompt_inputs import PromptInputs
+from tests.full_set import only_full
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import POOLING, assert_same, expected_vector, save_bare, write_modules
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
@@ -227,4 +228,38 @@ def test_modules_that_are_not_served_are_named(checkpoint: Make, tmp_path: Path)
         LLM(path, platform="cpu", **SMALL)
     (path / "modules.json").write_text("{}")
     with pytest.raises(ModelError, match="is no list of modules"):
+        LLM(path, platform="cpu", **SMALL)
+
+
+@pytest.mark.parametrize("changes", [{}, *only_full(
+    "other settings of sentence-transformers; the usual ones stay",
+    {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}, {"modality_config": None})], ids=str)
+def test_texts_are_what_sentence_transformers_encodes(changes: dict[str, Any], checkpoint: Make, tmp_path: Path
+                                                      ) -> None:
+    """As saved they go through the chat template; without `message` among the modalities they do not."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    parts = [modules.Transformer(str(checkpoint("qwen3"))), modules.Pooling(64, pooling_mode="lasttoken"),
+             modules.Normalize()]
+    SentenceTransformer(modules=parts, device="cpu").save(str(tmp_path))
+    path = tmp_path / "sentence_bert_config.json"
+    settings = json.loads(path.read_text())
+    assert "message" in settings["modality_config"]
+    if "modality_config" in changes:
+        text = {"text": settings["modality_config"]["text"]}
+        changes = {"modality_config": text, "module_output_name": settings["module_output_name"]}
+    path.write_text(json.dumps({**settings, **changes}))
+    texts = ["a circle", "which of them is red?", "two\nlines"]
+    expected = SentenceTransformer(str(tmp_path), device="cpu").encode(texts)
+    with LLM(tmp_path, platform="cpu", **SMALL) as llm:
+        for output, right in zip(llm.embed(texts), expected, strict=True):
+            assert_same(np.array(output.embedding, dtype=np.float32), right)
+
+
+@pytest.mark.parametrize("lie", [[], "x", {"message": 1}, {"message": []}], ids=str)
+def test_modalities_that_are_none_are_named(lie: Any, checkpoint: Make, tmp_path: Path) -> None:
+    path = write_modules(save_bare(checkpoint("qwen3"), tmp_path))
+    (path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": lie or [1]}))
+    with pytest.raises(ModelError, match=r"modality_config .* is not an object of objects"):
         LLM(path, platform="cpu", **SMALL)

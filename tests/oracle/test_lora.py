@@ -132,6 +132,64 @@ def test_two_ranks_cut_what_is_merged(made: Make, platform_name: str) -> None:
     assert answers[0] == answers[1]
 
 
+def peft_from_disk(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """The weights that PEFT merges when it loads an adapter beside its base."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged: Any = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return dict(merged.state_dict())
+
+
+@pytest.mark.parametrize("way", [True, False, "gaussian", "orthogonal", "mica", "eva"])
+def test_a_way_to_begin_training_that_keeps_the_base_is_merged(way: Any, made: Make, tmp_path: Path) -> None:
+    base, adapter, _ = made("qwen3", {}, {"target_modules": ["q_proj", "up_proj"]})
+    shutil.copytree(adapter, tmp_path / "adapter")
+    edit(tmp_path / "adapter", init_lora_weights=way)
+    right = peft_from_disk(base, tmp_path / "adapter")
+    with CheckpointReader(base) as stored:
+        reader = AdaptedReader(stored, read_adapter(tmp_path / "adapter"), {})
+        for name in reader.names:
+            assert_close(reader.read(name), right[name])
+
+
+@pytest.mark.parametrize("way", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "a new one"])
+def test_a_way_to_begin_training_that_may_change_the_base_is_refused(way: str, made: Make, tmp_path: Path) -> None:
+    base, adapter, _ = made("qwen3", {}, {"target_modules": ["q_proj", "up_proj"]})
+    shutil.copytree(adapter, tmp_path / "adapter")
+    edit(tmp_path / "adapter", init_lora_weights=way)
+    if way in ("pissa", "olora"):  # the others need their own data; PEFT's source says so of them
+        with CheckpointReader(base) as stored:
+            whole = AdaptedReader(stored, read_adapter(adapter), {})
+            right = peft_from_disk(base, tmp_path / "adapter")
+            assert not torch.allclose(whole.read(QUERY), right[QUERY], atol=1e-3), "PEFT changes the base"
+    with pytest.raises(ModelError, match=f"init_lora_weights '{way}' may change the base"):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_every_field_of_peft_is_known_to_ask_for_nothing_or_refused_by_name(made: Make, tmp_path: Path) -> None:
+    """Also a field that PEFT has not yet."""
+    _, adapter, _ = made("qwen3", {}, {"target_modules": ["q_proj"]})
+    shutil.copytree(adapter, tmp_path / "adapter")
+    config = json.loads((adapter / CONFIG).read_text())
+    computed_with = {"r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+    for name in [*peft.LoraConfig.__dataclass_fields__, "a_field_of_next_year"]:
+        if name in computed_with or name == "peft_type":
+            continue
+        (tmp_path / "adapter" / CONFIG).write_text(json.dumps(config | {name: {"some": 1}}))
+        if name in ASK_NOTHING:
+            read_adapter(tmp_path / "adapter")
+        else:
+            with pytest.raises(ModelError, match=f"{name} {{'some': 1}} is not merged; merge it with PEFT"):
+                read_adapter(tmp_path / "adapter")
+
+
+ASK_NOTHING = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "bias", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
+    "runtime_config"}
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 REFUSED: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "no adapter": (lambda path: (path / CONFIG).unlink(), ModelError, "there is no adapter_config.json"),
     "another kind": (lambda path: edit(path, peft_type="LOHA"), ModelError, "peft_type is 'LOHA'; LORA is merged"),
@@ -147,6 +205,17 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
                             "query_proj.weight: the checkpoint has no such tensor"),
     "an unknown tensor": (lambda path: change(path, rename=("q_proj.lora_A.weight", "q_proj.lora_C.weight")),
                           WeightsError, "lora_C.weight: not known"),
+    "rank 0": (lambda path: edit(path, r=0), ModelError, "adapter_config.json: r 0: Input should be greater"),
+    "rank of a pattern 0": (lambda path: edit(path, rank_pattern={"q_proj": 0}), ModelError, "rank_pattern.q_proj 0"),
+    "alpha as text": (lambda path: edit(path, lora_alpha="6"), ModelError, "lora_alpha '6': Input should be a valid"),
+    "no alpha": (lambda path: edit(path, lora_alpha=None), ModelError, "lora_alpha None"),
+    "alpha is no number": (lambda path: edit(path, lora_alpha=float("nan")), ModelError, "lora_alpha nan"),
+    "endless alpha": (lambda path: edit(path, lora_alpha=float("inf")), ModelError, "lora_alpha inf"),
+    "alpha beyond float32": (lambda path: edit(path, alpha_pattern={"q": 1e39}), ModelError, r"alpha_pattern.q 1e\+39"),
+    "patterns as a list": (lambda path: edit(path, rank_pattern=["q_proj"]), ModelError, "rank_pattern .'q_proj'"),
+    "no pattern": (lambda path: edit(path, alpha_pattern={"(": 3}), ModelError, "alpha_pattern has the pattern"),
+    "a pattern of too many turns": (lambda path: edit(path, alpha_pattern={"((.?){999}){999}x": 3}), ModelError,
+                                    "it takes more than 20000 steps for one name"),
     "magnitudes missing": (lambda path: edit(path, use_dora=True), WeightsError, "its magnitudes are missing"),
 }
 

@@ -246,6 +246,7 @@ def test_a_pickled_processor_is_read_again_from_the_same_files_or_not_at_all(tmp
     folder = write_qwen_vl(tmp_path)
     pickled = pickle.dumps(ChatProcessor(str(folder), ProcessorSettings(takes_videos=True)))
     path = folder / name
+    path.parent.mkdir(exist_ok=True)
     before = path.read_bytes() if path.exists() else None
     for after in (b"{}", None) if before is not None else (b"{}",):
         path.unlink(missing_ok=True) if after is None else path.write_bytes(after)

@@ -139,7 +139,7 @@ def test_the_files_of_a_cross_encoder_say_how_pairs_are_shown(tmp_path: Path) ->
         instruction="find"))
     assert read_pooling(path, runner="generate", task="auto", token_id=lambda token: None) is None
     (path / "config_sentence_transformers.json").write_text(json.dumps({"default_prompt_name": "q"}))
-    with pytest.raises(ModelError, match="do not say how a query and a document are shown"):
+    with pytest.raises(ModelError, match="does not say how a query and a document are shown"):
         read_pooling(path, runner="auto", task="auto", token_id=lambda token: None)
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
+from npu_runner.checkpoint.weight_files import weight_files
 from npu_runner.errors import JobError
 
 _WHOLE = (
@@ -27,13 +28,13 @@ _WHOLE = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.*",
+    "additional_chat_templates/tool_use.jinja",
     "*preprocessor_config.json",
     "processor_config.json",
     "*.safetensors.index.json",
     "quantize_config.json",
     "quant_model_description*.json",
 )
-_WEIGHTS = ("*.safetensors",)
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 << 10
 _MAX_HEADER_BYTES = 100 << 20
@@ -44,15 +45,15 @@ def fingerprint_model(folder: Path) -> dict[str, str]:
     """A line per file that shapes answers: its size and a hash, of weights only over samples."""
     lines = {}
     with clear_file_errors(f"model {folder}"):
-        for patterns, digest_of in ((_WHOLE, _digest_whole), (_WEIGHTS, _digest_samples)):
-            for path in _files(folder, patterns):
+        for files, digest_of in ((_small_files(folder), _digest_whole), (_weights(folder), _digest_samples)):
+            for path in files:
                 lines[path.name] = f"{path.stat().st_size} bytes, blake2b {digest_of(path)}"
     return lines
 
 
 def files_that_count(folder: Path) -> list[Path]:
     """Those that `fingerprint_model` looks at."""
-    return _files(folder, (*_WHOLE, *_WEIGHTS))
+    return [*_small_files(folder), *_weights(folder)]
 
 
 def refuse_changed_files(folder: Path, lines: dict[str, str]) -> None:
@@ -86,7 +87,7 @@ class WeightDigests:
 
     def __enter__(self) -> WeightDigests:
         with clear_file_errors(f"model {self._folder}"):
-            self._states = {path: _state_of(path) for path in _files(self._folder, _WEIGHTS)}
+            self._states = {path: _state_of(path) for path in _weights(self._folder)}
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weight-digest")
         self._digests = {path: self._threads.submit(self._digest, path) for path in self._states}
         return self
@@ -123,8 +124,13 @@ class WeightDigests:
         return digest.hexdigest()
 
 
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+def _small_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in _WHOLE for path in folder.glob(pattern) if path.is_file()})
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files that the loader opens. One that is missing stops the loader, by name."""
+    return [path for name in weight_files(folder).names if (path := folder / name).is_file()]
 
 
 def _state_of(path: Path) -> tuple[int, ...]:

@@ -26,7 +26,13 @@ def refuse_another_model(destination: Destination, model_files: Mapping[str, str
     """Before anything is loaded: by what can be read at once."""
     earlier = destination.earlier
     if earlier is not None and earlier.has_served:
-        _refuse_model(destination, differences(earlier.model_files, model_files))
+        _refuse_model(destination, _changed_files(earlier.model_files, model_files))
+
+
+def _changed_files(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[SettingChange]:
+    """Earlier versions named every safetensors file of the folder, also those that no loader opens."""
+    opened = {name: line for name, line in earlier.items() if name in now or not name.endswith(".safetensors")}
+    return differences(opened, now)
 
 
 def refuse_another_input(destination: Destination, file: InputFile, rows: InputScan, *, retry_errors: bool) -> None:
@@ -115,7 +121,7 @@ def manifest_of(destination: Destination, facts: ReplicaFacts, *, model_name: st
             created=start_time(), model_name=model_name, model_files=model_files, weights=weights, settings=settings,
             input=input)
     if earlier.weights:
-        _refuse_model(destination, differences(earlier.weights, weights))
+        _refuse_model(destination, _changed_files(earlier.weights, weights))
     changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, retry_errors=retry_errors)
     _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
     return replace(earlier, input=input).changed(_with_decoders(settings, earlier.settings), changes)

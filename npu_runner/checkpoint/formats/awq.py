@@ -23,7 +23,7 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
     if version != "gemm" or bits != _BITS or not has_zeros:
         raise refusal(f"awq, version {version!r}, {bits} bits, {'with' if has_zeros else 'without'} zeros; read are "
                       "version 'gemm', 4 bits, with zeros")
-    group_size = int(settings.get("group_size", settings.get("q_group_size", 128)))
+    group_size = settings.get("group_size", settings.get("q_group_size", 128))
     for module in contents.suffixed(".qweight"):
         _take(contents, module, group_size)
 

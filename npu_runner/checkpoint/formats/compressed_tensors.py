@@ -22,9 +22,10 @@ from npu_runner.checkpoint.formats.stored import (
     StoredMatrix,
     static_inputs,
 )
+from npu_runner.checkpoint.patterns import matches
 from npu_runner.checkpoint.quantization import refusal
 from npu_runner.checkpoint.weights_reader import BY_ROW, Int8Inputs
-from npu_runner.errors import ModelError
+from npu_runner.request.limits import shown
 
 _PACKED, _MIXED = "pack-quantized", "mixed-precision"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED)
@@ -91,8 +92,8 @@ def _schemes(settings: dict[str, Any]) -> list[_Scheme]:
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise refusal("compressed-tensors, transform_config: rotations at run time")
     groups = settings.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise refusal(f"compressed-tensors, config_groups {groups!r}")
+    if not groups:
+        raise refusal(f"compressed-tensors, config_groups {shown(groups)}")
     return [_scheme(name, group, settings.get("format")) for name, group in groups.items()]
 
 
@@ -102,10 +103,10 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
             raise refusal(f"compressed-tensors, scheme {name!r}")
         group = {"targets": group, "weights": _PRESETS[name], "input_activations": _INPUTS_OF.get(name)}
     weights = group.get("weights")
-    if not isinstance(weights, dict):
+    if weights is None:
         raise refusal(f"compressed-tensors, group {name!r} without weights")
     named = group.get("format") or overall
-    bits, is_float = int(weights.get("num_bits", 8)), weights.get("type", "int") == "float"
+    bits, is_float = weights.get("num_bits", 8), weights.get("type", "int") == "float"
     if named not in _FORMATS or (bits != 8 if is_float else bits not in (4, 8)):
         raise refusal(f"compressed-tensors, {named}, {'float' if is_float else 'int'} of {bits} bits")
     size = weights.get("group_size")
@@ -115,7 +116,7 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
     block = _block(weights.get("block_structure")) if strategy == "block" else (0, 0)
     return _Scheme(
         targets=tuple(group.get("targets") or ()), bits=bits, is_float=is_float, strategy=strategy,
-        is_symmetric=bool(weights.get("symmetric", True)), group_size=int(size or -1),
+        is_symmetric=bool(weights.get("symmetric", True)), group_size=size or -1,
         block=block, inputs=_inputs(group.get("input_activations"), strategy, block, bits=bits, is_float=is_float),
         has_order=weights.get("actorder") == "group", packed=named == _PACKED,
         has_static_inputs=(strategy in ("tensor", "channel") and (bits, is_float) == (8, False)
@@ -152,11 +153,13 @@ def _is_int8(inputs: Any) -> bool:
     return isinstance(inputs, dict) and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, "int")
 
 
-def _block(given: Any) -> tuple[int, int]:
-    sizes = given.split("x") if isinstance(given, str) else given
-    if not isinstance(sizes, list) or len(sizes) != 2 or any(int(size) < 1 for size in sizes):
-        raise refusal(f"compressed-tensors, block_structure {given!r}")
-    return int(sizes[0]), int(sizes[1])
+def _block(given: str | list[int] | None) -> tuple[int, int]:
+    """As a list, or as text: 128x128."""
+    sizes = [int(size) if re.fullmatch("[0-9]{1,6}", size) else 0 for size in given.split("x")] if isinstance(
+        given, str) else given or []
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise refusal(f"compressed-tensors, block_structure {shown(given)}")
+    return sizes[0], sizes[1]
 
 
 def _scheme_of(contents: Contents, module: str, schemes: list[_Scheme], ignored: Any) -> _Scheme | None:
@@ -175,12 +178,7 @@ def _scheme_of(contents: Contents, module: str, schemes: list[_Scheme], ignored:
 
 
 def _matches(module: str, target: str) -> bool:
-    if not target.startswith("re:"):
-        return target == module
-    try:
-        return re.match(target[3:], module) is not None
-    except re.error as error:
-        raise ModelError(f"quantization_config names the pattern {target!r}, which is none ({error})") from error
+    return matches(target[3:], module, "quantization_config") if target.startswith("re:") else target == module
 
 
 def _take(contents: Contents, module: str, scheme: _Scheme) -> None:

@@ -6,13 +6,12 @@ v1 is stored less 1.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from npu_runner.checkpoint.formats.contents import FLOATS, Contents
 from npu_runner.checkpoint.formats.stored import Grid, PackedMatrix, QuantisedMatrix, StoredMatrix
+from npu_runner.checkpoint.patterns import matches
 from npu_runner.checkpoint.quantization import refusal
-from npu_runner.errors import ModelError
 
 
 def read(contents: Contents, settings: dict[str, Any]) -> None:
@@ -22,26 +21,23 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
         raise refusal(f"gptq, checkpoint_format {'marlin' if layout == 'gptq' else layout!r}")
     for module in contents.suffixed(".qweight"):
         own = _own_settings(module, settings)
-        if own.get("bits") not in (4, 8):
-            raise refusal(f"gptq, {own.get('bits')} bits; 4 and 8 are read")
+        if own.get("bits") not in (4, 8) or own.get("group_size") == 0:
+            raise refusal(f"gptq, {own.get('bits')} bits in groups of {own.get('group_size')}; 4 and 8 bits are read, "
+                          "in groups of 1 and more, or -1 for one group")
         _take(contents, module, own, is_v2=layout == "gptq_v2")
 
 
 def _own_settings(module: str, settings: dict[str, Any]) -> dict[str, Any]:
     """With what `dynamic` changes for modules of a pattern."""
     for pattern, changes in (settings.get("dynamic") or {}).items():
-        try:
-            is_meant = re.match(pattern.removeprefix("+:"), module) is not None
-        except re.error as error:
-            raise ModelError(f"quantization_config.dynamic has the pattern {pattern!r}, which is none ({error})"
-                             ) from error
-        if not pattern.startswith("-:") and is_meant and isinstance(changes, dict):
+        is_meant = matches(pattern.removeprefix("+:"), module, "quantization_config.dynamic")
+        if not pattern.startswith("-:") and is_meant:
             return {**settings, **changes}
     return settings
 
 
 def _take(contents: Contents, module: str, settings: dict[str, Any], *, is_v2: bool) -> None:
-    bits, group_size = settings["bits"], int(settings.get("group_size", -1))
+    bits, group_size = settings["bits"], settings.get("group_size", -1)
     reader, name, a_word = contents.reader, f"{module}.qweight", 32 // bits
     if not contents.take(name, ("I32",)):
         return

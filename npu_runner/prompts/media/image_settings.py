@@ -13,6 +13,7 @@ from typing import Any
 from npu_runner.checkpoint.files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.resizing import Resizing, within_bounds
+from npu_runner.request.limits import shown
 
 MAX_ASPECT_RATIO = 200
 LOW_DETAIL_PIXELS = 512 * 512
@@ -141,7 +142,7 @@ def read_image_settings(folder: Path, config: Mapping[str, Any], *, default: Ima
         raise ModelError(f"{folder / source} is missing or has no settings; a model with vision needs it")
     try:
         settings = settings_from(values, default)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, ModelError) as error:
         raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
     check_against_tower(settings, _tower_of(config["vision_config"], default), source)
     frames = settings.num_counted_frames
@@ -162,17 +163,15 @@ def _tower_of(vision_config: Mapping[str, Any], default: ImageSettings) -> Mappi
 
 def settings_from(values: Mapping[str, Any], default: ImageSettings = QWEN2_VL_IMAGES) -> ImageSettings:
     """What a preprocessor's file says, and `default` where it says nothing. Raises TypeError, ValueError or KeyError
-    for what is no such file."""
+    for what is no such file, ModelError for a `size` that does not bound an image's area."""
     for name in ("do_center_crop", "do_pad"):
         if values.get(name):
             raise ValueError(f"{name} is set, which this runner does not do")
     if not values.get("do_resize", True):
         raise ValueError("do_resize is false, but the vision tower needs sides that are multiples of its patches")
-    size = values.get("size") or {}
-    if not isinstance(size, Mapping):
-        raise TypeError(f"size is {size!r}, shortest_edge and longest_edge are needed")
     # GLM-4V's processor reads `size` alone.
     own = {} if default.resizing is Resizing.FRAMES else values
+    size = _edges(values.get("size"), own)
     rescales, normalises = values.get("do_rescale", True), values.get("do_normalize", True)
     resample = values.get("resample")
     if resample not in (None, *RESAMPLING):
@@ -193,6 +192,22 @@ def settings_from(values: Mapping[str, Any], default: ImageSettings = QWEN2_VL_I
     if default.temporal_patch_size == 1 != settings.temporal_patch_size:
         raise ValueError(f"temporal_patch_size is {settings.temporal_patch_size}; this family's tower takes one frame")
     return settings
+
+
+def _edges(size: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """`shortest_edge` and `longest_edge`: a size has both and nothing else, but for what min_pixels and max_pixels of
+    `own` replace. transformers refuses any other, too."""
+    if size is None:
+        return {}
+    edges = dict(size) if isinstance(size, Mapping) else {"": size}
+    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if own.get(name) is not None:
+            edges[edge] = own[name]
+            edges.pop(name, None)
+    edges = {name: value for name, value in edges.items() if value is not None}
+    if edges.keys() != {"shortest_edge", "longest_edge"}:
+        raise ModelError(f"size is {shown(size, 100)}; shortest_edge and longest_edge are needed, and nothing else")
+    return edges
 
 
 def positive_integer(*values: Any) -> int:

@@ -32,6 +32,8 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "c
 """What makes a prompt of a conversation, and is not for a request to set."""
 DEFAULT = "default"
 """The name of the template that counts where none is asked for."""
+_TOOL_USE = "tool_use"
+"""The name of the one that counts where a request has tools."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _EFFORT = "reasoning_effort"
 """OpenAI's word for what some templates read beside a conversation."""
@@ -98,6 +100,18 @@ def read_chat_template(folder: Path, *, has_vision: bool, given: str | None = No
         return ChatTemplate(given, read_special_tokens(folder))
     source = next(_sources(folder, has_vision=has_vision), None)
     return None if source is None else ChatTemplate(_text_of(source, DEFAULT, folder), read_special_tokens(folder))
+
+
+def read_tool_template(folder: Path) -> ChatTemplate | None:
+    """The template for requests with tools, None where the default one is for them, too.
+
+    Tokenizers of transformers choose it; its processors, which models with vision have, never do.
+    """
+    source: Any = read_text(folder, named_template_file(_TOOL_USE))
+    if source is None:
+        named = _by_name(next(_sources(folder, has_vision=False), None))
+        source = {_TOOL_USE: named[_TOOL_USE]} if isinstance(named, dict) and _TOOL_USE in named else None
+    return None if source is None else ChatTemplate(_text_of(source, _TOOL_USE, folder), read_special_tokens(folder))
 
 
 def named_template_file(name: str) -> str:

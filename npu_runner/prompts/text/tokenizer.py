@@ -41,7 +41,8 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of tokenizer.json, with the added tokens that only tokenizer_config.json lists.
+    """The tokenizer of tokenizer.json, with the added tokens of tokenizer_config.json. Their flags count where the two
+    files differ, as in transformers.
 
     Raises ModelError when the file is missing or broken.
     """
@@ -62,17 +63,19 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 def _add_listed_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     listed = (read_json(folder, "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known = {token.content: repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
     try:
-        missing = [(int(number), _added_token(entry)) for number, entry in listed.items()]
+        tokens = [(int(number), _added_token(entry)) for number, entry in listed.items()]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is malformed ({error!r})") from error
-    for number, token in sorted(missing, key=lambda pair: pair[0]):
-        if token.content in known:
+    named = set(read_special_tokens(folder).values())
+    for number, token in sorted(tokens, key=lambda pair: pair[0]):
+        token.special = token.special or token.content in named
+        if repr(token) == known.get(token.content):
             continue
         tokenizer.add_tokens([token])
-        if tokenizer.token_to_id(token.content) != number:
+        if token.content not in known and tokenizer.token_to_id(token.content) != number:
             raise ModelError(
                 f"{folder}: tokenizer_config.json gives {token.content!r} the id {number}, tokenizer.json leaves room "
                 f"at {tokenizer.token_to_id(token.content)}; the files belong to different checkpoints")
