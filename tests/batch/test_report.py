@@ -119,13 +119,17 @@ def test_a_thumbnail_of_a_jpeg_decodes_an_eighth_of_its_sides(tmp_path: Path) ->
 
 
 def test_a_page_that_cannot_be_made_is_a_job_error_and_says_that_the_answers_are_there(tmp_path: Path) -> None:
-    strange = json.loads(answer("a", "x"))
-    del strange["response"]["body"]["usage"]
-    with pytest.raises(JobError, match=r"KeyError: 'usage'.*No answer in .*out\.jsonl is affected"):
-        report(tmp_path, [row("a")], [json.dumps(strange).encode() + b"\n"])
     (tmp_path / ".report.html.new").mkdir()
     with pytest.raises(JobError, match=r"Is a directory.*No answer in .*out\.jsonl is affected"):
         report(tmp_path, [row("a")], [answer("a", "x")])
+
+
+def test_an_answer_of_a_form_that_is_not_known_is_shown_as_one(tmp_path: Path) -> None:
+    strange = json.loads(answer("a", "x"))
+    strange["response"]["body"]["choices"] = [{"index": 0, "audio": "x"}]
+    text = report(tmp_path, [row("a"), row("b")], [json.dumps(strange).encode() + b"\n", answer("b", "fine")])
+    assert sections(text) == {"Of a form that this version does not know 1 row": ["a"], "Answered 1 row": ["b"]}
+    assert figures(text)["of unknown form"] == "1"
 
 
 def test_nothing_in_a_row_becomes_markup(tmp_path: Path) -> None:

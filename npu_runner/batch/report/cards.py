@@ -9,9 +9,11 @@ from typing import Any
 from npu_runner.batch.report.reading import (
     CUT_OFF,
     EXPECTED,
+    FAILED,
     MAX_TEXT,
     REPETITION,
     UNEXPECTED,
+    UNKNOWN,
     UNPARSED,
     Asked,
     Said,
@@ -25,7 +27,8 @@ from npu_runner.batch.report.reading import (
 )
 from npu_runner.batch.report.thumbnails import key_of
 from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
-from npu_runner.batch.rows.openai_response import name_of_answer, object_in
+from npu_runner.batch.rows.endpoints import cells_of
+from npu_runner.batch.rows.openai_response import error_of, name_of_answer, object_in
 
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4
@@ -34,7 +37,7 @@ _MOST_CHARS = 400
 _BEGINNING = 220
 _SHORT = 90
 _NOTES = {UNEXPECTED: "not as expected", EXPECTED: "as expected", CUT_OFF: "cut off at the limit",
-          REPETITION: "repeats itself", UNPARSED: "not JSON"}
+          REPETITION: "repeats itself", UNPARSED: "not JSON", UNKNOWN: "no form that this version knows"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_
     """The card without its pictures, and the request, whose first media are those of the card."""
     asked = asked_by(request)
     expected = metadata_of(request).get("expected")
-    outcome, flaws = outcome_of(request, answer), flaws_of(request, answer, has_schema=has_schema)
+    outcome = outcome_of(request, answer)
+    flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
     card = Card(
         place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
         turns=[ShownTurn(turn.role, of_prompt(turn.text)) for turn in asked.turns],
@@ -140,14 +144,17 @@ def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_
         num_more_media=max(0, len(asked.media) - MAX_MEDIA_PER_ROW),
         expected=None if expected is None or outcome == EXPECTED else of_prompt(str(expected)),
         notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES])
-    error = answer["error"]
-    if error is not None:
-        card.code, card.message = str(error["code"]), of_answer(str(error["message"]))
+    if outcome == FAILED:
+        error = error_of(answer)
+        card.code, card.message = str(error.get("code")), of_answer(str(error.get("message")))
+    if outcome in (FAILED, UNKNOWN):
         return card, asked
     body = answer["response"]["body"]
-    card.num_tokens = body["usage"].get("completion_tokens", body["usage"]["prompt_tokens"])
+    counts = next(iter(cells_of(body)), {})
+    card.num_tokens = counts.get("prompt_tokens") if counts.get("completion_tokens") is None else \
+        counts["completion_tokens"]
     card.answers = [_answer(said) for said in said_by(answer)]
-    vectors = vectors_in(body)
+    vectors = vectors_in(answer)
     card.vectors = [ShownVector(outline(vector_D), len(vector_D), []) for vector_D in vectors[:_MAX_VECTORS]]
     card.num_more_vectors = max(0, len(vectors) - _MAX_VECTORS)
     return card, asked
