@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.rows.openai_response import FAULTS, has_failed, key_of_answer
+from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
 from npu_runner.tables.lines import LinesFile
 
@@ -115,7 +115,7 @@ class AnswerFiles:
         return self._files[line.file].line_at(line.start)
 
     def answer(self, line: Line) -> Answer:
-        answer: Answer = json.loads(self.bytes_of(line))
+        answer: Answer = parse_json(self.bytes_of(line).decode())
         return answer
 
     def title_of(self, line: Line) -> str:
@@ -125,7 +125,7 @@ class AnswerFiles:
 
 def _looked_at(line: bytes, look: Callable[[Answer], int]) -> tuple[bytes, bool, int] | None:
     try:
-        answer = json.loads(line)
+        answer = parse_json(line.decode())
         return key_of_answer(answer), has_failed(answer), look(answer)
     except FAULTS:
         return None

@@ -103,8 +103,8 @@ class TableOptions:
     schema: Path | None = None
     """The schema of the answers, for the types of their columns. None: the rows' own, or the job's."""
     excel_safe: bool = False
-    """In a CSV, every text is quoted, and a =, +, -, @, tab or carriage return gets ' in front where a cell may begin with
-    it: no spreadsheet runs it then, wherever it splits the file."""
+    """In a CSV, every text is quoted, and a =, +, -, @, tab or carriage return gets ' in front where a cell may begin
+    with it: no spreadsheet runs it then, wherever it splits the file."""
     max_row_bytes: int = LIMITS.max_row_bytes
     """Most bytes of an answer; a longer one is an error. Of a longer row the table has no metadata."""
 

@@ -14,8 +14,10 @@ import pytest
 
 from npu_runner.batch.rows.endpoints import ENDPOINTS, answers_of
 from npu_runner.cli import main as cli
+from tests.batch.job_folder import Job
 from tests.batch.report_pages import plain
 from tests.batch.scripted import read_rows, write_rows
+from tests.batch.scripted import row as scripted_row
 from tests.full_set import only_full
 from tests.oracle.classifiers import make_classifier
 from tests.tables.made import FORMS, POOLED, answered_by, begun, failed
@@ -172,6 +174,27 @@ def test_a_failed_row_is_tried_again(
     assert len(items) == (1 if url in ("/v1/chat/completions", "/v1/completions") else 2)
     assert cli.main(["table", "out.jsonl", "--rows", "in.jsonl", "-o", "t.csv"]) == 0
     assert "of 2 rows, 0 of them failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ['"custom_id": null, "error": {"line": 1e999}', '"custom_id": null, "error": null',
+                                   '"custom_id": null, "error": {"line": 1.5}', '"custom_id": 5, "error": null'])
+def test_a_line_that_names_no_row_is_no_result_row(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for the job, which goes on and drops it."""
+    job = Job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_rows(job.input, [scripted_row(name) for name in "ab"])
+    job.run()
+    whole = job.output.read_bytes()
+    job.output.write_bytes(whole + f'{{{field}, "response": null}}\n'.encode())
+    for command in (["summary"], ["table", "-o", "t.csv"], ["report", "-o", "t.html"]):
+        assert cli.main([command[0], "out.jsonl", *command[1:]]) == 0
+    said = capsys.readouterr()
+    assert "out.jsonl: finished\nrows      2 answered, 0 failed" in said.out
+    assert "1 lines are no result rows, the first of them is line 3" in said.err
+    assert job.run().exit_status == 0
+    assert job.output.read_bytes() == whole
 
 
 @pytest.mark.parametrize("command", ["table", "merge", "report", "summary", "status"])

@@ -6,7 +6,6 @@ Takes no lock, changes nothing and needs no model, so a job may be at work meanw
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from npu_runner.batch.job.places import find_places
 from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.totals import Totals
 from npu_runner.batch.rows.openai_response import FAULTS, key_of_answer
+from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 
@@ -101,7 +101,7 @@ def _refuse_other_file(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
             with contextlib.suppress(*FAULTS):
-                key_of_answer(json.loads(line))
+                key_of_answer(parse_json(line.decode()))
                 return
             num_lines += line.endswith(b"\n") and bool(line.strip())
     if num_lines:

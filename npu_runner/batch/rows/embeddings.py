@@ -80,14 +80,15 @@ class EmbeddingForm(AnswerForm):
 
 
 def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
-    """(D,) float32, of either form that a row may ask for: numbers, or base64 of their bytes (little end first)."""
+    """(D,) float32, of either form that a row may ask for: numbers, or base64 of their bytes (little end first). Raises
+    ValueError for any other value."""
     if isinstance(embedding, str):
         return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
+    vector_D = np.array(embedding)
+    if vector_D.ndim != 1 or vector_D.dtype.kind not in "fiu":
+        raise ValueError("an embedding is a list of numbers, or base64")
     with np.errstate(over="ignore"):
-        vector_D = np.array(embedding, dtype=np.float32)
-    if vector_D.ndim != 1:
-        raise ValueError(f"a vector has one dimension, this has {vector_D.ndim}")
-    return vector_D
+        return vector_D.astype(np.float32)
 
 
 def _base64(vector_D: np.ndarray) -> str:

@@ -39,7 +39,6 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("allowed_token_ids", list, "entries", LIMITS.max_allowed_token_ids),
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
     ("no_repeat_ngram_exempt_ids", list, "entries", LIMITS.max_ngram_exempt_ids),
-    ("metadata", dict, "entries", LIMITS.max_metadata_entries),
 )
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _SCHEMA = "response_format.json_schema.schema"
@@ -247,14 +246,7 @@ class RowBody(Strict):
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _values_are_plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for key, item in (value or {}).items():
-            if not isinstance(item, (str, int, float, bool, type(None))):
-                raise ValueError(f"the value of {key[:40]!r} is not a string, number, boolean or null")
-        return value
+    """Of the caller alone: no row fails for what stands in it."""
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -263,9 +255,6 @@ class RowBody(Strict):
         for name, kind, what, limit in _COUNTED:
             if isinstance(value := body.get(name), kind):
                 check_count(name, what, len(value), limit)
-        if isinstance(metadata := body.get("metadata"), dict):
-            num_chars = sum(len(key) + (len(value) if isinstance(value, str) else 0) for key, value in metadata.items())
-            check_count("metadata", "characters", num_chars, LIMITS.max_metadata_chars)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:

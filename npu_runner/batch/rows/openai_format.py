@@ -49,9 +49,13 @@ def read_json(line: bytes) -> dict[str, Any]:
 
 
 def refuse_half_characters(line: bytes, row: dict[str, Any]) -> None:
-    """JSON can spell half a surrogate pair, which is no text: no tokenizer takes it and no file can hold it."""
+    """JSON can spell half a surrogate pair, which is no text: no tokenizer takes it and no file can hold it. Metadata
+    may have one, because it goes to neither."""
     if b"\\ud" not in line and b"\\uD" not in line:
         return
+    body = row.get("body")
+    if isinstance(body, dict):
+        row = {**row, "body": {name: value for name, value in body.items() if name != "metadata"}}
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
