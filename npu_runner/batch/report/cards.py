@@ -15,7 +15,9 @@ from npu_runner.batch.report.reading import (
     UNEXPECTED,
     UNKNOWN,
     UNPARSED,
+    WHOLE,
     Asked,
+    Medium,
     Said,
     ToolCall,
     anchor_of,
@@ -33,6 +35,7 @@ from npu_runner.batch.rows.openai_response import error_of, name_of_answer, obje
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4
 _MOST_FIELDS = 60
+_MOST_METADATA = 20
 _MOST_CHARS = 400
 _BEGINNING = 220
 _SHORT = 90
@@ -107,7 +110,8 @@ class ShownVector:
 
 @dataclass
 class Card:
-    """A row. `media`: the key of each picture, and whether it is a sheet of a video's frames."""
+    """A row. `media`: the key of each picture, whether it is a sheet of a video's frames, and its address; "" for one
+    that is in the row."""
 
     place: int
     name: str
@@ -116,11 +120,12 @@ class Card:
     flaws: list[str]
     turns: list[ShownTurn] = field(default_factory=list)
     turn_keys: tuple[int, ...] = ()
-    media: list[tuple[str, bool]] = field(default_factory=list)
+    media: list[tuple[str, bool, str]] = field(default_factory=list)
     num_more_media: int = 0
     answers: list[Answer] = field(default_factory=list)
     vectors: list[ShownVector] = field(default_factory=list)
     num_more_vectors: int = 0
+    metadata: list[tuple[str, str]] = field(default_factory=list)
     expected: Words | None = None
     message: Words | None = None
     """Of its error."""
@@ -133,15 +138,19 @@ class Card:
 def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> tuple[Card, Asked]:
     """The card without its pictures, and the request, whose first media are those of the card."""
     asked = asked_by(request)
-    expected = metadata_of(request).get("expected")
+    metadata = metadata_of(request)
+    expected = metadata.get("expected")
     outcome = outcome_of(request, answer)
     flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
     card = Card(
-        place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
+        place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome,
+        flaws=flaws if flaws or outcome in (FAILED, UNKNOWN) else [WHOLE],
         turns=[ShownTurn(turn.role, of_prompt(turn.text)) for turn in asked.turns],
         turn_keys=tuple(map(hash, asked.turns)),
-        media=[(key_of(medium), medium.is_video) for medium in asked.media[:MAX_MEDIA_PER_ROW]],
+        media=[(key_of(medium), medium.is_video, _address_of(medium)) for medium in asked.media[:MAX_MEDIA_PER_ROW]],
         num_more_media=max(0, len(asked.media) - MAX_MEDIA_PER_ROW),
+        metadata=[(_cut(name), _shown(value)) for name, value in list(metadata.items())[:_MOST_METADATA]
+                  if name != "expected"],
         expected=None if expected is None or outcome == EXPECTED else of_prompt(str(expected)),
         notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES])
     if outcome == FAILED:
@@ -158,6 +167,10 @@ def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_
     card.vectors = [ShownVector(outline(vector_D), len(vector_D), []) for vector_D in vectors[:_MAX_VECTORS]]
     card.num_more_vectors = max(0, len(vectors) - _MAX_VECTORS)
     return card, asked
+
+
+def _address_of(medium: Medium) -> str:
+    return "" if medium.url[:5].lower() == "data:" else _cut(medium.url)
 
 
 def without_turns(card: Card, keys: frozenset[int]) -> list[ShownTurn]:

@@ -20,6 +20,7 @@ from npu_runner.batch.report.reading import (
     UNEXPECTED,
     UNKNOWN,
     UNPARSED,
+    WHOLE,
 )
 from npu_runner.batch.report.survey import Survey
 from npu_runner.batch.report.vectors import VectorTable
@@ -28,7 +29,7 @@ _MOST_BARS = 8
 _FEW_VALUES = 12
 _UNITS = {"text": "characters", "list": "items", "object": "fields"}
 _LABELS = {FAILED: "failed", UNKNOWN: "of unknown form", UNEXPECTED: "other than expected", CUT_OFF: "cut off",
-           REPETITION: "repetition", UNPARSED: "unparsed", EXPECTED: "as expected", ANSWERED: "answered"}
+           REPETITION: "repetition", UNPARSED: "unparsed", EXPECTED: "as expected", WHOLE: "whole"}
 TITLES = {UNKNOWN: "Of a form that this version does not know", UNEXPECTED: "Other than expected",
           CUT_OFF: "Cut off at the limit", REPETITION: "Repeats itself", UNPARSED: "Not JSON",
           EXPECTED: "As expected", ANSWERED: "Answered"}
@@ -130,7 +131,8 @@ class Filter(NamedTuple):
 
 def filters(found: Survey, sections: tuple[Section, ...]) -> list[Filter]:
     """What can be shown alone: whatever there is of, where there is a choice."""
-    there = [Filter(name, words, found.outcomes[name]) for name, words in _LABELS.items() if found.outcomes[name]]
+    there = [Filter(name, words, found.outcomes[name]) for name, words in _LABELS.items()
+             if found.outcomes[name] and (name != WHOLE or found.outcomes[name] < found.num_seen)]
     return there if len(there) > 1 and sections else []
 
 

@@ -25,6 +25,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 FAILED, UNKNOWN, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unknown", "unexpected", "expected", "answered"
 CUT_OFF, REPETITION, UNPARSED = "cut_off", "repetition", "unparsed"
+WHOLE = "whole"
+"""An answer without any of these flaws."""
 
 
 class Turn(NamedTuple):

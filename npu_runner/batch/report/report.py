@@ -116,7 +116,7 @@ class _Report:
                 sizes[key] = picture.width, picture.height
                 with version.page(f"{key}.jpg") as file:
                     file.write(picture.data)
-            keys = {key for card in cards.values() for key, _ in card.media} & sizes.keys()
+            keys = {key for card in cards.values() for key, *_ in card.media} & sizes.keys()
             shown = {key: ShownPicture(f"{folder}{key}.jpg", *sizes[key]) for key in keys}
             if number > 1:
                 with version.page(f"{number}.html") as file:

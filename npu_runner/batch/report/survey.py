@@ -17,6 +17,7 @@ from npu_runner.batch.report.reading import (
     UNEXPECTED,
     UNKNOWN,
     UNPARSED,
+    WHOLE,
     asked_by,
     flaws_of,
     metadata_of,
@@ -55,7 +56,7 @@ class Candidate(NamedTuple):
 @dataclass
 class Survey:
     outcomes: Counter[str] = field(default_factory=Counter)
-    """By outcome and by flaw: a row may be several."""
+    """By outcome and by flaw, or WHOLE: a row may be several."""
     kinds: Counter[Kind] = field(default_factory=Counter)
     candidates: dict[Kind, list[Candidate]] = field(default_factory=dict)
     by_metadata: dict[str, Counter[str]] = field(default_factory=dict)
@@ -76,8 +77,9 @@ def survey(joined: Joined, max_rows: int, *, has_schema: bool) -> Survey:
     for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True):
         outcome = outcome_of(request, answer)
         flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
-        found.outcomes.update((outcome, *flaws))
-        if outcome not in (FAILED, UNKNOWN):
+        is_answered = outcome not in (FAILED, UNKNOWN)
+        found.outcomes.update((outcome, *flaws, *([WHOLE] if is_answered and not flaws else [])))
+        if is_answered:
             _add_answer(found, answer)
         _add_to_metadata(found, outcome, metadata_of(request).get("kind"))
         kind = _kind(found, outcome, flaws, answer)
