@@ -114,8 +114,12 @@ class AnswerFiles:
     def bytes_of(self, line: Line) -> bytes:
         return self._files[line.file].line_at(line.start)
 
-    def answer(self, line: Line) -> Answer:
-        answer: Answer = parse_json(self.bytes_of(line).decode())
+    def line(self, place: int) -> bytes:
+        """The answer with this number, as it stands in its file."""
+        return self.bytes_of(self.place(place))
+
+    def answer(self, place: int) -> Answer:
+        answer: Answer = parse_json(self.line(place).decode())
         return answer
 
     def title_of(self, line: Line) -> str:

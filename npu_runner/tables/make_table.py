@@ -135,7 +135,7 @@ def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, j
     there = places_R[places_R >= 0]
     of_rows = nothing if rows is None else rows.metadata(places_R >= 0)
     for place, metadata in zip(there.tolist(), of_rows, strict=False):
-        for cells in cells_of(files.answer(files.place(place))):
+        for cells in cells_of(files.answer(place)):
             yield joiner.joined(cells, metadata)
 
 

@@ -7,6 +7,7 @@ Knows nothing of what answers say: rows of endpoints that this version does not 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
 from npu_runner.batch.rows.openai_response import name_of_answer
+from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.tables.answer_files import AnswerFiles, Line
@@ -124,10 +126,9 @@ def _write(files: list[AnswerFiles], kept: tuple[np.ndarray, np.ndarray], out: B
     first, second = files
     there = places_of(first.keys_A, second.keys_A)
     for place, is_kept in enumerate(kept[0].tolist()):
-        file, number = (first, place) if is_kept else (second, there[place])
-        out.write(file.bytes_of(file.place(number)))
+        out.write(first.line(place) if is_kept else second.line(int(there[place])))
     for place in np.flatnonzero(kept[1] & ~np.isin(second.keys_A, first.keys_A)).tolist():
-        out.write(second.bytes_of(second.place(place)))
+        out.write(second.line(place))
 
 
 def _dropped(files: list[AnswerFiles], kept: tuple[np.ndarray, np.ndarray], out: BinaryIO | None) -> Iterator[Dropped]:
@@ -146,13 +147,13 @@ def _dropped(files: list[AnswerFiles], kept: tuple[np.ndarray, np.ndarray], out:
 def _left_out(file: AnswerFiles, reason: str, count: int, lines: Iterable[Line],
               out: BinaryIO | None) -> Iterator[Dropped]:
     names: list[str] = []
-    for line in lines:
+    for line in itertools.islice(lines, _MAX_NAMED) if out is None else lines:
+        text = file.bytes_of(line).removesuffix(b"\n")
         if len(names) < _MAX_NAMED:
-            names.append(f"line {line.number}" if reason == BROKEN else repr(name_of_answer(file.answer(line))))
-        elif out is None:
-            break
+            is_row = reason != BROKEN
+            names.append(repr(name_of_answer(parse_json(text.decode()))) if is_row else f"line {line.number}")
         if out is not None:
-            out.write(file.bytes_of(line).removesuffix(b"\n") + b"\n")
+            out.write(text + b"\n")
     if count:
         yield Dropped(output=file.name, reason=reason, count=count,
                       names=", ".join(names + ["..."] * (count > len(names))))
