@@ -72,10 +72,6 @@ class Limits:
     """Last tokens of an answer that `no_repeat_ngram_size` looks back at; without `no_repeat_ngram_window` so many."""
     max_ngram_exempt_ids: int = 64
     """Entries of `no_repeat_ngram_exempt_ids`."""
-    max_metadata_entries: int = 64
-    """Entries of `metadata`."""
-    max_metadata_chars: int = 65_536
-    """Characters of all names and values of `metadata` together."""
     max_template_kwargs: int = 64
     """Entries of `chat_template_kwargs`."""
     max_template_kwargs_nesting: int = 8

@@ -5,41 +5,52 @@
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.manifest import Manifest
-from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.openai_response import FAULTS, has_failed, key_of_answer
+from npu_runner.batch.rows.shape import parse_json
+from npu_runner.errors import ConfigError
 from npu_runner.tables.lines import LinesFile
 
 Answer = dict[str, Any]
 
 
+class Line(NamedTuple):
+    """A whole line of one of the files. `number`: from 1; 0 where it is not kept."""
+
+    file: int
+    start: int
+    number: int = 0
+
+
 class AnswerFiles:
-    """Open until left. `look` is called with each result row while they are read, and returns how many rows of a table
-    it becomes; a row that raises one of `_FAULTS` there is no result row."""
+    """Open until left. `look` is called with each result row while they are read, and returns how many lines of a table
+    it becomes; a row for which it raises one of FAULTS is no result row."""
 
     # A answers
     keys_A: np.ndarray
     """Of each answer, in the order of the files; each key once."""
     failed_A: np.ndarray
     counts_A: np.ndarray
-    """What `look` has returned."""
+    """The numbers that `look` has returned."""
 
     def __init__(self, output: str, max_row_bytes: int):
         self.name = output
         self.manifest = Manifest.load(Path(os.path.realpath(output)))
         self._files = [LinesFile(f"answers {output}", output, max_row_bytes)]
-        self.num_broken_lines = 0
+        self.broken: list[Line] = []
         """Whole lines that are no result rows."""
-        self.num_repeated = 0
+        self.torn: list[Line] = []
+        """Last lines without an end: a job writes them now, or was killed while it did."""
+        self.repeated: list[Line] = []
         """Rows that stand there more than once, or failed and were answered since."""
         errors = self._error_file()
         if errors is not None and errors.is_file():
@@ -62,18 +73,26 @@ class AnswerFiles:
             file.close()
 
     def scan(self, look: Callable[[Answer], int]) -> None:
+        """Read all of them once. Raises ConfigError for a file that has lines, and no result row among them."""
         keys, failed, starts, counts, files = bytearray(), bytearray(), array("Q"), array("I"), bytearray()
         for number, file in enumerate(self._files):
-            for start, line in file.lines(may_be_torn=True):
-                found = _looked_at(line, look)
+            num_broken = len(self.broken)
+            for line_number, (start, line) in enumerate(file.lines(), 1):
+                is_whole = line.endswith(b"\n")
+                found = _looked_at(line, look) if is_whole else None
                 if found is None:
-                    self.num_broken_lines += bool(line.strip())
+                    lines = self.broken if is_whole else self.torn
+                    lines += [Line(number, start, line_number)] if line.strip() else []
                     continue
                 keys += found[0]
                 failed.append(found[1])
                 counts.append(found[2])
                 starts.append(start)
                 files.append(number)
+            num_broken = len(self.broken) - num_broken
+            if num_broken and number not in files:
+                raise ConfigError(f"{file.title}: none of its {num_broken} lines is a result row; name the output of a "
+                                  "job")
         self.keys_A, self.failed_A = keys_array(keys), np.frombuffer(failed, dtype=bool)
         self.counts_A = np.frombuffer(counts, dtype=np.uint32) if counts else np.zeros(0, np.uint32)
         self._starts_A = np.frombuffer(starts, dtype=np.uint64) if starts else np.zeros(0, np.uint64)
@@ -82,38 +101,38 @@ class AnswerFiles:
             self._keep(_first_of_each(self.keys_A, self.failed_A))
 
     def _keep(self, places: np.ndarray) -> None:
-        self.num_repeated = len(self.keys_A) - len(places)
+        is_left = np.ones(len(self.keys_A), dtype=bool)
+        is_left[places] = False
+        self.repeated = list(map(self.place, np.flatnonzero(is_left).tolist()))
         self.keys_A, self.failed_A, self.counts_A = self.keys_A[places], self.failed_A[places], self.counts_A[places]
         self._starts_A, self._files_A = self._starts_A[places], self._files_A[places]
 
+    def place(self, number: int) -> Line:
+        """Where the answer with this number stands."""
+        return Line(int(self._files_A[number]), int(self._starts_A[number]))
+
+    def bytes_of(self, line: Line) -> bytes:
+        return self._files[line.file].line_at(line.start)
+
     def line(self, place: int) -> bytes:
         """The answer with this number, as it stands in its file."""
-        return self._files[self._files_A[place]].line_at(int(self._starts_A[place]))
+        return self.bytes_of(self.place(place))
 
     def answer(self, place: int) -> Answer:
-        answer: Answer = json.loads(self.line(place))
+        answer: Answer = parse_json(self.line(place).decode())
         return answer
 
-
-_FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What a line raises that is no result row."""
+    def title_of(self, line: Line) -> str:
+        """The words that messages have for the line's file."""
+        return self._files[line.file].title
 
 
 def _looked_at(line: bytes, look: Callable[[Answer], int]) -> tuple[bytes, bool, int] | None:
     try:
-        answer = json.loads(line)
-        return key_of(answer), has_failed(answer), look(answer)
-    except _FAULTS:
+        answer = parse_json(line.decode())
+        return key_of_answer(answer), has_failed(answer), look(answer)
+    except FAULTS:
         return None
-
-
-def key_of(answer: Answer) -> bytes:
-    custom_id = answer["custom_id"]
-    return row_key(None, int(answer["error"]["line"])) if custom_id is None else row_key(custom_id, 0)
-
-
-def has_failed(answer: Answer) -> bool:
-    return answer["error"] is not None or answer["response"]["status_code"] != 200
 
 
 def has_twins(keys: np.ndarray) -> bool:

@@ -1,14 +1,18 @@
 """Which type a column of a table has: the schema's where there is one and the values fit it, else that of the values.
 
-A column whose values are of several types is text. Knows nothing of files or formats.
+A column whose values are of several types is text. A number that is infinite or NaN has no value: JSON has no such
+number, so every format would say something else. Knows nothing of files or formats.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from npu_runner.batch.rows.logprobs_json import encoded
 
 BOOL, INT64, UINT64, DOUBLE, TEXT, VECTOR32 = "bool", "int64", "uint64", "double", "text", "vector"
 LIST = "list of "
@@ -24,6 +28,7 @@ class Seen:
     """The values of a column so far. `declared`: the type that its schema says; None: none, or several."""
 
     declared: str | None = None
+    num_rows: int = 0
     lowest: int = 0
     highest: int = 0
     kinds: set[str] = field(default_factory=set)
@@ -32,7 +37,8 @@ class Seen:
     """Of the values in lists."""
 
     def add(self, value: Any) -> None:
-        if value is None:
+        self.num_rows += 1
+        if value is None or _is_no_number(value):
             return
         kind = type(value).__name__
         if kind == "float" and self.declared == INT64 and value.is_integer():
@@ -71,16 +77,19 @@ class Seen:
 
     @property
     def is_mixed(self) -> bool:
-        """It is text because its values are of several types."""
-        return self.type == TEXT and len(self.kinds) > 1
+        """It is text, or lists of texts, because its values are of several types."""
+        is_of_several = self.type == TEXT and len(self.kinds) > 1
+        return is_of_several or (self.items is not None and self.items.is_mixed)
 
 
 def as_type(value: Any, kind: str) -> Any:
-    """The value as a column of this type has it."""
-    if value is None:
+    """The value as a column of this type has it. JSON can spell half a surrogate pair, which is no text: it becomes
+    "?"."""
+    if value is None or _is_no_number(value):
         return None
     if kind == TEXT:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else _as_json(value)
+        return text if text.isascii() else encoded(text).decode()
     if kind == DOUBLE:
         return float(value)
     if kind in (INT64, UINT64):
@@ -88,6 +97,26 @@ def as_type(value: Any, kind: str) -> Any:
     if kind.startswith(LIST):
         return [as_type(item, kind.removeprefix(LIST)) for item in value]
     return value
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_with_nulls(value), ensure_ascii=False)
+
+
+def _with_nulls(value: Any) -> Any:
+    """A copy with null for each number that JSON has not."""
+    if isinstance(value, dict):
+        return {name: _with_nulls(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_nulls, value))
+    return None if _is_no_number(value) else value
 
 
 def declared_types(schema: Any) -> dict[str, str | None]:

@@ -5,76 +5,92 @@ Nothing of it depends on the order in which answers finished. Knows nothing of f
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from npu_runner.batch.rows.openai_response import name_of_answer, object_in
+from npu_runner.batch.rows.openai_response import object_in
+from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_cells import (
     COUNT_COLUMNS,
     ERROR_COLUMNS,
     FIELD,
+    LABEL,
     LOGPROB,
     METADATA,
+    MORE_METADATA,
+    PROBS,
     PROMPT_COUNT,
+    SCORE,
     TEXT_COLUMNS,
     VECTOR,
+    Answer,
     Cells,
     cells_of,
+    is_error,
 )
-from npu_runner.tables.answer_files import Answer
-from npu_runner.tables.column_types import DOUBLE, INT64, TEXT, VECTOR32, Seen, declared_types
+from npu_runner.tables.column_types import DOUBLE, INT64, LIST, TEXT, VECTOR32, Seen, declared_types
 
 MAX_FIELDS = 256
 """Fields beside a schema's that get columns. Answers with more of them are no table; they stay text."""
+MAX_METADATA = 256
+"""Names of metadata that get columns: those of most rows. The others are in one column of JSON."""
+_MAX_CANDIDATES = 4096
+"""Names of metadata that are counted, the first ones: so many rows may not fill the memory with theirs."""
+_MAX_NAME_CHARS = 256
+_POOLED = {VECTOR: VECTOR32, SCORE: DOUBLE, LABEL: TEXT, PROBS: LIST + DOUBLE}
 
 
 class FirstPass:
     """`schema`: of all answers; None: rows may have their own. Columns are in `columns` once both files were read."""
 
     def __init__(self, schema: Any):
-        self.has_vectors = self.has_texts = False
         self.vector_size = 0
         self.sizes_differ: str | None = None
         """Says which vectors are no part of one array."""
+        self.has_more_metadata = False
         self._size_of = ""
+        self._names: set[str] = set()
+        """Of the cells of all answers."""
         self._metadata: dict[str, Seen] = {}
         self._declared: dict[str, str | None] = declared_types(schema)
         self._has_schema = schema is not None
         self._fields: dict[str, Seen] = {}
-        self._schemas: set[str] = set()
+        self._schemas: set[bytes] = set()
 
     def look_at_row(self, metadata: Mapping[str, Any], body: Mapping[str, Any]) -> None:
-        for name, value in metadata.items():
-            self._metadata.setdefault(name, Seen()).add(value)
+        for name, value in list(_named(metadata).items())[:MAX_METADATA]:
+            if name in self._metadata or len(self._metadata) < _MAX_CANDIDATES:
+                self._metadata.setdefault(name, Seen()).add(value)
+        self.has_more_metadata |= len(metadata) > MAX_METADATA or not all(map(_may_be_column, metadata))
         schema = None if self._has_schema else _schema_of(body)
-        if schema is None or (text := json.dumps(schema)) in self._schemas:
+        if schema is None or (digest := _digest(schema)) in self._schemas:
             return
-        self._schemas.add(text)
-        for name, kind in declared_types(schema).items():
-            # Two schemas that do not agree declare nothing.
-            self._declared[name] = kind if self._declared.get(name, kind) == kind else None
+        self._schemas.add(digest)
+        for name, kind in _named(declared_types(schema)).items():
+            if name in self._declared or len(self._declared) < MAX_FIELDS:
+                # Two schemas that do not agree declare nothing.
+                self._declared[name] = kind if self._declared.get(name, kind) == kind else None
 
     def look_at_answer(self, answer: Answer) -> int:
-        """Returns how many lines of the table it becomes."""
-        num_lines = 0
-        for cells in cells_of(answer):
-            num_lines += 1
+        """Returns how many lines of the table it becomes. Raises one of FAULTS for what is no answer."""
+        lines = cells_of(answer)
+        for cells in lines:
+            if not is_error(cells):
+                self._names |= cells.keys()
             if cells.get(VECTOR) is not None:
-                self._look_at_vector(answer, cells[VECTOR].size)
-            elif "error_code" not in cells:
-                self.has_texts = True
-                self._look_at_fields(_fields_of(cells["text"]))
-        return num_lines
+                self._look_at_vector(cells["custom_id"], cells[VECTOR].size)
+            self._look_at_fields(_fields_of(cells.get("text")))
+        return len(lines)
 
-    def _look_at_vector(self, answer: Answer, size: int) -> None:
-        self.has_vectors = True
+    def _look_at_vector(self, name: str, size: int) -> None:
         if not self.vector_size:
-            self.vector_size, self._size_of = size, name_of_answer(answer)
+            self.vector_size, self._size_of = size, name
         if size != self.vector_size:
-            self.sizes_differ = (f"the vector of {self._size_of!r} has {self.vector_size} numbers, that of "
-                                 f"{name_of_answer(answer)!r} has {size}")
+            self.sizes_differ = (f"the vector of {self._size_of!r} has {self.vector_size} numbers, that of {name!r} "
+                                 f"has {size}")
 
     def _look_at_fields(self, fields: Mapping[str, Any]) -> None:
         for name, value in fields.items():
@@ -94,20 +110,28 @@ class FirstPass:
     def field_names(self) -> list[str]:
         return [*self._declared, *([] if self.has_too_many_fields else self._others)]
 
+    def metadata_names(self) -> list[str]:
+        """Those of most rows, in the order in which they came."""
+        if len(self._metadata) <= MAX_METADATA:
+            return list(self._metadata)
+        most = set(sorted(self._metadata, key=lambda name: -self._metadata[name].num_rows)[:MAX_METADATA])
+        return [name for name in self._metadata if name in most]
+
     def columns(self) -> dict[str, str]:
         """Types by name, in order."""
-        metadata = {f"{METADATA}{name}": seen.type for name, seen in self._metadata.items()}
-        found = {"custom_id": TEXT, "index": INT64, **metadata}
-        if self.has_vectors:
-            found[VECTOR] = VECTOR32
-        if self.has_texts or not self.has_vectors:
+        found = {"custom_id": TEXT, "index": INT64}
+        found |= {f"{METADATA}{name}": self._metadata[name].type for name in self.metadata_names()}
+        if self.has_more_metadata or len(self._metadata) > MAX_METADATA:
+            found[MORE_METADATA] = TEXT
+        found |= {name: kind for name, kind in _POOLED.items() if name in self._names}
+        if self._names.issuperset(TEXT_COLUMNS) or not self._names & _POOLED.keys():
             found |= {f"{FIELD}{name}": self._seen(name).type for name in self.field_names()}
             found |= {**dict.fromkeys(TEXT_COLUMNS, TEXT), LOGPROB: DOUBLE, **dict.fromkeys(COUNT_COLUMNS, INT64)}
         return {**found, PROMPT_COUNT: INT64, **dict.fromkeys(ERROR_COLUMNS, TEXT)}
 
     def mixed(self) -> list[str]:
         """Columns that are text because their values are of several types."""
-        seen = {**{f"{METADATA}{name}": each for name, each in self._metadata.items()},
+        seen = {**{f"{METADATA}{name}": self._metadata[name] for name in self.metadata_names()},
                 **{f"{FIELD}{name}": self._seen(name) for name in self.field_names()}}
         return [name for name, each in seen.items() if each.is_mixed]
 
@@ -116,21 +140,50 @@ class FirstPass:
 
     def require_one_size(self) -> None:
         """Raises ConfigError where there is no array of vectors."""
-        if not self.has_vectors:
-            raise ConfigError("npy: there is no vector among the answers; texts go into .parquet, .csv or .jsonl")
+        if VECTOR not in self._names:
+            raise ConfigError("npy: there is no vector among the answers; others go into .parquet, .csv or .jsonl")
         if self.sizes_differ is not None:
             raise ConfigError(f"npy: {self.sizes_differ}, and one array has vectors of one size; write .parquet")
 
 
-def with_fields(cells: Cells, names: list[str], metadata: Mapping[str, Any]) -> Cells:
-    """Cells with those of the row's metadata and of the answer's own fields."""
-    fields = _fields_of(cells.get("text"))
-    return {**cells, **{f"{METADATA}{name}": value for name, value in metadata.items()},
-            **{f"{FIELD}{name}": fields[name] for name in names if name in fields}}
+class Joiner:
+    """Adds to the cells of an answer those of its own fields, and of its row's metadata."""
+
+    def __init__(self, found: FirstPass):
+        self._fields, self._metadata = set(found.field_names()), set(found.metadata_names())
+
+    def joined(self, cells: Cells, metadata: Mapping[str, Any]) -> Cells:
+        fields = _fields_of(cells.get("text"))
+        named = _named(metadata)
+        more = {name: value for name, value in metadata.items() if _shown(name) not in named.keys() & self._metadata}
+        return {**cells, **_columns(METADATA, named, self._metadata), **_columns(FIELD, fields, self._fields),
+                **({MORE_METADATA: more} if more else {})}
+
+
+def _columns(prefix: str, values: Mapping[str, Any], names: set[str]) -> Cells:
+    return {f"{prefix}{name}": value for name, value in values.items() if name in names}
 
 
 def _fields_of(text: Any) -> Mapping[str, Any]:
-    return (object_in(text, is_strict=True) or {}) if isinstance(text, str) else {}
+    return _named(object_in(text, is_strict=True) or {}) if isinstance(text, str) else {}
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those whose names can be a column's. JSON can spell half a surrogate pair, which no file can hold: a name shows
+    how it is spelled."""
+    return {_shown(name): value for name, value in values.items() if _may_be_column(name)}
+
+
+def _shown(name: str) -> str:
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
+def _may_be_column(name: str) -> bool:
+    return len(name) <= _MAX_NAME_CHARS
+
+
+def _digest(schema: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(schema).encode(), digest_size=16).digest()
 
 
 def _schema_of(body: Mapping[str, Any]) -> Any:
@@ -143,6 +196,6 @@ def _schema_of(body: Mapping[str, Any]) -> Any:
     if not isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema)
+        return parse_json(schema)
     except (ValueError, RecursionError):
         return None

@@ -1,4 +1,4 @@
-"""Whole lines of a file that may still grow: where each begins, and its bytes again later. Knows nothing of rows.
+"""Lines of a file that may still grow: where each begins, and its bytes again later. Knows nothing of rows.
 
 What is appended after the file was opened is not looked at, and a file that is replaced meanwhile stays readable.
 """
@@ -27,15 +27,14 @@ class LinesFile:
     def close(self) -> None:
         self._file.close()
 
-    def lines(self, *, may_be_torn: bool) -> Iterator[tuple[int, bytes]]:
-        """(where it begins, line), from the first one. `may_be_torn`: a last line without its end is none."""
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(where it begins, line), from the first one. The last one has no end where it is not whole yet."""
         position = 0
         with clear_file_errors(self.title):
             self._file.seek(0)
             while position < self._size:
                 line = self._line(position)
-                if line.endswith(b"\n") or not may_be_torn:
-                    yield position, line
+                yield position, line
                 position += len(line)
 
     def line_at(self, start: int) -> bytes:

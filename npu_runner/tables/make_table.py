@@ -6,7 +6,9 @@ Answers are read twice: once for the types of the columns, once for their cells.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
@@ -15,10 +17,11 @@ import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
 from npu_runner.errors import ConfigError
-from npu_runner.tables.answer_cells import Cells, cells_of
+from npu_runner.request.outputs import REPETITION_DETECTED
+from npu_runner.tables.answer_cells import MORE_METADATA, Cells, cells_of
 from npu_runner.tables.answer_files import AnswerFiles
 from npu_runner.tables.extra import pyarrow_for
-from npu_runner.tables.first_pass import MAX_FIELDS, FirstPass, with_fields
+from npu_runner.tables.first_pass import MAX_FIELDS, MAX_METADATA, FirstPass, Joiner
 from npu_runner.tables.options import TableOptions
 from npu_runner.tables.places import find_output
 from npu_runner.tables.prompt_text import read_schema
@@ -37,23 +40,29 @@ class MadeTable:
     num_answers: int
     num_failed: int
     num_cut_off: int
-    """Lines whose answer ended at its limit of tokens or repeated itself."""
+    """Lines whose answer ended at its limit of tokens."""
+    num_repetition: int
+    """Lines whose answer ended because it repeated itself."""
     num_unanswered: int | None
     """Rows of the input without an answer yet; None: no input was named."""
     num_strangers: int
     """Answers that no row of the input asked for; they are left out."""
     num_broken_lines: int
+    first_broken_line: int
     num_repeated: int
     mixed: list[str]
     has_too_many_fields: bool
+    has_more_metadata: bool
 
     def to_lines(self) -> list[str]:
         what = f"{self.num_lines} lines of {self.num_answers} rows, {self.num_failed} of them failed"
         what += f"; {self.num_cut_off} answers were cut off" if self.num_cut_off else ""
+        what += f"; {self.num_repetition} are repetitions" if self.num_repetition else ""
         unanswered = f"; {self.num_unanswered} rows have no answer yet" if self.num_unanswered else ""
         said = [
             (self.num_strangers, f"{self.num_strangers} answers belong to no row of the input"),
-            (self.num_broken_lines, f"{self.num_broken_lines} lines are no result rows"),
+            (self.num_broken_lines, f"{self.num_broken_lines} lines are no result rows, the first of them is line "
+                                    f"{self.first_broken_line}"),
             (self.num_repeated, f"{self.num_repeated} rows stand there again, or failed and were answered since"),
         ]
         lines = [f"table     {self.output}: {what}{unanswered}"]
@@ -62,6 +71,9 @@ class MadeTable:
             lines.append(f"text      values of several types: {', '.join(self.mixed)}")
         if self.has_too_many_fields:
             lines.append(f"text      answers have more than {MAX_FIELDS} fields without a schema: they get no columns")
+        if self.has_more_metadata:
+            lines.append(f"text      rows have more than {MAX_METADATA} names of metadata: those of most rows are "
+                         "columns, the others are JSON in the column metadata")
         return lines
 
 
@@ -78,26 +90,27 @@ def make_table(answers: str, options: TableOptions) -> MadeTable:
         entered.callback(rows.close) if rows is not None else None
         found = FirstPass(_schema(files, options))
         if rows is not None:
-            rows.scan(found.look_at_row)
+            rows.read(answers, files.manifest, found.look_at_row)
         files.scan(found.look_at_answer)
         places_R = _order(files, rows)
         made = _made(files, rows, places_R, found, options)
-        num_cut_off = 0
+        ends: Counter[bool] = Counter()
         make_writer = _writer(options, found, made.num_lines)
         with place, place.writing() as file:
             writer = make_writer(file, found.columns())
-            for cells in _lines(files, rows, places_R, found.field_names()):
+            for cells in _lines(files, rows, places_R, Joiner(found)):
                 writer.write(cells)
-                num_cut_off += cells.get("finish_reason") == "length"
+                ends.update([cells["stop_reason"] == REPETITION_DETECTED]
+                            if cells.get("finish_reason") == "length" else [])
             writer.finish()
-    return replace(made, num_cut_off=num_cut_off)
+    return replace(made, num_cut_off=ends[False], num_repetition=ends[True])
 
 
 def _order(files: AnswerFiles, rows: RowMetadata | None) -> np.ndarray:
     """Numbers of answers: in the order of the input, -1 for a row without one; without an input as they stand."""
     if rows is None:
         return np.arange(len(files.keys_A))
-    places_R = places_of(rows.keys_R, files.keys_A)
+    places_R = places_of(rows.scan.keys, files.keys_A)
     if len(files.keys_A) and not (places_R >= 0).any():
         raise ConfigError(f"rows {rows.name}: none of the answers in {files.name} belongs to a row of it; name the "
                           "input of that job")
@@ -109,19 +122,21 @@ def _made(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, fo
     there = places_R[places_R >= 0]
     return MadeTable(
         output=options.output, num_lines=int(files.counts_A[there].sum()), num_answers=len(there),
-        num_failed=int(files.failed_A[there].sum()), num_cut_off=0,
+        num_failed=int(files.failed_A[there].sum()), num_cut_off=0, num_repetition=0,
         num_unanswered=None if rows is None else int((places_R < 0).sum()),
-        num_strangers=len(files.keys_A) - len(np.unique(there)), num_broken_lines=files.num_broken_lines,
-        num_repeated=files.num_repeated, mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields)
+        num_strangers=len(files.keys_A) - len(np.unique(there)), num_broken_lines=len(files.broken),
+        first_broken_line=files.broken[0].number if files.broken else 0,
+        num_repeated=len(files.repeated), mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields,
+        has_more_metadata=MORE_METADATA in found.columns())
 
 
-def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, names: list[str]) -> Iterator[Cells]:
-    nothing: Mapping[str, Any] = {}
-    for number, place in enumerate(places_R.tolist()):
-        if place >= 0:
-            metadata = nothing if rows is None else rows.metadata(number)
-            for cells in cells_of(files.answer(place)):
-                yield with_fields(cells, names, metadata)
+def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, joiner: Joiner) -> Iterator[Cells]:
+    nothing: Iterable[Mapping[str, Any]] = itertools.repeat({})
+    there = places_R[places_R >= 0]
+    of_rows = nothing if rows is None else rows.metadata(places_R >= 0)
+    for place, metadata in zip(there.tolist(), of_rows, strict=False):
+        for cells in cells_of(files.answer(place)):
+            yield joiner.joined(cells, metadata)
 
 
 def _writer(options: TableOptions, found: FirstPass,

@@ -1,13 +1,15 @@
 """`npu-runner merge`: two outputs of one input become one file of answers, each row once, whole or not at all.
 
-An answer counts more than a failure, and the first output more than the second. Knows nothing of what answers say.
+An answer counts more than a failure, and the first output more than the second. No line of either is lost in silence.
+Knows nothing of what answers say: rows of endpoints that this version does not know are copied as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -15,29 +17,29 @@ import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
 from npu_runner.batch.rows.openai_response import name_of_answer
+from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables.answer_cells import num_cells
-from npu_runner.tables.answer_files import AnswerFiles
+from npu_runner.tables.answer_files import AnswerFiles, Line
 from npu_runner.tables.options import MergeOptions
 from npu_runner.tables.places import find_outputs
 
 _MAX_NAMED = 20
 FAILED, AGAIN = "failed, and the other output has an answer", "is in the other output as well"
+REPEATED, BROKEN = "stands there again, or failed and was answered since", "no result row"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Rows of one output that are left out for one reason. `names`: of the first of them."""
+    """Lines of one output that are left out for one reason. `names`: of the first of them."""
 
     output: str
     reason: str
     count: int
-    names: list[str]
+    names: str
 
     def to_line(self) -> str:
-        named = ", ".join(map(repr, self.names)) + (", ..." if self.count > len(self.names) else "")
-        return f"dropped   {self.count} of {self.output} ({self.reason}): {named}"
+        return f"dropped   {self.count} of {self.output} ({self.reason}): {self.names}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +52,23 @@ class Merged:
     num_failed: int
     dropped: list[Dropped]
     models: set[str]
+    unknown: list[str]
+    """Outputs without a manifest."""
 
     def to_lines(self) -> list[str]:
         kept = ", ".join(f"{count} of {name}" for name, count in self.kept.items())
         lines = [f"merged    {self.output}: {sum(self.kept.values())} rows ({kept}), {self.num_failed} of them failed"]
         if len(self.models) > 1:
             lines.append(f"models    the outputs are of different ones: {', '.join(sorted(self.models))}")
+        if self.unknown:
+            lines.append(f"inputs    {' and '.join(self.unknown)}: no manifest says that both outputs are of one "
+                         "input; what two rows of one name asked was not compared")
         return lines + [each.to_line() for each in self.dropped]
 
 
 def merge(first: str, second: str, options: MergeOptions) -> Merged:
-    """Raises ConfigError where both are one file, or outputs of two inputs, as their manifests have it."""
+    """Raises ConfigError where both are one file, or outputs of two inputs, as their manifests have it, and for a line
+    that is no result row where `options.dropped` does not say where it goes."""
     with contextlib.ExitStack() as entered:
         files = [entered.enter_context(AnswerFiles(name, LIMITS.max_row_bytes)) for name in (first, second)]
         named: list[tuple[str, object]] = [("merged", options.output)]
@@ -69,7 +77,11 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
         if os.path.samefile(first, second):
             raise ConfigError(f"{first} and {second}: are one file; name two outputs of one input")
         for each in files:
-            each.scan(num_cells)
+            each.scan(lambda _: 1)
+            if options.dropped is None and (lines := each.broken + each.torn):
+                more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+                raise ConfigError(f"{each.title_of(lines[0])}: line {lines[0].number}{more}: no result row; with "
+                                  "--dropped FILE such lines go there, and the rows are merged")
         _refuse_two_inputs(*files)
         kept = _kept(*files)
         for place in places:
@@ -81,7 +93,8 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
     return Merged(
         output=options.output, num_failed=failed, dropped=dropped,
         kept={each.name: int(is_kept.sum()) for each, is_kept in zip(files, kept, strict=True)},
-        models={each.manifest.model_name for each in files if each.manifest is not None})
+        models={each.manifest.model_name for each in files if each.manifest is not None},
+        unknown=[each.name for each in files if each.manifest is None])
 
 
 def _refuse_two_inputs(first: AnswerFiles, second: AnswerFiles) -> None:
@@ -119,14 +132,28 @@ def _write(files: list[AnswerFiles], kept: tuple[np.ndarray, np.ndarray], out: B
 
 
 def _dropped(files: list[AnswerFiles], kept: tuple[np.ndarray, np.ndarray], out: BinaryIO | None) -> Iterator[Dropped]:
+    """Everything that is not merged, which is written to `out` as well."""
     for number, (each, is_kept) in enumerate(zip(files, kept, strict=True)):
         other = files[1 - number]
         answered = other.keys_A[~other.failed_A]
         has_failed_alone = each.failed_A & np.isin(each.keys_A, answered)
-        for reason, chosen in ((FAILED, ~is_kept & has_failed_alone), (AGAIN, ~is_kept & ~has_failed_alone)):
-            places = np.flatnonzero(chosen).tolist()
-            for place in places if out is not None else []:
-                out.write(each.line(place))  # type: ignore[union-attr]
-            if places:
-                names = [name_of_answer(each.answer(place)) for place in places[:_MAX_NAMED]]
-                yield Dropped(output=each.name, reason=reason, count=len(places), names=names)
+        for reason, rows in ((FAILED, ~is_kept & has_failed_alone), (AGAIN, ~is_kept & ~has_failed_alone)):
+            yield from _left_out(each, reason, int(rows.sum()), map(each.place, np.flatnonzero(rows).tolist()), out)
+        yield from _left_out(each, REPEATED, len(each.repeated), each.repeated, out)
+        others = each.broken + each.torn
+        yield from _left_out(each, BROKEN, len(others), others, out)
+
+
+def _left_out(file: AnswerFiles, reason: str, count: int, lines: Iterable[Line],
+              out: BinaryIO | None) -> Iterator[Dropped]:
+    names: list[str] = []
+    for line in itertools.islice(lines, _MAX_NAMED) if out is None else lines:
+        text = file.bytes_of(line).removesuffix(b"\n")
+        if len(names) < _MAX_NAMED:
+            is_row = reason != BROKEN
+            names.append(repr(name_of_answer(parse_json(text.decode()))) if is_row else f"line {line.number}")
+        if out is not None:
+            out.write(text + b"\n")
+    if count:
+        yield Dropped(output=file.name, reason=reason, count=count,
+                      names=", ".join(names + ["..."] * (count > len(names))))

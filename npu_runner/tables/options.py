@@ -96,17 +96,17 @@ class TableOptions:
     output: str = field(metadata={"short": "-o", "values": "FILE"})
     """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
     rows: str | None = field(default=None, metadata={"values": "FILE"})
-    """The input of the job. With it the table has the metadata, and the order of the input. None: no metadata, and the
-    order in which answers finished."""
+    """The input of the job, which may be compressed. With it the table has the metadata, and the order of the input.
+    None: no metadata, and the order in which answers finished."""
     format: str = one_of("auto", *_FORMATS)
     """What the table is; auto: as its name ends."""
     schema: Path | None = None
     """The schema of the answers, for the types of their columns. None: the rows' own, or the job's."""
     excel_safe: bool = False
-    """In a CSV, texts that begin with =, +, -, @, a tab or a carriage return get ' in front: no spreadsheet takes them
-    for a formula then."""
+    """In a CSV, every text is quoted, and a =, +, -, @, tab or carriage return gets ' in front where a cell may begin
+    with it: no spreadsheet runs it then, wherever it splits the file."""
     max_row_bytes: int = LIMITS.max_row_bytes
-    """Most bytes of a row or an answer; a longer one is an error."""
+    """Most bytes of an answer; a longer one is an error. Of a longer row the table has no metadata."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -134,4 +134,4 @@ class MergeOptions:
     output: str = field(metadata={"short": "-o", "values": "FILE"})
     """JSONL file of the answers of both; an earlier one is replaced."""
     dropped: Path | None = None
-    """JSONL file of the rows that are left out, whole."""
+    """JSONL file of the lines that are left out, whole. None: a line that is no result row is an error."""

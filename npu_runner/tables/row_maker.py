@@ -115,13 +115,8 @@ class RowMaker:
         options = self._options
         columns = {name: name for name in options.keep}
         columns |= {name: column for name in RESERVED if (column := getattr(options, name)) is not None}
-        found = {name: metadata_value(record.value(column), f"{record.where}, column {column!r}")
-                 for name, column in columns.items()}
-        num_chars = sum(len(name) + len(value) for name, value in found.items() if isinstance(value, str))
-        if num_chars > LIMITS.max_metadata_chars:
-            raise ConfigError(f"{record.where}: its metadata has {num_chars} characters, at most "
-                              f"{LIMITS.max_metadata_chars} are allowed; keep fewer columns")
-        return found
+        return {name: metadata_value(record.value(column), f"{record.where}, column {column!r}")
+                for name, column in columns.items()}
 
 
 def metadata_value(value: Any, where: str) -> str | int | float | bool | None:

@@ -6,6 +6,8 @@ The same cells give the same bytes, as long as pyarrow is the same.
 from __future__ import annotations
 
 import json
+import math
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -18,7 +20,8 @@ from npu_runner.tables.extra import pyarrow_for
 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+# A spreadsheet that splits the file at another character than the comma begins a cell behind each of that character.
+_FORMULA = re.compile("(?:^|(?<=[;|\t\r\n]))(?=[=+@\t\r\uff1d\uff0b\uff0d\uff20-])")
 
 
 class TableWriter:
@@ -44,7 +47,7 @@ class JsonlWriter(TableWriter):
     """An object a line, with every column."""
 
     def add(self, values: list[Any]) -> None:
-        named = {name: value.tolist() if isinstance(value, np.ndarray) else value
+        named = {name: _as_list(value) if isinstance(value, np.ndarray) else value
                  for name, value in zip(self.columns, values, strict=True)}
         self.file.write(encoded(to_json(named)) + b"\n")
 
@@ -71,11 +74,12 @@ class CsvWriter(TableWriter):
         if isinstance(value, (int, float)):
             return repr(value)
         if isinstance(value, np.ndarray):
-            value = value.tolist()
+            value = _as_list(value)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if self._is_excel_safe and text.startswith(_FORMULAS):
-            text = f"'{text}"
-        is_quoted = not text or any(character in text for character in ',"\n\r') or text != text.strip()
+        if self._is_excel_safe:
+            text = _FORMULA.sub("'", text)
+        is_quoted = (self._is_excel_safe or not text or any(character in text for character in ',"\n\r')
+                     or text != text.strip())
         return '"' + text.replace('"', '""') + '"' if is_quoted else text
 
 
@@ -93,7 +97,7 @@ class ParquetTable(TableWriter):
         self._num_bytes = 0
 
     def add(self, values: list[Any]) -> None:
-        self._lines.append([_text_of(value) for value in values])
+        self._lines.append(values)
         self._num_bytes += sum(len(value) for value in values if isinstance(value, (str, list)))
         self._num_bytes += sum(value.nbytes for value in values if isinstance(value, np.ndarray))
         if len(self._lines) >= _ROWS_AT_ONCE or self._num_bytes >= _BYTES_AT_ONCE:
@@ -136,6 +140,6 @@ class VectorsWriter(TableWriter):
         self.file.write(self._none if vector is None else vector.astype("<f4").tobytes())
 
 
-def _text_of(value: Any) -> Any:
-    """JSON can spell half a surrogate pair, which is no text: it becomes "?"."""
-    return encoded(value).decode() if isinstance(value, str) and not value.isascii() else value
+def _as_list(vector_D: np.ndarray) -> list[float | None]:
+    """Its numbers; null for those that JSON has not."""
+    return [value if math.isfinite(value) else None for value in vector_D.tolist()]

@@ -45,10 +45,6 @@ def words(count: int, length: int = 1) -> list[str]:
     return [f"{n:x}".rjust(length, "x") for n in range(count)]
 
 
-def metadata_of(num_chars: int) -> dict[str, str]:
-    return {"a": "x" * (num_chars - 1)}
-
-
 COUNTED: list[tuple[str, Any, int]] = [
     ("stop", words, LIMITS.max_stop_strings),
     ("stop", lambda n: "x" * n, LIMITS.max_stop_chars),
@@ -56,8 +52,6 @@ COUNTED: list[tuple[str, Any, int]] = [
     ("bad_words", words, LIMITS.max_bad_words),
     ("bad_words", lambda n: ["x" * n], LIMITS.max_bad_word_chars),
     ("logit_bias", lambda n: {str(token): 1 for token in range(n)}, LIMITS.max_logit_bias),
-    ("metadata", lambda n: {str(number): 1 for number in range(n)}, LIMITS.max_metadata_entries),
-    ("metadata", metadata_of, LIMITS.max_metadata_chars),
     ("chat_template_kwargs", lambda n: {str(number): 1 for number in range(n)}, LIMITS.max_template_kwargs),
     ("chat_template_kwargs", lambda n: {"a": "x" * (n - len('{"a": ""}'))}, LIMITS.max_template_kwargs_chars),
     ("model", lambda n: "x" * n, LIMITS.max_name_chars),

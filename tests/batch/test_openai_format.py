@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ BAD_BODIES = [
     ({"logit_bias": {"1": 101}}, "invalid_sampling_parameter", "logit_bias"),
     ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "invalid_sampling_parameter", "logprobs"),
-    ({"metadata": {"expected": ["a"]}}, "invalid_value", "metadata"),
+    ({"metadata": ["a"]}, "invalid_type", "metadata"),
     ({"tools": {"type": "function"}}, "invalid_type", "tools"),
     ({"tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "missing_required_parameter", "tool_choice.function.name"),
@@ -227,7 +228,7 @@ def test_a_missing_field_is_named(name: str) -> None:
 UNREADABLE = [
     (b'{"custom_id": ', "not_json"),
     (b"[" * 100_000, "nested_too_deep"),
-    (b"1" * 5_000, "not_json"),
+    (b"1" * 5_000, "not_an_object"),
     (b"null", "not_an_object"),
     (b'"text"', "not_an_object"),
     (b'{"custom_id": "\xff"}', "not_utf8"),
@@ -249,6 +250,28 @@ def test_half_a_surrogate_pair_is_refused_and_a_whole_one_is_not() -> None:
         refuse_half_characters(half, read_json(half))
     assert caught.value.code == "not_unicode"
     assert name_of(rb'{"custom_id": "\ud83d"}') is None
+
+
+@pytest.mark.parametrize("metadata", [
+    {"expected": ["a"], "kind": {"b": None}}, {"m": float("nan"), "n": float("inf")}, {"\ud800": "\ud800"},
+    {str(number): number for number in range(5000)}, {"a": "x" * 100_000}, {"n": "LONG"},
+], ids=lambda value: str(value)[:20])  # fmt: skip
+def test_no_row_fails_for_its_metadata(metadata: dict[str, Any]) -> None:
+    line = json.dumps(row("a", metadata=metadata)).replace('"LONG"', "9" * 5000).encode()
+    prepared = read_json(line)
+    refuse_half_characters(line, prepared)
+    assert (parse_row(prepared).body.metadata or {}).keys() == metadata.keys()
+
+
+def test_a_whole_number_of_any_length_is_refused_by_the_name_of_its_field() -> None:
+    """Python reads 4,300 digits."""
+    for digits in (4300, 4301, 100_000):
+        line = json.dumps(row("a", seed=1)).replace('"seed": 1', f'"seed": -{"9" * digits}').encode()
+        assert name_of(line) == "a"
+        with pytest.raises(RequestError) as caught:
+            parse_row(read_json(line)).body.to_params({}, 1)
+        assert caught.value.param == "seed"
+    assert read_json(b'{"a": [' + b"1" * 4300 + b", " + b"1" * 4301 + b"]}") == {"a": [int("1" * 4300), math.inf]}
 
 
 def test_the_row_goes_over_the_checkpoints_defaults_field_by_field() -> None:

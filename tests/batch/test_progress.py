@@ -10,6 +10,7 @@ import pty
 import struct
 import termios
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,8 @@ from npu_runner.batch.job import progress
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.summary import Tally
 from npu_runner.request.outputs import EngineStats
+from tests.batch.job_folder import Job
+from tests.batch.scripted import row, write_rows
 
 TALLY = Tally(num_answered=300, num_failed=3, failures_by_code=Counter(media_missing=2, not_json=1), num_cut_off=7)
 STATS = EngineStats(num_prefill_tokens=40_000, num_decode_tokens=9_000, num_running=128, num_waiting=44)
@@ -65,3 +68,13 @@ def test_a_bar_leaves_out_what_has_no_room_and_cuts_nothing(width: int, seen: li
     assert len(last) <= width
     assert all(words in last for words in seen)
     assert not any(words in last for words in unseen)
+
+
+def test_a_job_without_progress_still_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else nobody hears that answers were cut off."""
+    job = Job(tmp_path)
+    write_rows(job.input, [row("a"), row("b", "bad")])
+    job.run(progress="off")
+    first, *_ = lines = capsys.readouterr().err.splitlines()
+    assert first == "rows      1 answered, 1 failed (1 scripted_bad)"
+    assert all(line.startswith(("rows ", "tokens ", "time ", "caches ", "KV cache ", "in all ")) for line in lines)

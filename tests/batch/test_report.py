@@ -119,13 +119,56 @@ def test_a_thumbnail_of_a_jpeg_decodes_an_eighth_of_its_sides(tmp_path: Path) ->
 
 
 def test_a_page_that_cannot_be_made_is_a_job_error_and_says_that_the_answers_are_there(tmp_path: Path) -> None:
-    strange = json.loads(answer("a", "x"))
-    del strange["response"]["body"]["usage"]
-    with pytest.raises(JobError, match=r"KeyError: 'usage'.*No answer in .*out\.jsonl is affected"):
-        report(tmp_path, [row("a")], [json.dumps(strange).encode() + b"\n"])
     (tmp_path / ".report.html.new").mkdir()
     with pytest.raises(JobError, match=r"Is a directory.*No answer in .*out\.jsonl is affected"):
         report(tmp_path, [row("a")], [answer("a", "x")])
+
+
+def test_an_answer_of_a_form_that_is_not_known_is_shown_as_one(tmp_path: Path) -> None:
+    strange = json.loads(answer("a", "x"))
+    strange["response"]["body"]["choices"] = [{"index": 0, "audio": "x"}]
+    text = report(tmp_path, [row("a"), row("b")], [json.dumps(strange).encode() + b"\n", answer("b", "fine")])
+    assert sections(text) == {"Of a form that this version does not know 1 row": ["a"], "Answered 1 row": ["b"]}
+    assert figures(text)["of unknown form"] == "1"
+
+
+def test_a_card_has_its_metadata_and_where_its_images_lie(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 20), "red").save(tmp_path / "good.png")
+    data = "data:image/png;base64,AAAA"
+    asked = with_images("good.png", "shots/missing.png", data)
+    many = {f"n{number}": "x" * 500 for number in range(50)}
+    asked["body"]["metadata"] = {"city": "Rome", "part": {"floor": 2}, "expected": "y", **many}
+    text = plain(report(tmp_path, [asked], [answer("a", "x")]))
+    assert "good.png" in text
+    assert "shots/missing.png" in text
+    assert "AAAA" not in text
+    assert 'city Rome part {"floor": 2} n0 xxx' in text
+    assert "n16 " in text
+    assert "n17 " not in text, "a page is for looking: 20 names of a row, 400 characters of a value"
+    assert "x" * 401 not in text
+
+
+def test_whole_answers_are_a_class_of_their_own(tmp_path: Path) -> None:
+    """Neither cut off nor repetitions nor unparsed; a whole one may be other than expected."""
+    rule = {"response_format": {"type": "json_object"}}
+    requests = [row("whole"), row("odd", metadata={"expected": "y"}), row("cut"), row("no json", **rule), row("failed")]
+    cut = json.loads(answer("cut", "x"))
+    cut["response"]["body"]["choices"][0]["finish_reason"] = "length"
+    results = [answer("whole", "x"), answer("odd", "x"), json.dumps(cut).encode() + b"\n", answer("no json", "x"),
+               failure("failed")]  # fmt: skip
+    text = report(tmp_path, requests, results)
+    chips = dict(re.findall(r'id="only-(\w+)">[^<]*<span>(\d+)</span>', text))
+    assert chips == {"failed": "1", "unexpected": "1", "cut_off": "1", "unparsed": "1", "whole": "2"}
+    classes = dict(re.findall(r'<article id="row-?:?([^"]*)" class="([^"]*)"', text))
+    assert classes["whole"] == "answered whole"
+    assert classes["odd"] == "unexpected whole"
+    assert classes["cut"] == "answered cut_off"
+    assert classes["failed"] == "failed"
+
+
+def test_the_bar_of_a_code_is_its_share_of_all_rows(tmp_path: Path) -> None:
+    text = report(tmp_path, None, [answer(str(n), "x") for n in range(19)] + [failure("bad", code="media_missing")])
+    assert re.findall(r'media_missing</a></th><td class="bad"><svg[^>]*><rect width="([\d.]+)"', text) == ["5.0"]
 
 
 def test_nothing_in_a_row_becomes_markup(tmp_path: Path) -> None:

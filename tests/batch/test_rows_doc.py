@@ -15,7 +15,7 @@ from npu_runner.batch.rows.classes import ClassifyBody
 from npu_runner.batch.rows.completions import CompletionBody
 from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import RowBody
-from npu_runner.batch.rows.openai_format import ENDPOINTS
+from npu_runner.batch.rows.endpoints import ENDPOINTS
 from npu_runner.batch.rows.scores import RerankBody, ScoreBody
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows
@@ -75,6 +75,6 @@ def test_every_field_is_in_a_table_and_in_a_row_and_no_other_is() -> None:
     assert set(names_in([json.loads(line) for line in EXAMPLES])) >= FIELDS
 
 
-@pytest.mark.parametrize("body", ENDPOINTS.values(), ids=list(ENDPOINTS))
+@pytest.mark.parametrize("body", [endpoint.body for endpoint in ENDPOINTS.values()], ids=list(ENDPOINTS))
 def test_every_field_that_is_known_and_not_served_is_named(body: type[RowBody]) -> None:
     assert {name for name in body.unserved if f"`{name}`" not in DOC} == set()

@@ -129,6 +129,7 @@ def test_a_log_that_fills_its_disk(tmp_path: Path) -> None:
 def test_words_that_are_no_progress_end_nothing_either(tmp_path: Path) -> None:
     assert run(tmp_path, "JOB 2>&1 | true", "--progress", "off") == 3
     assert len(read_rows(tmp_path / "out.jsonl")) == NUM_ROWS
+    assert told(tmp_path)["progress"]["quiet"], "the last lines were to be read"
 
 
 @pytest.mark.parametrize("shell", ["JOB 2>&-", *only_full(

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.rows.chat import ChatForm
+from npu_runner.batch.rows.classes import ClassifyForm
+from npu_runner.batch.rows.completions import CompletionForm
 from npu_runner.batch.rows.embeddings import EmbeddingForm
+from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.batch.rows.scores import RerankForm, ScoreForm
 from npu_runner.request.logprobs import Logprob, PositionLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from npu_runner.request.pooling_params import Classes
 from npu_runner.tables.make_rows import MadeRows, make_rows
 from npu_runner.tables.make_table import MadeTable, make_table
 from npu_runner.tables.options import RowsOptions, TableOptions
@@ -115,3 +123,40 @@ def request(custom_id: str, **body: Any) -> bytes:
         "body": {"messages": [{"role": "user", "content": "?"}], **body},
     }
     return json.dumps(row).encode() + b"\n"
+
+
+CLASSES = Classes(labels=("bad", "good"), activation="softmax")
+FORMS: dict[str, Callable[[], AnswerForm]] = {
+    "/v1/chat/completions": ChatForm,
+    "/v1/completions": CompletionForm,
+    "/v1/embeddings": EmbeddingForm,
+    "/v1/score": ScoreForm,
+    "/v1/rerank": RerankForm,
+    "/v1/classify": lambda: ClassifyForm(classes=CLASSES, has_logits=False),
+}
+"""The form of a plain answer, by endpoint."""
+POOLED = {
+    "/v1/embeddings": [[1.0, 2.0], [3.0, 4.0]],
+    "/v1/score": [[0.5], [-1.0]],
+    "/v1/rerank": [[0.5], [2.0]],
+    "/v1/classify": [[0.0, 2.0], [1.0, 1.0]],
+}
+"""Two pooled answers of each endpoint that has no texts."""
+
+
+def answered_by(url: str, custom_id: str) -> bytes:
+    """The result row of an endpoint with two answers, as a job writes it."""
+    completions = [completion(f"text {index}", index) for index in range(2)]
+    if url in POOLED:
+        completions = [CompletionOutput(index, "", [], "stop", pooled=np.array(values, dtype=np.float32))
+                       for index, values in enumerate(POOLED[url])]  # fmt: skip
+    output = RequestOutput(request_id=custom_id, completions=completions, num_prompt_tokens=5, num_cached_tokens=0)
+    return answer_row(output, custom_id=custom_id, form=FORMS[url](), stamp=STAMP)
+
+
+def begun(output: Path, input: Path, **fields: Any) -> None:
+    """The manifest of a job that has begun `output` with `input`."""
+    with InputFile(str(input), output.parent) as file:
+        identity = file.scan().identity
+    given = {"created": 1, "model_name": "m", "model_files": {}, "settings": {"x": "y"}, **fields}
+    Manifest(input=identity, **given).save(output)

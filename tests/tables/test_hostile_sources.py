@@ -226,12 +226,6 @@ def test_bytes_are_no_metadata(tmp_path: Path) -> None:
             rows(tmp_path / "r.jsonl", tmp_path / "t.parquet", **options)  # type: ignore[arg-type]
 
 
-def test_metadata_that_the_job_would_refuse_is_an_error(tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "t.jsonl", [{"a": "x"}, {"a": "x" * LIMITS.max_metadata_chars}])
-    with pytest.raises(ConfigError, match="line 2: its metadata has 65537 characters"):
-        rows(tmp_path / "r.jsonl", source, keep=("a",))
-
-
 def test_embedded_images_are_written_below_the_media_folder_and_nowhere_else(tmp_path: Path) -> None:
     outside, media = tmp_path / "outside", tmp_path / "media"
     outside.mkdir(), media.mkdir()

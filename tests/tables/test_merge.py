@@ -17,7 +17,7 @@ from npu_runner.tables.options import MergeOptions
 from tests.batch.job_folder import Job
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.full_set import examples
-from tests.tables.made import answered, completion, failed
+from tests.tables.made import answered, begun, completion, failed
 
 EASY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -50,6 +50,8 @@ def test_an_answer_counts_more_than_a_failure_and_the_first_more_than_the_second
     )
     assert found.to_lines() == [
         f"merged    {tmp_path / 'c.jsonl'}: 5 rows (3 of {a}, 2 of {b}), 1 of them failed",
+        f"inputs    {a} and {b}: no manifest says that both outputs are of one input; what two rows of one name asked "
+        "was not compared",
         f"dropped   1 of {a} (failed, and the other output has an answer): 'b'",
         f"dropped   1 of {b} (failed, and the other output has an answer): 'd'",
         f"dropped   2 of {b} (is in the other output as well): 'c', 'a'",
@@ -140,3 +142,39 @@ def test_two_models_are_named(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl.manifest.json").write_text(json.dumps(manifest))
     found = merged(tmp_path, line("a", "A", True), line("a", "B", True))
     assert "models    the outputs are of different ones: model-a, model-b" in found.to_lines()
+
+
+def test_lines_that_are_not_understood_are_copied_and_others_are_dropped_by_number(tmp_path: Path) -> None:
+    """Of a later version, of another program, torn in the middle, torn at the end, and twice in one output."""
+    other = b'{"custom_id": "b", "response": {"status_code": 200, "body": {"audio": "x"}}, "error": null}\n'
+    bare = b'{"custom_id": "c", "text": "x"}\n'
+    torn, end = line("e", "A", True)[:-40] + b"\n", line("f", "A", True)[:-40]
+    first = line("a", "A", True) + other + torn + bare + b"\n" + line("a", "A", False) + end
+    second = line("a", "B", True) + line("b", "B", True) + line("c", "B", True)
+    with pytest.raises(ConfigError, match=r"a\.jsonl: line 3 and 1 more lines: no result row; with --dropped FILE"):
+        merged(tmp_path, first, second)
+    assert not (tmp_path / "c.jsonl").exists()
+    found = merged(tmp_path, first, second, dropped=tmp_path / "d.jsonl")
+    assert (tmp_path / "c.jsonl").read_bytes() == line("a", "A", True) + other + line("c", "B", True)
+    assert sorted((tmp_path / "d.jsonl").read_bytes().splitlines(keepends=True)) == sorted(
+        [torn, end + b"\n", bare, line("a", "A", False), line("a", "B", True), line("b", "B", True)]
+    )
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    assert found.to_lines()[2:] == [
+        f"dropped   1 of {a} (failed, and the other output has an answer): 'c'",
+        f"dropped   1 of {a} (stands there again, or failed and was answered since): 'a'",
+        f"dropped   2 of {a} (no result row): line 3, line 7",
+        f"dropped   2 of {b} (is in the other output as well): 'a', 'b'",
+    ]
+
+
+@pytest.mark.parametrize("known", ["none", "one", "both"])
+def test_outputs_whose_input_is_not_known_are_merged_and_that_is_said(tmp_path: Path, known: str) -> None:
+    write_rows(tmp_path / "in.jsonl", [row("a")])
+    for name in {"none": "", "one": "a", "both": "ab"}[known]:
+        begun(tmp_path / f"{name}.jsonl", tmp_path / "in.jsonl")
+    said = merged(tmp_path, line("a", "A", True), line("a", "B", True)).to_lines()
+    names = [str(tmp_path / f"{name}.jsonl") for name in {"none": "ab", "one": "b", "both": ""}[known]]
+    assert [words for words in said if words.startswith("inputs")] == (
+        [f"inputs    {' and '.join(names)}: no manifest says that both outputs are of one input; what two rows of one "
+         "name asked was not compared"] if names else [])  # fmt: skip

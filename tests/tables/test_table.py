@@ -82,8 +82,8 @@ def test_each_answer_is_a_line_in_the_order_of_the_input(job: Path) -> None:
     assert [line["prompt_tokens"] for line in found] == [7, None, 7, 7, None], "of a row, with its first answer"
     assert [line["completion_tokens"] for line in found] == [8, None, 3, 3, None]
     assert made.to_lines() == [
-        f"table     {job / 't.parquet'}: 5 lines of 4 rows, 1 of them failed; 2 answers were cut off; 1 rows "
-        "have no answer yet"
+        f"table     {job / 't.parquet'}: 5 lines of 4 rows, 1 of them failed; 1 answers were cut off; 1 are "
+        "repetitions; 1 rows have no answer yet"
     ]
 
 
@@ -164,8 +164,9 @@ def test_without_a_schema_the_values_decide_and_mixed_columns_are_text(
     made = table(answers, tmp_path / "t.parquet")
     assert pq.read_schema(tmp_path / "t.parquet").field("answer.v").type == kind
     assert [line["answer.v"] for line in read(tmp_path / "t.parquet")] == cells
-    kinds = {type(value).__name__ for value in values if value is not None}
-    is_mixed = len(kinds) > 1 and kind == pa.string()
+    items = [item for value in values for item in (value if kind == pa.list_(pa.string()) else [value])]
+    kinds = {type(item).__name__ for item in items if item is not None}
+    is_mixed = len(kinds) > 1 and kind in (pa.string(), pa.list_(pa.string()))
     assert made.mixed == (["answer.v"] if is_mixed else [])
 
 
@@ -310,7 +311,7 @@ def test_vectors_of_two_sizes_and_texts_are_no_array(tmp_path: Path) -> None:
         table(written(tmp_path / "a.jsonl", answered("a", completion("x"))), tmp_path / "t.npy")
 
 
-FORMULAS = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "=cmd|'/C calc'!A0", "x=1", "", "'=1", " =1"]
+FORMULAS = ["=1+1", "+1", "-1", "@SUM(A1)", "\uff1d1", "=cmd|'/C calc'!A0", "x=1", "", "'=1", " =1", "a, b", 'a "b"']
 
 
 @pytest.mark.parametrize("is_safe", [True, False])
@@ -322,11 +323,35 @@ def test_no_cell_of_an_excel_safe_csv_is_a_formula(tmp_path: Path, is_safe: bool
     answers = written(tmp_path / "a.jsonl", *[answered(f"={n}", completion(text)) for n, text in enumerate(FORMULAS)])
     table(answers, tmp_path / "t.csv", rows=rows, excel_safe=is_safe)
     frame = pd.read_csv(tmp_path / "t.csv", dtype=str, keep_default_na=False)
-    expected = ["'" + text if is_safe and text[:1] in tuple("=+-@\t\r") and text else text for text in FORMULAS]
+    expected = ["'" + text if is_safe and text[:1] in tuple("=+-@\uff1d") and text else text for text in FORMULAS]
     assert list(frame["text"]) == expected
     assert list(frame[f"metadata.{name}"]) == expected
     assert list(frame["metadata.n"]) == ["-1"] * len(FORMULAS), "a number is no formula"
     assert frame["custom_id"][0] == ("'=0" if is_safe else "=0")
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_an_excel_safe_csv_has_no_formula_wherever_a_spreadsheet_splits_it(tmp_path: Path, delimiter: str) -> None:
+    """Most of Europe splits at ";". A quote that does not begin a cell is a character there, and ends nothing."""
+    texts = [f"x{mark}{text}" for mark in (";", "\t", "|", "\n", "\r", "\t\t", '";') for text in FORMULAS] + FORMULAS
+    rows = written(tmp_path / "r.jsonl", *[request(str(n), metadata={f"n{text}"[:9]: text}) for n, text in
+                                           enumerate(texts[:20])])  # fmt: skip
+    answers = written(tmp_path / "a.jsonl", *[answered(str(n), completion(text)) for n, text in enumerate(texts)])
+    for name, of in (("t.csv", None), ("rows.csv", rows)):
+        table(answers, tmp_path / name, excel_safe=True, **({} if of is None else {"rows": of}))
+        with open(tmp_path / name, encoding="utf-8", newline="") as file:
+            cells = [cell for line in csv_module.reader(file, delimiter=delimiter) for cell in line]
+        assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\uff1d"))]
+    with open(tmp_path / "t.csv", encoding="utf-8", newline="") as file:
+        quoted = [line["text"] for line in csv_module.DictReader(file)]
+    assert [text.replace("'", "") for text in quoted] == [text.replace("'", "") for text in texts]
+
+
+def test_every_text_of_an_excel_safe_csv_is_quoted(tmp_path: Path) -> None:
+    table(written(tmp_path / "a.jsonl", answered("a", completion("x"))), tmp_path / "t.csv", excel_safe=True)
+    header, line = (tmp_path / "t.csv").read_text().splitlines()
+    assert header.startswith('"custom_id","index","text",')
+    assert line == '"a",0,"x",,,"stop",,,3,0,7,,'
 
 
 def test_an_empty_text_is_told_from_none_in_a_csv(tmp_path: Path) -> None:

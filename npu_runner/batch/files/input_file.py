@@ -214,6 +214,15 @@ class InputFile:
         self._refuse_duplicates(self._scan)
         return self._scan
 
+    def scan_for(self, output: str, earlier: InputIdentity | None) -> InputScan:
+        """The same for a job that has begun. `earlier`: its input, as its manifest has it; None: it has none. Raises
+        ConfigError for another input."""
+        rows = self.scan(earlier)
+        if not rows.continues_earlier:
+            raise ConfigError(f"input {self.name}: it is not the input that {output} was begun with; name that one, or "
+                              "leave it out")
+        return rows
+
     def rows(self, wanted: np.ndarray | None = None) -> Iterator[RawRow]:
         """The rows in order; only those whose place in the order is True in `wanted`."""
         scan = self._scan if self._scan is not None else self.scan()

@@ -33,8 +33,7 @@ from npu_runner.batch.files.durable import (
 from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.rows.input_row import row_key
-from npu_runner.batch.rows.openai_response import is_cut_off, is_repetition
+from npu_runner.batch.rows.openai_response import FAULTS, is_cut_off, is_repetition, key_of_answer
 from npu_runner.errors import ConfigError, JobError, OutputLostError
 
 _UNNAMED = "unknown"
@@ -288,12 +287,11 @@ def _row_of(line: bytes) -> _Row | None:
         return None
     try:
         row = json.loads(line)
-        custom_id, error = row["custom_id"], row["error"]
-        key = row_key(None, int(error["line"])) if custom_id is None else row_key(custom_id, 0)
+        key, error = key_of_answer(row), row["error"]
         if error is not None:
             return _Row(key, _code_of(error), is_cut_off=False, is_repetition=False)
         return _Row(key, None, _is_so(row, is_cut_off), _is_so(row, is_repetition))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except FAULTS:
         return None
 
 

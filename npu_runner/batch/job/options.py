@@ -124,7 +124,8 @@ class BatchOptions:
     no_repeat_ngram_exempt_ids: tuple[int, ...] = ()
     """Token ids that may come in spite of no_repeat_ngram_size."""
     progress: str = one_of("auto", "bar", "lines", "off")
-    """bar, lines or off; auto: a bar on a terminal and lines elsewhere. Shown is how far the model is loaded, too."""
+    """bar, lines or off; auto: a bar on a terminal and lines elsewhere. It begins with how far the model is loaded.
+    off: the last lines alone, which count the rows."""
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     workers: PreprocessingOptions = field(default_factory=PreprocessingOptions)
 

@@ -20,6 +20,8 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places
 from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.rows.openai_response import FAULTS, key_of_answer
+from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 
@@ -44,8 +46,11 @@ class PastJob:
             raise ConfigError(f"output {output}: there is no {name} beside it, so it is no job's output")
 
     def totals(self, input: str | None) -> Totals:
-        """Of all runs so far. Without `input` the number of rows is what the last run has recorded."""
+        """Of all runs so far. Without `input` the number of rows is what the last run has recorded. Raises ConfigError
+        for a file without a result row among its lines."""
         with clear_file_errors(f"output {self.name}"):
+            for path in self._files:
+                _refuse_other_file(path)
             is_under_way = job_at_work(self._output) is not None
             counts = counts_of([scan_output(path) for path in self._files])
         runs = read_runs(self._output)
@@ -61,6 +66,8 @@ class PastJob:
         if self._manifest is None or not self._output.is_file():
             raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
                               "for it")
+        for path in self._files:
+            _refuse_other_file(path)
         place = find_places(options, None).report
         assert place is not None, "the caller names a page"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
@@ -85,8 +92,17 @@ class PastJob:
     def _opened(self, input: str) -> Iterator[tuple[InputFile, InputScan]]:
         """Raises ConfigError for an input that the job was not begun with."""
         with InputFile(input, self._output.parent) as file:
-            rows = file.scan(None if self._manifest is None else self._manifest.input)
-            if not rows.continues_earlier:
-                raise ConfigError(f"input {input}: it is not the input that {self.name} was begun with; name that one, "
-                                  "or leave it out")
-            yield file, rows
+            yield file, file.scan_for(self.name, None if self._manifest is None else self._manifest.input)
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raises ConfigError where the file has whole lines, and none is a result row. Reads no further than to one."""
+    num_lines = 0
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(*FAULTS):
+                key_of_answer(parse_json(line.decode()))
+                return
+            num_lines += line.endswith(b"\n") and bool(line.strip())
+    if num_lines:
+        raise ConfigError(f"output {path}: none of its {num_lines} lines is a result row; name the output of a job")

@@ -50,13 +50,14 @@ class Progress:
     @property
     def silence(self) -> str | None:
         """Why it has gone quiet; None: whatever was to be shown was written."""
-        return None if self._style == "off" else self._stream.silence
+        return self._stream.silence
 
-    def say(self, message: str) -> None:
-        """A line for the person who watches."""
+    def say(self, message: str, *, is_last: bool = False) -> None:
+        """A line for the person who watches. `is_last`: it tells how the job has ended, also where no progress is
+        shown."""
         if self._bar is not None:
             self._bar.write(message, file=self._out)
-        elif self._style != "off":
+        elif is_last or self._style != "off":
             print(message, file=self._out, flush=True)
 
     def start(self, num_rows: int, num_before: int) -> None:

@@ -394,7 +394,7 @@ class _Job:
         """Tell what was done, on the terminal and in the summary's file. After an `error` it raises no second one."""
         summary = self.record.summary(error)
         for line in [*summary.to_lines(), *self.accounts.lines()]:
-            self._progress.say(line)
+            self._progress.say(line, is_last=True)
         summary = replace(summary, silence=self._progress.silence)  # these lines may have been the first to be lost
         try:
             self.accounts.save(summary)

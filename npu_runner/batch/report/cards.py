@@ -9,11 +9,15 @@ from typing import Any
 from npu_runner.batch.report.reading import (
     CUT_OFF,
     EXPECTED,
+    FAILED,
     MAX_TEXT,
     REPETITION,
     UNEXPECTED,
+    UNKNOWN,
     UNPARSED,
+    WHOLE,
     Asked,
+    Medium,
     Said,
     ToolCall,
     anchor_of,
@@ -25,16 +29,18 @@ from npu_runner.batch.report.reading import (
 )
 from npu_runner.batch.report.thumbnails import key_of
 from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
-from npu_runner.batch.rows.openai_response import name_of_answer, object_in
+from npu_runner.batch.rows.endpoints import cells_of
+from npu_runner.batch.rows.openai_response import error_of, name_of_answer, object_in
 
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4
 _MOST_FIELDS = 60
+_MOST_METADATA = 20
 _MOST_CHARS = 400
 _BEGINNING = 220
 _SHORT = 90
 _NOTES = {UNEXPECTED: "not as expected", EXPECTED: "as expected", CUT_OFF: "cut off at the limit",
-          REPETITION: "repeats itself", UNPARSED: "not JSON"}
+          REPETITION: "repeats itself", UNPARSED: "not JSON", UNKNOWN: "no form that this version knows"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ class ShownVector:
 
 @dataclass
 class Card:
-    """A row. `media`: the key of each picture, and whether it is a sheet of a video's frames."""
+    """A row. `media`: the key of each picture, whether it is a sheet of a video's frames, and its address; "" for one
+    that is in the row."""
 
     place: int
     name: str
@@ -113,11 +120,12 @@ class Card:
     flaws: list[str]
     turns: list[ShownTurn] = field(default_factory=list)
     turn_keys: tuple[int, ...] = ()
-    media: list[tuple[str, bool]] = field(default_factory=list)
+    media: list[tuple[str, bool, str]] = field(default_factory=list)
     num_more_media: int = 0
     answers: list[Answer] = field(default_factory=list)
     vectors: list[ShownVector] = field(default_factory=list)
     num_more_vectors: int = 0
+    metadata: list[tuple[str, str]] = field(default_factory=list)
     expected: Words | None = None
     message: Words | None = None
     """Of its error."""
@@ -130,27 +138,39 @@ class Card:
 def card_of(place: int, request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> tuple[Card, Asked]:
     """The card without its pictures, and the request, whose first media are those of the card."""
     asked = asked_by(request)
-    expected = metadata_of(request).get("expected")
-    outcome, flaws = outcome_of(request, answer), flaws_of(request, answer, has_schema=has_schema)
+    metadata = metadata_of(request)
+    expected = metadata.get("expected")
+    outcome = outcome_of(request, answer)
+    flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
     card = Card(
-        place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome, flaws=flaws,
+        place=place, name=name_of_answer(answer), anchor=anchor_of(answer), outcome=outcome,
+        flaws=flaws if flaws or outcome in (FAILED, UNKNOWN) else [WHOLE],
         turns=[ShownTurn(turn.role, of_prompt(turn.text)) for turn in asked.turns],
         turn_keys=tuple(map(hash, asked.turns)),
-        media=[(key_of(medium), medium.is_video) for medium in asked.media[:MAX_MEDIA_PER_ROW]],
+        media=[(key_of(medium), medium.is_video, _address_of(medium)) for medium in asked.media[:MAX_MEDIA_PER_ROW]],
         num_more_media=max(0, len(asked.media) - MAX_MEDIA_PER_ROW),
+        metadata=[(_cut(name), _shown(value)) for name, value in list(metadata.items())[:_MOST_METADATA]
+                  if name != "expected"],
         expected=None if expected is None or outcome == EXPECTED else of_prompt(str(expected)),
         notes=[(name, _NOTES[name]) for name in (outcome, *flaws) if name in _NOTES])
-    error = answer["error"]
-    if error is not None:
-        card.code, card.message = str(error["code"]), of_answer(str(error["message"]))
+    if outcome == FAILED:
+        error = error_of(answer)
+        card.code, card.message = str(error.get("code")), of_answer(str(error.get("message")))
+    if outcome in (FAILED, UNKNOWN):
         return card, asked
     body = answer["response"]["body"]
-    card.num_tokens = body["usage"].get("completion_tokens", body["usage"]["prompt_tokens"])
+    counts = next(iter(cells_of(body)), {})
+    card.num_tokens = counts.get("prompt_tokens") if counts.get("completion_tokens") is None else \
+        counts["completion_tokens"]
     card.answers = [_answer(said) for said in said_by(answer)]
-    vectors = vectors_in(body)
+    vectors = vectors_in(answer)
     card.vectors = [ShownVector(outline(vector_D), len(vector_D), []) for vector_D in vectors[:_MAX_VECTORS]]
     card.num_more_vectors = max(0, len(vectors) - _MAX_VECTORS)
     return card, asked
+
+
+def _address_of(medium: Medium) -> str:
+    return "" if medium.url[:5].lower() == "data:" else _cut(medium.url)
 
 
 def without_turns(card: Card, keys: frozenset[int]) -> list[ShownTurn]:

@@ -11,17 +11,28 @@ from typing import NamedTuple
 
 from npu_runner.batch.report.choice import Section
 from npu_runner.batch.report.fields import FieldSpread, FieldTable
-from npu_runner.batch.report.reading import ANSWERED, CUT_OFF, EXPECTED, FAILED, REPETITION, UNEXPECTED, UNPARSED
+from npu_runner.batch.report.reading import (
+    ANSWERED,
+    CUT_OFF,
+    EXPECTED,
+    FAILED,
+    REPETITION,
+    UNEXPECTED,
+    UNKNOWN,
+    UNPARSED,
+    WHOLE,
+)
 from npu_runner.batch.report.survey import Survey
 from npu_runner.batch.report.vectors import VectorTable
 
 _MOST_BARS = 8
 _FEW_VALUES = 12
 _UNITS = {"text": "characters", "list": "items", "object": "fields"}
-_LABELS = {FAILED: "failed", UNEXPECTED: "other than expected", CUT_OFF: "cut off", REPETITION: "repetition",
-           UNPARSED: "unparsed", EXPECTED: "as expected", ANSWERED: "answered"}
-TITLES = {UNEXPECTED: "Other than expected", CUT_OFF: "Cut off at the limit", REPETITION: "Repeats itself",
-          UNPARSED: "Not JSON", EXPECTED: "As expected", ANSWERED: "Answered"}
+_LABELS = {FAILED: "failed", UNKNOWN: "of unknown form", UNEXPECTED: "other than expected", CUT_OFF: "cut off",
+           REPETITION: "repetition", UNPARSED: "unparsed", EXPECTED: "as expected", WHOLE: "whole"}
+TITLES = {UNKNOWN: "Of a form that this version does not know", UNEXPECTED: "Other than expected",
+          CUT_OFF: "Cut off at the limit", REPETITION: "Repeats itself", UNPARSED: "Not JSON",
+          EXPECTED: "As expected", ANSWERED: "Answered"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +80,7 @@ def figures(num_rows: int, found: Survey, about: About | None) -> list[Figure]:
     if counts[FAILED]:
         shown.append(Figure("failed", f"{counts[FAILED]:,}", "bad", share(counts[FAILED], found.num_seen)))
     shown += [Figure(_LABELS[flaw], f"{counts[flaw]:,}", "odd", share(counts[flaw], found.num_seen))
-              for flaw in (CUT_OFF, REPETITION, UNPARSED) if counts[flaw]]
+              for flaw in (UNKNOWN, CUT_OFF, REPETITION, UNPARSED) if counts[flaw]]
     num_expected = counts[EXPECTED] + counts[UNEXPECTED]
     if num_expected:
         shown += [
@@ -120,7 +131,8 @@ class Filter(NamedTuple):
 
 def filters(found: Survey, sections: tuple[Section, ...]) -> list[Filter]:
     """What can be shown alone: whatever there is of, where there is a choice."""
-    there = [Filter(name, words, found.outcomes[name]) for name, words in _LABELS.items() if found.outcomes[name]]
+    there = [Filter(name, words, found.outcomes[name]) for name, words in _LABELS.items()
+             if found.outcomes[name] and (name != WHOLE or found.outcomes[name] < found.num_seen)]
     return there if len(there) > 1 and sections else []
 
 

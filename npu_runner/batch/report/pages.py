@@ -109,10 +109,10 @@ class Book:
     def _codes(self) -> list[dict[str, Any]]:
         there = [(kind.code, count) for kind, count in self.found.kinds.most_common() if kind.outcome == FAILED]
         hrefs = {section["code"]: section["href"] for section in self._contents(1)}
-        longest = max((count for _, count in there), default=1)
-        shown = [{"bar": Bar(code, count, 100 * count / longest), "href": hrefs.get(code)} for code, count in there]
+        num_rows = max(self.found.num_seen, 1)  # a bar is the share of all rows: one failure of many is a short one
+        shown = [{"bar": Bar(code, count, 100 * count / num_rows), "href": hrefs.get(code)} for code, count in there]
         others = sum(count for _, count in there[_MOST_CODES:])
-        more = [{"bar": Bar(f"{len(there) - _MOST_CODES} more", others, 100 * others / longest), "href": None}]
+        more = [{"bar": Bar(f"{len(there) - _MOST_CODES} more", others, 100 * others / num_rows), "href": None}]
         return [*shown[:_MOST_CODES], *(more if others else [])]
 
     def _contents(self, seen_from: int) -> list[dict[str, Any]]:

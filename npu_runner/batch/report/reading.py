@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from npu_runner.batch.rows.endpoint import asks_for_json
-from npu_runner.batch.rows.openai_response import (
-    answer_of,
-    is_as_expected,
-    is_cut_off,
-    is_json,
-    is_repetition,
-    texts_of,
-)
+from npu_runner.batch.rows.endpoints import answer_of, answers_of, is_understood, texts_of
+from npu_runner.batch.rows.openai_response import has_failed, is_as_expected, is_cut_off, is_json, is_repetition
 from npu_runner.batch.rows.scores import sides_of
 
 MAX_TEXT = 4000
@@ -29,8 +23,10 @@ _MOST_SIDES = 16
 """Queries and documents of a row that are shown."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
-FAILED, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unexpected", "expected", "answered"
+FAILED, UNKNOWN, UNEXPECTED, EXPECTED, ANSWERED = "failed", "unknown", "unexpected", "expected", "answered"
 CUT_OFF, REPETITION, UNPARSED = "cut_off", "repetition", "unparsed"
+WHOLE = "whole"
+"""An answer without any of these flaws."""
 
 
 class Turn(NamedTuple):
@@ -82,9 +78,11 @@ def metadata_of(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome_of(request: dict[str, Any], answer: dict[str, Any]) -> str:
-    """FAILED, UNEXPECTED, EXPECTED or ANSWERED."""
-    if answer["error"] is not None:
+    """FAILED, UNEXPECTED, EXPECTED or ANSWERED; UNKNOWN for an answer that has the form of no endpoint."""
+    if has_failed(answer):
         return FAILED
+    if not is_understood(answer):
+        return UNKNOWN
     expected = metadata_of(request).get("expected")
     given = None if expected is None else answer_of(answer["response"]["body"])
     if given is None:
@@ -92,10 +90,12 @@ def outcome_of(request: dict[str, Any], answer: dict[str, Any]) -> str:
     return EXPECTED if is_as_expected(given, str(expected)) else UNEXPECTED
 
 
-def flaws_of(request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> list[str]:
+def flaws_of(request: dict[str, Any], answer: dict[str, Any], outcome: str, *, has_schema: bool) -> list[str]:
     """What the job counts of an answered row beside its outcome. Prompts of token ids have no text that an echo could
     be told by."""
-    body = answer["response"]["body"]  # without choices: it failed, or its answer is vectors
+    if outcome in (FAILED, UNKNOWN):
+        return []
+    body = answer["response"]["body"]
     flaws = [flaw for flaw, is_so in ((CUT_OFF, is_cut_off), (REPETITION, is_repetition)) if is_so(body)]
     asked = request.get("body", {})
     if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_schema):
@@ -145,14 +145,12 @@ def _texts_in(content: Any, media: list[Medium]) -> Iterator[str]:
 
 
 def said_by(answer: dict[str, Any]) -> list[Said]:
-    """The completions of an answered row, or what it says in numbers; vectors are no text."""
-    body = answer["response"]["body"]
-    if "choices" not in body:
-        has_vectors = any("embedding" in item for item in body.get("data", ()))
-        return [] if has_vectors else [Said(text) for text in texts_of(body)]
-    messages = [choice.get("message") or {} for choice in body["choices"]]
-    return [Said(text, message.get("reasoning_content") or "", tuple(_calls_in(message)))
-            for text, message in zip(texts_of(body), messages, strict=True)]
+    """The items of an answered row in words; vectors are no text."""
+    form, items = answers_of(answer["response"]["body"])
+    messages = [item.get("message") or {} for item in items]
+    return [] if form.has_vectors else [
+        Said(form.text_of(item), message.get("reasoning_content") or "", tuple(_calls_in(message)))
+        for item, message in zip(items, messages, strict=True)]
 
 
 def _calls_in(message: dict[str, Any]) -> list[ToolCall]:

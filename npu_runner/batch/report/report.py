@@ -116,7 +116,7 @@ class _Report:
                 sizes[key] = picture.width, picture.height
                 with version.page(f"{key}.jpg") as file:
                     file.write(picture.data)
-            keys = {key for card in cards.values() for key, _ in card.media} & sizes.keys()
+            keys = {key for card in cards.values() for key, *_ in card.media} & sizes.keys()
             shown = {key: ShownPicture(f"{folder}{key}.jpg", *sizes[key]) for key in keys}
             if number > 1:
                 with version.page(f"{number}.html") as file:
@@ -149,7 +149,7 @@ class _Report:
         owners: list[tuple[int, Address]] = []
         places = np.array(sorted(leaf_of), dtype=np.int64)
         for place, (_, answer) in zip(places.tolist(), self._joined.pairs(places), strict=True):
-            found = vectors_in(answer["response"]["body"])
+            found = vectors_in(answer)
             if found and len(vectors) < MAX_COMPARED:
                 vectors.append(found[0])
                 owners.append((place, Address(name_of_answer(answer), anchor_of(answer), leaf_of[place])))

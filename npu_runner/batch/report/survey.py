@@ -15,7 +15,9 @@ from npu_runner.batch.report.reading import (
     FAILED,
     REPETITION,
     UNEXPECTED,
+    UNKNOWN,
     UNPARSED,
+    WHOLE,
     asked_by,
     flaws_of,
     metadata_of,
@@ -23,9 +25,10 @@ from npu_runner.batch.report.reading import (
     said_by,
 )
 from npu_runner.batch.report.vectors import VectorTable, vectors_in
-from npu_runner.batch.rows.openai_response import object_in
+from npu_runner.batch.rows.endpoints import cells_of
+from npu_runner.batch.rows.openai_response import error_of, object_in
 
-ORDER = (FAILED, UNEXPECTED, CUT_OFF, REPETITION, UNPARSED, EXPECTED, ANSWERED)
+ORDER = (FAILED, UNKNOWN, UNEXPECTED, CUT_OFF, REPETITION, UNPARSED, EXPECTED, ANSWERED)
 """Of what a row may be, worst first."""
 OTHER_CODES = "other codes"
 _MAX_CODES = 40
@@ -53,7 +56,7 @@ class Candidate(NamedTuple):
 @dataclass
 class Survey:
     outcomes: Counter[str] = field(default_factory=Counter)
-    """By outcome and by flaw: a row may be several."""
+    """By outcome and by flaw, or WHOLE: a row may be several."""
     kinds: Counter[Kind] = field(default_factory=Counter)
     candidates: dict[Kind, list[Candidate]] = field(default_factory=dict)
     by_metadata: dict[str, Counter[str]] = field(default_factory=dict)
@@ -72,9 +75,11 @@ def survey(joined: Joined, max_rows: int, *, has_schema: bool) -> Survey:
     """Candidates of each kind are its first `max_rows` rows."""
     found = Survey()
     for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True):
-        outcome, flaws = outcome_of(request, answer), flaws_of(request, answer, has_schema=has_schema)
-        found.outcomes.update((outcome, *flaws))
-        if outcome != FAILED:
+        outcome = outcome_of(request, answer)
+        flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
+        is_answered = outcome not in (FAILED, UNKNOWN)
+        found.outcomes.update((outcome, *flaws, *([WHOLE] if is_answered and not flaws else [])))
+        if is_answered:
             _add_answer(found, answer)
         _add_to_metadata(found, outcome, metadata_of(request).get("kind"))
         kind = _kind(found, outcome, flaws, answer)
@@ -88,21 +93,20 @@ def survey(joined: Joined, max_rows: int, *, has_schema: bool) -> Survey:
 def _kind(found: Survey, outcome: str, flaws: list[str], answer: dict[str, Any]) -> Kind:
     if outcome != FAILED:
         return Kind(min((outcome, *flaws), key=ORDER.index))
-    kind = Kind(FAILED, str(answer["error"]["code"]))
+    kind = Kind(FAILED, str(error_of(answer).get("code")))
     num_codes = sum(other.outcome == FAILED for other in found.kinds)
     return kind if kind in found.kinds or num_codes < _MAX_CODES else Kind(FAILED, OTHER_CODES)
 
 
 def _add_answer(found: Survey, answer: dict[str, Any]) -> None:
     body = answer["response"]["body"]
-    usage = body["usage"]
-    found.tokens["prompt"] += usage["prompt_tokens"]
-    found.tokens["completion"] += usage.get("completion_tokens", 0)
-    found.tokens["reasoning"] += usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    counts = next(iter(cells_of(body)), {})
+    for name in ("prompt", "completion", "reasoning"):
+        found.tokens[name] += counts.get(f"{name}_tokens") or 0
     for said in said_by(answer):
         if value := object_in(said.text):
             found.fields.add(value)
-    for vector_D in vectors_in(body):
+    for vector_D in vectors_in(answer):
         found.vectors.add(vector_D)
 
 
@@ -113,6 +117,6 @@ def _add_to_metadata(found: Survey, outcome: str, kind: object) -> None:
 
 
 def _candidate(place: int, request: dict[str, Any], answer: dict[str, Any]) -> Candidate:
-    asked, error = asked_by(request), answer["error"]
-    message = 0 if error is None else hash(str(error["message"]))
-    return Candidate(place, tuple(map(hash, asked.turns)), message, len(asked.media))
+    asked, message = asked_by(request), error_of(answer).get("message")
+    return Candidate(place, tuple(map(hash, asked.turns)), 0 if message is None else hash(str(message)),
+                     len(asked.media))

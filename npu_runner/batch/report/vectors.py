@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_runner.batch.report.fields import Sample
-from npu_runner.batch.rows.openai_response import vector_of
+from npu_runner.batch.rows.endpoints import FAULTS, answers_of
 
 MAX_COMPARED = 2000
 """Of so many vectors each is compared with each."""
@@ -22,9 +23,12 @@ _BLOCK = 256
 # N vectors, D numbers in each, B rows of a block
 
 
-def vectors_in(body: dict[str, Any]) -> list[np.ndarray]:
-    """float32 vectors of an answer that has any."""
-    return [vector_of(item["embedding"]) for item in body.get("data", ()) if "embedding" in item]
+def vectors_in(answer: dict[str, Any]) -> list[np.ndarray]:
+    """float32 vectors of a result row that has any."""
+    with contextlib.suppress(*FAULTS):
+        form, items = answers_of(answer["response"]["body"])
+        return [form.cells_of(item, None)["vector"] for item in items] if form.has_vectors else []
+    return []
 
 
 @dataclass

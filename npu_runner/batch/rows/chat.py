@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, Strict
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, Strict, TextForm
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
@@ -268,11 +268,12 @@ def _refuse_message(message: dict[str, Any], where: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatForm(AnswerForm):
+class ChatForm(TextForm):
     """A chat completion."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     object: ClassVar[str] = "chat.completion"
+    item_name: ClassVar[str] = "message"
     counts_reasoning: ClassVar[bool] = True
     prompt_logprobs_in_body: ClassVar[bool] = True
 
@@ -302,6 +303,14 @@ class ChatForm(AnswerForm):
         # An answer that was cut off may lack calls, so that it stays "length".
         reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
         row.write_end(completion, reason)
+
+    @classmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        return item["message"]["content"] or ""
+
+    @classmethod
+    def logprobs_of(cls, logprobs: Mapping[str, Any], num_prompt_tokens: int | None) -> Sequence[float]:
+        return [token["logprob"] for token in logprobs.get("content") or ()]
 
     def _calls(self, completion: CompletionOutput, row_digest: str) -> tuple[str, list[dict[str, Any]]]:
         if self.tool_call_parser is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, number_of
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.batch.rows.pooled import PooledBody, numbers
 from npu_runner.prompts.processor import ChatProcessor
@@ -44,6 +44,7 @@ class ClassifyForm(AnswerForm):
     id_prefix: ClassVar[str] = "classify-"
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
+    item_name: ClassVar[str] = "label"
     has_text: ClassVar[bool] = False
 
     classes: Classes
@@ -57,6 +58,14 @@ class ClassifyForm(AnswerForm):
         row.write(opened({"index": completion.index, "label": self.classes.label(logits_W)}, "probs"))
         row.write(numbers(logits_W if self.has_logits else self.classes.probabilities(logits_W)))
         row.write(f',"num_classes":{len(logits_W)}}}')
+
+    @classmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        return str(item["label"])
+
+    @classmethod
+    def cells_of(cls, item: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[str, Any]:
+        return {"label": str(item["label"]), "probs": [number_of(value) for value in item["probs"]]}
 
 
 def _logits(completion: CompletionOutput) -> Any:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, TextForm
 from npu_runner.batch.rows.logprobs_json import finite, opened, to_json, write_prompt_logprobs
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
@@ -106,11 +106,12 @@ class CompletionBody(RequestBody):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionForm(AnswerForm):
+class CompletionForm(TextForm):
     """A text completion."""
 
     id_prefix: ClassVar[str] = "cmpl-"
     object: ClassVar[str] = "text_completion"
+    item_name: ClassVar[str] = "text"
 
     echo: str = ""
     """What stands in front of the text."""
@@ -130,6 +131,16 @@ class CompletionForm(AnswerForm):
             row.write(",")
             write_prompt_logprobs(row.prompt_logprobs, row.out)
         row.write_end(completion, completion.finish_reason)
+
+    @classmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        return item["text"] or ""
+
+    @classmethod
+    def logprobs_of(cls, logprobs: Mapping[str, Any], num_prompt_tokens: int | None) -> Sequence[float]:
+        values: Sequence[float] = logprobs["token_logprobs"]
+        # The first token of an echoed prompt has no log probability.
+        return values[num_prompt_tokens:] if values and values[0] is None else values
 
 
 def _tokens(completion: CompletionOutput,

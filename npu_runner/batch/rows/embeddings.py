@@ -6,7 +6,7 @@ Knows nothing of tokens or of how a vector is made.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -56,6 +56,9 @@ class EmbeddingForm(AnswerForm):
 
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
+    item_name: ClassVar[str] = "embedding"
+    has_vectors: ClassVar[bool] = True
+    is_compared: ClassVar[bool] = False
     has_created: ClassVar[bool] = False
     has_text: ClassVar[bool] = False
 
@@ -66,6 +69,26 @@ class EmbeddingForm(AnswerForm):
         row.write(opened({"object": "embedding", "index": completion.index}, "embedding"))
         row.write(_base64(completion.pooled) if self.is_base64 else numbers(completion.pooled))
         row.write("}")
+
+    @classmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        return f"a vector of {len(vector_of(item['embedding']))} numbers"
+
+    @classmethod
+    def cells_of(cls, item: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[str, Any]:
+        return {"vector": vector_of(item["embedding"])}
+
+
+def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
+    """(D,) float32, of either form that a row may ask for: numbers, or base64 of their bytes (little end first). Raises
+    ValueError for any other value."""
+    if isinstance(embedding, str):
+        return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
+    vector_D = np.array(embedding)
+    if vector_D.ndim != 1 or vector_D.dtype.kind not in "fiu":
+        raise ValueError("an embedding is a list of numbers, or base64")
+    with np.errstate(over="ignore"):
+        return vector_D.astype(np.float32)
 
 
 def _base64(vector_D: np.ndarray) -> str:

@@ -39,7 +39,6 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("allowed_token_ids", list, "entries", LIMITS.max_allowed_token_ids),
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
     ("no_repeat_ngram_exempt_ids", list, "entries", LIMITS.max_ngram_exempt_ids),
-    ("metadata", dict, "entries", LIMITS.max_metadata_entries),
 )
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _SCHEMA = "response_format.json_schema.schema"
@@ -169,6 +168,11 @@ class AnswerForm:
     """None: the answer does not say what it is."""
     list_name: ClassVar[str] = "choices"
     """What the completions are called."""
+    item_name: ClassVar[str]
+    """A field that an item of the list has here and in no other form."""
+    has_vectors: ClassVar[bool] = False
+    is_compared: ClassVar[bool] = True
+    """A row's `expected` is compared with the first item."""
     has_created: ClassVar[bool] = True
     counts_reasoning: ClassVar[bool] = False
     prompt_logprobs_in_body: ClassVar[bool] = False
@@ -193,6 +197,40 @@ class AnswerForm:
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
         """Append the JSON of one completion."""
 
+    @classmethod
+    @abstractmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        """The words that show an item to a reader, once it is written."""
+
+    @classmethod
+    @abstractmethod
+    def cells_of(cls, item: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[str, Any]:
+        """The item as a line of a table, by column; None where a column has no value. Raises one of FAULTS
+        (endpoints.py) where the item is not as `write_choice` writes it."""
+
+
+class TextForm(AnswerForm):
+    """Completions that are texts."""
+
+    @classmethod
+    def cells_of(cls, item: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[str, Any]:
+        message = item.get("message") or {}
+        calls = message.get("tool_calls")
+        logprobs = cls.logprobs_of(item["logprobs"], num_prompt_tokens) if item.get("logprobs") else None
+        return {
+            "text": message["content"] if message else item["text"],
+            "reasoning": message.get("reasoning_content"),
+            "tool_calls": calls or None,
+            "finish_reason": item["finish_reason"],
+            "stop_reason": item.get("stop_reason"),
+            "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        }
+
+    @classmethod
+    @abstractmethod
+    def logprobs_of(cls, logprobs: Mapping[str, Any], num_prompt_tokens: int | None) -> Sequence[float]:
+        """The log probability of each token of the completion, without an echoed prompt."""
+
 
 class RowBody(Strict):
     """What bodies of all endpoints have. None means: not asked for."""
@@ -208,14 +246,7 @@ class RowBody(Strict):
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _values_are_plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for key, item in (value or {}).items():
-            if not isinstance(item, (str, int, float, bool, type(None))):
-                raise ValueError(f"the value of {key[:40]!r} is not a string, number, boolean or null")
-        return value
+    """Of the caller alone: no row fails for what stands in it."""
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -224,9 +255,6 @@ class RowBody(Strict):
         for name, kind, what, limit in _COUNTED:
             if isinstance(value := body.get(name), kind):
                 check_count(name, what, len(value), limit)
-        if isinstance(metadata := body.get("metadata"), dict):
-            num_chars = sum(len(key) + (len(value) if isinstance(value, str) else 0) for key, value in metadata.items())
-            check_count("metadata", "characters", num_chars, LIMITS.max_metadata_chars)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
@@ -325,6 +353,13 @@ class RequestBody(RowBody, AnswerRules):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """SamplingParams' logprobs."""
+
+
+def number_of(value: Any) -> float:
+    """A number of JSON. Raises TypeError for any other value."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{shown(value)} is not a number")
+    return float(value)
 
 
 def _is_same(value: Any, item: Any) -> bool:

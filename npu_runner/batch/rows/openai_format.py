@@ -12,20 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from npu_runner.batch.rows.chat import ChatBody
-from npu_runner.batch.rows.classes import ClassifyBody
-from npu_runner.batch.rows.completions import CompletionBody
-from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import AnswerRules, RowBody, Strict
-from npu_runner.batch.rows.scores import RerankBody, ScoreBody
-from npu_runner.batch.rows.shape import check_shape
+from npu_runner.batch.rows.endpoints import ENDPOINTS
+from npu_runner.batch.rows.shape import check_shape, parse_json
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown
-
-ENDPOINTS: dict[str, type[RowBody]] = {
-    "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody,
-    "/v1/score": ScoreBody, "/v1/rerank": RerankBody,
-    "/v1/classify": ClassifyBody}
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ def read_json(line: bytes) -> dict[str, Any]:
     """The row as a JSON object. Raises RequestError for anything else, and for one too large to be parsed."""
     check_shape(line)
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"the row is not UTF-8: byte {error.start} cannot be read", "not_utf8") from error
     except ValueError as error:
@@ -58,9 +49,13 @@ def read_json(line: bytes) -> dict[str, Any]:
 
 
 def refuse_half_characters(line: bytes, row: dict[str, Any]) -> None:
-    """JSON can spell half a surrogate pair, which is no text: no tokenizer takes it and no file can hold it."""
+    """JSON can spell half a surrogate pair, which is no text: no tokenizer takes it and no file can hold it. Metadata
+    may have one, because it goes to neither."""
     if b"\\ud" not in line and b"\\uD" not in line:
         return
+    body = row.get("body")
+    if isinstance(body, dict):
+        row = {**row, "body": {name: value for name, value in body.items() if name != "metadata"}}
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -88,7 +83,7 @@ def _endpoint_of(url: str) -> type[RowBody]:
     if url not in ENDPOINTS:
         message = f"url: {shown(url)} is not one of {', '.join(ENDPOINTS)}"
         raise RequestError(message, "invalid_value", "url")
-    return ENDPOINTS[url]
+    return ENDPOINTS[url].body
 
 
 def _first_error(error: ValidationError, model: type[Strict]) -> RequestError:
@@ -108,7 +103,7 @@ def _first_error(error: ValidationError, model: type[Strict]) -> RequestError:
 def _hint(location: tuple[int | str, ...], model: type[Strict]) -> str:
     """What may have been meant by a field that is unknown there."""
     name = str(location[-1])[:60]
-    elsewhere = [url for url, body in ENDPOINTS.items() if name in _names_of(body)]
+    elsewhere = [url for url, endpoint in ENDPOINTS.items() if name in _names_of(endpoint.body)]
     if len(location) == 1 and elsewhere:
         return "; it goes into body" if model is _Envelope else f"; {elsewhere[0]} has it"
     known = _names_of(model) if len(location) == 1 else {name for kind in _parts() for name in _names_of(kind)}

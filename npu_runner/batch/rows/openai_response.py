@@ -7,18 +7,17 @@ So a resumed job writes the ids that an undisturbed one would have written.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
+from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
+from npu_runner.batch.rows.shape import check_shape, parse_json
+from npu_runner.errors import RequestError
 from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
@@ -100,6 +99,35 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     return row.out.getvalue()
 
 
+FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
+"""The errors of reading a line that is no result row, or none of a known form."""
+
+
+def has_failed(answer: Mapping[str, Any]) -> bool:
+    """Whether a result row is a failure: it has an `error`, or a status code other than 200, or no
+    response at all."""
+    response = answer.get("response")
+    return (answer.get("error") is not None or not isinstance(response, dict)
+            or response.get("status_code", 200) != 200)
+
+
+def error_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The error of a failed row. OpenAI's own error files have it in the body alone. Empty where the row names none."""
+    response = answer.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    of_body = body.get("error") if isinstance(body, dict) else None
+    return next((error for error in (answer.get("error"), of_body) if isinstance(error, dict)), {})
+
+
+def key_of_answer(answer: Mapping[str, Any]) -> bytes:
+    """The 16 bytes by which a result row is known. Raises one of FAULTS for any other object."""
+    custom_id = answer["custom_id"]
+    line = 0 if custom_id is not None else answer["error"]["line"]
+    if not isinstance(custom_id, (str, type(None))) or type(line) is not int:
+        raise TypeError("a row is known by a text or by the number of its line")
+    return row_key(custom_id, line)
+
+
 def is_cut_off(body: Mapping[str, Any]) -> bool:
     """Whether, of an answer that was written, a completion ended at its limit of tokens."""
     return any(choice["finish_reason"] == "length" and not _is_repetition(choice) for choice in body.get("choices", ()))
@@ -114,28 +142,14 @@ def _is_repetition(choice: Mapping[str, Any]) -> bool:
     return choice["finish_reason"] == "length" and choice.get("stop_reason") == REPETITION_DETECTED
 
 
-def texts_of(body: Mapping[str, Any]) -> list[str]:
-    """What an answer that was written says, completion by completion, whatever endpoint it is of."""
-    if "choices" in body:
-        return [_text_of(choice) for choice in body["choices"]]
-    if "results" in body:
-        return [f"document {item['index']}: {item['relevance_score']:.4f}" for item in body["results"]]
-    return [_text_of_numbers(item) for item in body["data"]]
-
-
-def answer_of(body: Mapping[str, Any]) -> str | None:
-    """What, of an answer that was written, the row's `expected` is compared with: a text or a label; None: neither."""
-    has_answer = "choices" in body or "label" in next(iter(body.get("data", ())), ())
-    return texts_of(body)[0] if has_answer else None
-
-
 def object_in(text: str, *, is_strict: bool = False) -> dict[str, Any] | None:
     """The JSON object that an answer's text is; None: it is none. `is_strict`: nor is one with NaN or infinity."""
     if not text.lstrip().startswith("{"):
         return None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant if is_strict else None)
-    except (ValueError, RecursionError):  # cut off at its limit, or text that only begins so
+        check_shape(text.encode("utf-8", "replace"))
+        value = parse_json(text, parse_constant=_refuse_constant if is_strict else None)
+    except (ValueError, RecursionError, RequestError):  # cut off, not JSON behind its beginning, or too large to parse
         return None
     return value if isinstance(value, dict) else None
 
@@ -144,38 +158,15 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def vector_of(embedding: Sequence[float] | str) -> np.ndarray:
-    """(D,) float32, of either form that a row may ask for: numbers, or base64 of their bytes (little end first)."""
-    if isinstance(embedding, str):
-        return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
-    return np.array(embedding, dtype=np.float32)
-
-
 def name_of_answer(answer: Mapping[str, Any]) -> str:
     """As a report calls it: a row without a usable custom_id is known by its line."""
     custom_id: str | None = answer["custom_id"]
     return f"line {answer['error']['line']}" if custom_id is None else custom_id
 
 
-def _text_of_numbers(item: Mapping[str, Any]) -> str:
-    if "label" in item:
-        return str(item["label"])
-    return _length_of(item["embedding"]) if "embedding" in item else f"{item['score']:.4f}"
-
-
-def _text_of(choice: Mapping[str, Any]) -> str:
-    message = choice.get("message")
-    return (choice["text"] if message is None else message["content"]) or ""
-
-
-def _length_of(vector: list[float] | str) -> str:
-    count = len(base64.b64decode(vector)) // 4 if isinstance(vector, str) else len(vector)
-    return f"a vector of {count} numbers"
-
-
 def is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        parse_json(text)
     except (ValueError, RecursionError):
         return False
     return True

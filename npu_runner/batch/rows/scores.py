@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from npu_runner.batch.rows.chat import Part
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, Prompts, RowBody, Strict
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, Prompts, RowBody, Strict, number_of
 from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules, resolve_media
@@ -260,6 +260,7 @@ class PairForm(AnswerForm):
     """A list of scores. `is_raw`: differences of logits."""
 
     has_text: ClassVar[bool] = False
+    is_compared: ClassVar[bool] = False
 
     is_raw: bool = False
 
@@ -271,6 +272,14 @@ class PairForm(AnswerForm):
     @abstractmethod
     def entry(self, index: int, score: float) -> dict[str, Any]:
         """One document's."""
+
+    @classmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        return f"{number_of(item[cls.item_name]):.4f}"
+
+    @classmethod
+    def cells_of(cls, item: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[str, Any]:
+        return {"score": number_of(item[cls.item_name])}
 
 
 def _difference(completion: CompletionOutput) -> float:
@@ -285,6 +294,7 @@ class ScoreForm(PairForm):
     id_prefix: ClassVar[str] = "score-"
     object: ClassVar[str] = "list"
     list_name: ClassVar[str] = "data"
+    item_name: ClassVar[str] = "score"
 
     def entry(self, index: int, score: float) -> dict[str, Any]:
         return {"index": index, "object": "score", "score": score}
@@ -296,6 +306,7 @@ class RerankForm(PairForm):
 
     id_prefix: ClassVar[str] = "rerank-"
     list_name: ClassVar[str] = "results"
+    item_name: ClassVar[str] = "relevance_score"
     has_created: ClassVar[bool] = False
 
     top_n: int | None = None
@@ -309,3 +320,7 @@ class RerankForm(PairForm):
     def entry(self, index: int, score: float) -> dict[str, Any]:
         shown = {} if self.documents is None else {"document": self.documents[index]}
         return {"index": index, **shown, "relevance_score": score}
+
+    @classmethod
+    def text_of(cls, item: Mapping[str, Any]) -> str:
+        return f"document {item['index']}: {super().text_of(item)}"

@@ -9,7 +9,10 @@ Shapes: C characters of a piece.
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +25,22 @@ _MAX_TOP_BYTES = 64 << 10
 _QUOTE, _COMMA, _NESTED = ord('"'), ord(","), ord("0")
 _STEP = np.zeros(256, dtype=np.int8)  # what a byte outside of strings does to the depth
 _STEP[[ord("["), ord("{")]], _STEP[[ord("]"), ord("}")]] = 1, -1
+
+
+def parse_json(text: str, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """The value of a JSON text, as json.loads has it. A whole number of more digits than Python converts (4,300) is
+    infinite, as 1e999 is. Raises ValueError and RecursionError."""
+    try:
+        return json.loads(text, parse_constant=parse_constant)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_constant=parse_constant, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int | float:
+    is_short = len(digits.lstrip("-")) <= sys.get_int_max_str_digits()
+    return int(digits) if is_short else float(digits)
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,7 @@ def _custom_id(text: bytes | None) -> str | None:
     if text is None:
         return None
     try:
-        row = json.loads(text.decode("utf-8"))
+        row = parse_json(text.decode("utf-8"))
         value = row.get("custom_id") if isinstance(row, dict) else None
         if not isinstance(value, str) or not 0 < len(value) <= LIMITS.max_custom_id_chars:
             return None
