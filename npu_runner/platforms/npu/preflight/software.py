@@ -79,8 +79,8 @@ def check_kernels(host: Host, chips: Collection[str]) -> Check:
         return Check(name, "ok", f"for {', '.join(sorted(wanted))}")
     there = f"there are those for {', '.join(found)}" if found else f"there are none in {folder}"
     return Check(name, "failed", f"CANN has no kernels for {', '.join(missing)}, {there}: operators fail with 561003 "
-                 "or 561112", "take the image of this chip (A2 and A3 have images of their own), or install the package "
-                 "of kernels for it")
+                 "or 561112", "take the image of this chip (A2 and A3 have images of their own), or install the "
+                 "package of kernels for it")
 
 
 def check_libatb(host: Host, libraries: Libraries) -> Check:
