@@ -148,7 +148,7 @@ def _add_generate(commands: Commands) -> None:
     question = parser.add_argument_group("question")
     question.add_argument("question", help="what to ask")
     # One list of both kinds: they are shown in the order in which they are named.
-    for kind, what in (("image", "an image"), ("video", "a video (pip install 'npu-runner[video]')")):
+    for kind, what in (("image", "an image"), ("video", "a video (pip install 'av>=17.1')")):
         question.add_argument(f"--{kind}", dest="seen", action="append", default=[], metavar="FILE",
                               type=functools.partial(_of_kind, kind), help=f"{what}; may be repeated")
     question.add_argument("--system", metavar="TEXT", help="instructions that come before the question")

@@ -18,7 +18,7 @@ def add_rows(commands: Commands) -> None:
         commands, "rows", _rows,
         "make the rows of a job: of a folder of images, a CSV, JSONL or Parquet file, a Hugging Face dataset",
         "Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
-        "sources give the same bytes. Parquet and datasets need pyarrow (pip install -e '.[tables]').")
+        "sources give the same bytes. Parquet and datasets need pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help="a folder, a file, or a pattern in quotes such as 'pictures/**/*.png'")
     add_options(parser, RowsOptions, "rows")
@@ -28,7 +28,7 @@ def add_table(commands: Commands) -> None:
     parser = add_command(
         commands, "table", _table, "make a table of the answers of a job: Parquet, CSV, JSONL, or vectors as .npy",
         "Makes a line of every answer: metadata, text, the fields of an answer that is JSON, how it ended, "
-        "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install -e '.[tables]').")
+        "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("answers", metavar="ANSWERS", help="the output of a job, which may be at work")
     add_options(parser, TableOptions, "table")
 

@@ -69,7 +69,7 @@ class MadeTable:
 def make_table(answers: str, options: TableOptions) -> MadeTable:
     """Raises ConfigError where there are no answers, or none that the format takes; then the table is as before."""
     if options.kind == "parquet":
-        pyarrow_for("Parquet")
+        pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
         files = entered.enter_context(AnswerFiles(answers, options.max_row_bytes))
         read = [*files.read_names, ("rows", options.rows), ("schema", options.schema)]
