@@ -68,10 +68,9 @@ def test_a_translation_was_made_from_the_english_sentences_of_today(path: Path) 
 def test_a_stamp_changes_with_a_sentence_and_with_nothing_else(tmp_path: Path) -> None:
     text = "# Head\n\nA sentence of\ntwo lines.\n\n    code\n\n| cell |\n"
     stamps = []
-    for name, page in (("same", text), ("broken", text.replace("of\ntwo", "of two")), ("code", text.replace("code", "x")),
-                       ("other", text.replace("two", "three"))):
-        (tmp_path / name).write_text(page)
-        stamps.append(stamp(tmp_path / name))
+    for old, new in (("", ""), ("of\ntwo", "of two"), ("code", "x"), ("two", "three")):
+        (tmp_path / "page.md").write_text(text.replace(old, new))
+        stamps.append(stamp(tmp_path / "page.md"))
     assert stamps[0] == stamps[1] == stamps[2] != stamps[3]
 
 

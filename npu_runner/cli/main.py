@@ -6,14 +6,12 @@ Imports torch only once the arguments are known to be good, so that --help and m
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
@@ -22,10 +20,12 @@ from npu_runner.cli.check import add_check_arguments
 from npu_runner.cli.check import run as run_check
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
-from npu_runner.cli.options import Commands, add_command, add_options, add_some_options, given
+from npu_runner.cli.options import add_options, add_some_options, given
+from npu_runner.cli.parser import Commands, Parser, add_command
 from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
+from npu_runner.processes.log_level import LEVELS, VARIABLE, show_log
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
 from npu_runner.threads import wait_briefly
 
@@ -50,6 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    if getattr(parsed, "log_level", None) is not None:
+        os.environ[VARIABLE] = parsed.log_level  # for the processes that this one starts, too
+    try:
+        show_log()
+    except ValueError as error:
+        print(f"npu-runner: {error}", file=sys.stderr)
+        return 2
     try:
         return int(parsed.run(parsed))
     except (ConfigError, RequestError) as error:
@@ -84,30 +91,14 @@ def _imports_of(packages: Sequence[str]) -> set[str]:
     return {"PIL" if name == "pillow" else name for name in packages}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says, of an option that it does not know, which ones look like it. argparse leaves that to the outermost parser,
-    which knows no option of a command. A mistake does not print all options."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-            options = {option.lstrip("-"): option for option in self._option_string_actions}  # dashes are alike in all
-            near = [options[word] for word in difflib.get_close_matches(name.lstrip("-"), options, n=3, cutoff=0.62)]
-            self.error(f"{name} is no option of it" + (f"; did you mean {', '.join(near)}?" if near else ""))
-        return parsed, unknown
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"usage: {self.prog} [options]; {self.prog} --help lists them\n{self.prog}: error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="npu-runner",
         description="Offline multimodal batch inference: a file of requests in, a file of answers out.",
         allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"npu-runner {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands: Commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=lambda arguments: _help(parser))
     add_rows(commands)
     _add_batch(commands)
     _add_check(commands)
@@ -119,14 +110,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_models(commands)
     _add_doctor(commands)
+    of_command = commands.add_parser("help")  # without a help text, it is not in the list
+    of_command.add_argument("command", nargs="?", choices=list(commands.choices))
+    of_command.set_defaults(run=lambda arguments: _help(commands.choices.get(arguments.command, parser)))
+    for command in commands.choices.values():
+        command.add_argument("--log-level", choices=LEVELS, metavar="|".join(LEVELS), help="show what is logged from "
+                             f"this level on, of every process of the command (default: ${VARIABLE})")
     return parser
+
+
+def _help(parser: Parser) -> int:
+    parser.print_help()
+    return 0
 
 
 def _add_batch(commands: Commands) -> None:
     parser = add_command(
         commands, "batch", _batch, "answer a JSONL file of requests",
         "Answers every row of a file in OpenAI's batch format. Run again, it goes on where it stopped.",
-        epilog=_EXIT_STATUSES, formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=_EXIT_STATUSES)
     add_options(parser, BatchOptions, "job")
     _add_model_options(parser)
 
@@ -176,7 +178,7 @@ def _add_summary(commands: Commands) -> None:
         "Counts the rows of an output, and adds up what the runs of its job took. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-i", "--input", metavar="FILE",
-                        help="the input of the job, to count its rows (default: the last run's count)")
+                        help="the rows that the job answers, to count them (default: the last run's count)")
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
 
 
@@ -190,7 +192,7 @@ def _add_report(commands: Commands) -> None:
                         help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
                         "has the name, a folder whose pages begin with index.html")
     parser.add_argument("-i", "--input", metavar="FILE",
-                        help="the input of the job (default: none, and answers are shown without questions)")
+                        help="the rows that the job answers (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",
                         help="the folder of the job's images and videos (default: only data: URLs are shown)")
     parser.add_argument("--report-rows", type=int, metavar="N", default=BatchOptions.report_rows,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from npu_runner.cli.options import Commands, add_command, add_options, given
+from npu_runner.cli.options import add_options, given
+from npu_runner.cli.parser import Commands, add_command, take_old_spelling
 from npu_runner.config import from_keywords
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 
@@ -31,6 +32,7 @@ def add_table(commands: Commands) -> None:
         "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("answers", metavar="ANSWERS", help="the output of a job, which may be at work")
     add_options(parser, TableOptions, "table")
+    parser.add_argument("--rows", dest="old_rows", help=argparse.SUPPRESS)
 
 
 def add_merge(commands: Commands) -> None:
@@ -51,6 +53,7 @@ def _rows(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
+    take_old_spelling(arguments, "old_rows", "table --rows")
     (options,) = from_keywords(given(arguments, TableOptions), TableOptions)
     from npu_runner.tables.make_table import make_table
 

@@ -55,7 +55,7 @@ def test_a_folder_becomes_a_table_by_way_of_a_job(
     assert cli.main(["rows", *sources, *options, "-o", "rows.jsonl"]) == 0
     assert f"--allowed-media-dir {tmp_path / media}" in capsys.readouterr().err
     assert cli.main(["batch", "-i", "rows.jsonl", "-o", "answers.jsonl", "--allowed-media-dir", media, *SMALL]) == 0
-    assert cli.main(["table", "answers.jsonl", "--rows", "rows.jsonl", "-o", "table.parquet"]) == 0
+    assert cli.main(["table", "answers.jsonl", "-i", "rows.jsonl", "-o", "table.parquet"]) == 0
     frame = pd.read_parquet("table.parquet")
     assert list(frame["custom_id"]) == [row["custom_id"] for row in read_rows(tmp_path / "rows.jsonl")]
     assert set(frame["metadata.folder"]) == {"drawn"}
@@ -103,7 +103,7 @@ def test_every_option_is_explained_in_help_and_named_on_the_page(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all"])
     said = " ".join(capsys.readouterr().out.split())
     page = (ROOT / "docs" / "tables.md").read_text()
     for option in options_of(COMMANDS[command]):
