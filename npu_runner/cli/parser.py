@@ -174,7 +174,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _WholeHelp(argparse.Action):
-    def __call__(self, parser: Any, *arguments: Any) -> NoReturn:
+    def __call__(self, parser: Any, *arguments: Any) -> None:
         parser._print_message(parser.format_whole_help(), sys.stdout)
         parser.exit()
 
