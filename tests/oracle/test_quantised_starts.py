@@ -142,7 +142,8 @@ def test_a_shard_that_is_cut_is_named(quantised: Path, tmp_path: Path) -> None:
 def test_the_commands_that_only_look_say_how_it_is_served(
         quantised: Path, checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", str(quantised)]) == 0
-    assert capsys.readouterr().out.endswith(f"; quantised weights (21 as fp8 by block of 32 x 32): {SAYS}\n")  # no product takes 32 x 32
+    said = f"; quantised weights (21 as fp8 by block of 32 x 32): {SAYS}\n"
+    assert capsys.readouterr().out.endswith(said), "no product takes blocks of 32 x 32"
     assert main(["models", str(quantised / "config.json")]) == 0
     assert capsys.readouterr().out.endswith(f"; quantised weights: {ANYWHERE}\n")
     asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--fits"]
