@@ -21,7 +21,7 @@ from npu_runner.cli.check import run as run_check
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
 from npu_runner.cli.options import add_options, add_some_options, given
-from npu_runner.cli.parser import Commands, Parser, add_command
+from npu_runner.cli.parser import EXAMPLES, Commands, Parser, add_command
 from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
@@ -95,7 +95,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="npu-runner",
         description="Offline multimodal batch inference: a file of requests in, a file of answers out.",
-        allow_abbrev=False)
+        epilog="npu-runner COMMAND --help shows what a command does, with examples.\n", allow_abbrev=False)
+    parser.examples = [EXAMPLES[name][0] for name in ("rows", "batch", "table")]
     parser.add_argument("--version", action="version", version=f"npu-runner {__version__}")
     commands: Commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parser.set_defaults(run=lambda arguments: _help(parser))
@@ -135,7 +136,7 @@ def _add_batch(commands: Commands) -> None:
 
 def _add_check(commands: Commands) -> None:
     parser = add_command(
-        commands, "check", _check, "what a job over an input would bring",
+        commands, "check", _check, "say which rows of a job would fail, before it runs",
         "Prepares every row as a job does, without weights, and says which would fail and how large the "
         "others are. Exit status 0: every row would be served, 3: some would fail, 1: the model does not fit.")
     add_check_arguments(parser)
@@ -165,7 +166,7 @@ def _of_kind(kind: str, file: str) -> tuple[str, str]:
 
 def _add_status(commands: Commands) -> None:
     parser = add_command(
-        commands, "status", _status, "how a job gets on, from another terminal",
+        commands, "status", _status, "say how far a job is, from another terminal",
         "Says of a job under way how many rows are done, how fast, how long still, and of one that has "
         "ended how. Takes no lock, changes nothing and loads no model.")
     parser.add_argument("output", help=_OUTPUT)
@@ -174,7 +175,7 @@ def _add_status(commands: Commands) -> None:
 
 def _add_summary(commands: Commands) -> None:
     parser = add_command(
-        commands, "summary", _summary, "what all runs of a job add up to, finished or under way",
+        commands, "summary", _summary, "add up all runs of a job, finished or under way",
         "Counts the rows of an output, and adds up what the runs of its job took. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-i", "--input", metavar="FILE",
@@ -184,7 +185,7 @@ def _add_summary(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", _report, "HTML pages of a job's answers",
+        commands, "report", _report, "make HTML pages of a job's answers",
         "Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
         "Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
@@ -201,7 +202,7 @@ def _add_report(commands: Commands) -> None:
 
 def _add_models(commands: Commands) -> None:
     parser = add_command(
-        commands, "models", _models, "which models are served, and whether a checkpoint is",
+        commands, "models", _models, "list the models that are served, or say whether a checkpoint is",
         "Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
         "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
@@ -212,7 +213,7 @@ def _add_models(commands: Commands) -> None:
 
 def _add_doctor(commands: Commands) -> None:
     parser = add_command(
-        commands, "doctor", _doctor, "is this host ready? what is to be done?",
+        commands, "doctor", _doctor, "check whether this host is ready, and name a remedy for each problem",
         "Looks at drivers, versions, devices and variables, then answers questions about drawn images. "
         "Exit status 1: something failed; its remedy is printed.")
     add_doctor_arguments(parser)
