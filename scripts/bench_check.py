@@ -45,7 +45,7 @@ def measure(number: int, arguments: argparse.Namespace) -> dict[str, Any]:
         write_rows(folder, number, arguments.num_rows)
         common = ["--platform", arguments.platform, "--allowed-media-dir", "pictures",
                   "--max-num-seqs", str(arguments.max_num_seqs)]
-        said = command(["check", "rows.jsonl", "--json", "--sample", str(arguments.sample), *common], folder)
+        said = command(["check", "-i", "rows.jsonl", "--json", "--sample", str(arguments.sample), *common], folder)
         least, most = json.loads(said)["sample"]["seconds"]
         started = time.monotonic()
         command(["batch", "-i", "rows.jsonl", "-o", "answers.jsonl", "--progress", "off", *common], folder)

@@ -27,7 +27,7 @@ run npu-runner rows "$out/pictures" --prompt-file "$out/question.txt" --schema "
 status=0
 run npu-runner batch --platform cpu --model "$model" -i "$out/rows.jsonl" -o "$out/answers.jsonl" --overwrite \
     --allowed-media-dir "$out/pictures" --report "$out/report.html" --summary "$out/summary.json" || status=$?
-run npu-runner table "$out/answers.jsonl" --rows "$out/rows.jsonl" -o "$out/table.csv"
+run npu-runner table "$out/answers.jsonl" -i "$out/rows.jsonl" -o "$out/table.csv"
 
 echo
 head -n 4 "$out/table.csv" | cut -d, -f1-6

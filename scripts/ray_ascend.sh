@@ -20,7 +20,7 @@ fail() {
 }
 
 action=${1:-}
-if [ "$action" = --help ]; then
+if [ "$action" = --help ] || [ "$action" = -h ]; then
     sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit
 fi
@@ -113,7 +113,7 @@ check() {
             continue
         fi
         if ! versions=$(ask "$host" "$(in_environment "$versions_of")"); then
-            printf 'ray_ascend.sh: %s: %s does not have npu-runner and Ray (--root, --before; pip install "npu-runner[ray]")\n' \
+            printf 'ray_ascend.sh: %s: %s does not have npu-runner and Ray (--root, --before; pip install "ray[data]>=2.40")\n' \
                 "$host" "$root" >&2
             wrong=1
             continue

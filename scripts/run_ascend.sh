@@ -7,6 +7,12 @@
 #        run_ascend.sh --exec PROGRAM [...]   another program in the same environment
 set -euo pipefail
 
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        printf '\n'
+        ;;
+esac
 is_dry=
 if [ "${1:-}" = --dry-run ]; then
     is_dry=1

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from npu_runner.checkpoint.files import registered, require_json, resolve_checkpoint
+from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
 from npu_runner.checkpoint.lora import Adapter, read_adapter
 from npu_runner.checkpoint.model_config import ModelConfig, ScorePooling
 from npu_runner.checkpoint.quantization import Quantization, asked_of, read_quantization
@@ -115,6 +118,21 @@ class OpenedCheckpoint:
     """To be merged into the weights."""
     seconds: float
     """That opening it took."""
+
+    def multiplied_forms(self, weight_forms: Collection[str]) -> Collection[str]:
+        """Those of a platform's `weight_forms` that weights of this checkpoint are stored in. Reads headers alone.
+
+        All of them where weights are random, or are made by the setting `quantization`.
+        """
+        made = self.config.load_format == "dummy" or self.config.quantization != "auto"
+        if self.quantization is None or made or not weight_forms:
+            return weight_forms
+        return [form for form in weight_forms if form in self._stored_forms]
+
+    @cached_property
+    def _stored_forms(self) -> frozenset[str]:
+        with open_weights(self.path, self.quantization) as reader:
+            return reader.weight_forms if isinstance(reader, DequantisingReader) else frozenset()
 
     @property
     def generation_defaults(self) -> dict[str, Any]:

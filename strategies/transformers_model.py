@@ -39,7 +39,7 @@ from npu_runner.strategies.base import LoadStrategy
 logger = logging.getLogger(__name__)
 
 _OLDEST = (5, 20)
-REQUIRED = "transformers 5.20 or newer (pip install 'npu-runner[transformers]')"
+REQUIRED = "transformers 5.20 or newer (pip install 'transformers>=5.20,<6')"
 _SERVING, _PROBING = "npu_runner", "npu_runner_probe"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Masks and places that old checkpoints stored and every model computes.

@@ -20,7 +20,8 @@ _QWEN_TOKEN_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video
 @dataclass(frozen=True, kw_only=True)
 class Family:
     text: dict[str, Any] = field(default_factory=dict)
-    """What its text config has beside or instead of tiny_checkpoints.TEXT; None: nothing of that name."""
+    """What its text config has beside or instead of tiny_checkpoints.TEXT; None: nothing of that name. Token ids that
+    transformers sets by default (pad_token_id 32000, ...) may lie outside the tiny vocabulary: name them here, as 0."""
     vision: dict[str, Any] | None = None
     """What its tower's config has beside or instead of tiny_checkpoints.VISION; None: it sees no images."""
     tokens: dict[str, str] = field(default_factory=dict)

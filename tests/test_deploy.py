@@ -191,12 +191,24 @@ def test_without_devices_no_container_is_started(tmp_path: Path) -> None:
     assert "there is no /dev/davinci*" in done.stderr
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
 @pytest.mark.parametrize("script", sorted(path.name for path in DEPLOY.glob("*.sh") if path != SLURM))
-def test_help_is_the_head_of_the_script(script: str) -> None:
-    done = subprocess.run(["bash", DEPLOY / script, "--help"], capture_output=True, text=True)
+def test_help_is_the_head_of_the_script(script: str, option: str) -> None:
+    done = subprocess.run(["bash", DEPLOY / script, option], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"usage: {script}" in done.stdout
     assert "set -euo" not in done.stdout
+
+
+def test_the_launchers_help_is_its_own_and_that_of_the_command() -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", ROOT / "scripts/run_ascend.sh", "--help"], env=environment, capture_output=True,
+                          text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    launcher, command = done.stdout.split("\n\n", 1)
+    assert "--dry-run" in launcher
+    assert "--exec PROGRAM" in launcher
+    assert command.startswith("usage: npu-runner")
 
 
 def test_what_ran_on_no_ascend_host_says_so() -> None:

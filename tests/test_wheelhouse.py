@@ -43,7 +43,7 @@ FROM_A_FILE = '{"url": "file:///torch.whl", "archive_info": {}}'
 INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging": "26.3", "protobuf": "6.33.5",
          "psutil": "7.1.0", "pyyaml": "6.0.4", "huggingface_hub": "2.4.0", "jinja2": "3.1.6", "llguidance": "1.9.1",
          "pillow": "13.0.0", "pydantic": "2.14.3", "safetensors": "0.8.0", "tokenizers": "0.23.3", "tqdm": "4.70.1",
-         "torch": "2.13.0"}  # fmt: skip
+         "torch": "2.13.0", "pyarrow": "21.0.0"}  # fmt: skip
 
 
 NEEDS = {"vllm 0.23.0": ["llguidance<1.8,>=1.7", "transformers"], "transformers 5.5.4": ["huggingface_hub<2"],
@@ -125,6 +125,7 @@ def install_from_wheelhouse(source: Path, elsewhere: dict[str, str], image: dict
     made = run(source / "scripts/deploy/make_wheelhouse.sh", "wheelhouse", env=elsewhere, cwd=tmp_path)
     assert made.returncode == 0, made.stdout + made.stderr
     assert not list((tmp_path / "wheelhouse").glob("torch*"))
+    assert list((tmp_path / "wheelhouse").glob("pyarrow-*.whl")), "a table in Parquet is what the first page shows"
     for gone in ("index", "checkout"):
         shutil.rmtree(tmp_path / gone)
     return install_in(image, tmp_path)
@@ -213,6 +214,14 @@ def test_an_image_without_the_pair_is_refused(image: dict[str, str], tmp_path: P
     done = run(ROOT / "scripts/deploy/install.sh", "environment", env=image, cwd=tmp_path)
     assert done.returncode == 2
     assert "no pair of torch and torch_npu (found: torch==2.10.0+cpu )" in done.stderr
+    assert not (tmp_path / "environment").exists(), "the next try would find it in its way"
+
+
+def test_an_environment_of_before_is_left_alone(image: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "environment").mkdir()
+    done = run(ROOT / "scripts/deploy/install.sh", "environment", env=image, cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "environment").is_dir()) == (2, True)
+    assert "exists already" in done.stderr
 
 
 def test_a_requirement_that_brings_torch_is_refused(elsewhere: dict[str, str], tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     """How quantised weights are computed with, for a manifest; None: there are none.
 
     `quantization`: of the checkpoint. `asked`: the setting of that name. `weight_forms`: those that the platform has
-    products for.
+    products for, and, where the weights are known, that they are stored in.
     """
     method = None if quantization is None else quantization.method
     if asked in _MADE:
@@ -66,7 +66,7 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
     kinds = [name for form, name in (("int8", "dynamic"), ("int8_static", "static")) if form in weight_forms]
     if method in _HOLD_INT8 and kinds:
         held.append(f"int8 with {' and '.join(kinds)} inputs multiplied as int8")
-    if method in _HOLD_FP8 and "fp8" in weight_forms:
+    if method in _HOLD_FP8 and not {"fp8", "fp8_blocks"}.isdisjoint(weight_forms):
         held.append(f"fp8 with 8-bit inputs {_AS_FP8}")
     if method in _HOLD_GROUPED and "grouped" in weight_forms:
         held.append("int4 and int8 with 16-bit inputs multiplied as they are stored")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_some_options, given, read_size
+from npu_runner.cli.parser import take_old_spelling
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError
 
@@ -31,11 +32,12 @@ _MILLION = 1_000_000
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """All but those of the model."""
-    parser.add_argument("input", metavar="ROWS", help="the rows of a job; - reads standard input")
+    parser.add_argument("-i", "--input", metavar="FILE", help="the rows of a job; - reads standard input")
+    parser.add_argument("old_rows", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="answer N of the rows, evenly spread, and "
                         "say how long the job would take; at least twice --max-num-seqs for a time (default: none)")
     parser.add_argument("--device-memory", type=read_size, metavar="SIZE", help="memory of one device, like 64G: does "
-                        "the model fit, by the arithmetic of doctor --fits? auto is platform npu then")
+                        "the model fit, by the arithmetic of doctor --fits? With --platform auto, an NPU is assumed")
     parser.add_argument("--input-price", type=float, metavar="X", help="of a million prompt tokens, in any currency")
     parser.add_argument("--output-price", type=float, metavar="X", help="of a million tokens of answers")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
@@ -55,6 +57,9 @@ class _Prices:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found. Returns 0 if all rows would be served, 1 if the model does not fit, 3 if rows fail."""
+    take_old_spelling(arguments, "old_rows", "check ROWS")
+    if arguments.input is None:
+        raise ConfigError("-i/--input: name the file of rows, or - for standard input")
     if arguments.sample < 0:
         raise ConfigError(f"--sample: {arguments.sample} is not a number of rows")
     named = given(arguments, RunnerConfig, BatchOptions) | {"output": "-"}

@@ -28,8 +28,8 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     fits = parser.add_argument_group("would a model fit?")
     fits.add_argument("--fits", metavar="MODEL", help="estimate what a checkpoint folder, a hub id or a bare "
-                      "config.json takes of a device, and look at nothing else; auto is platform npu here. Exit status "
-                      "0: it fits, 1: it does not")
+                      "config.json takes of a device, and look at nothing else. With --platform auto, an NPU is "
+                      "assumed. Exit status 0: it fits, 1: it does not")
     fits.add_argument("--device-memory", type=read_size, metavar="SIZE", help="memory of one device, like 64G")
     add_some_options(parser, RunnerConfig, "settings that --fits counts with", _OF_MEMORY)
 

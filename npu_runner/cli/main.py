@@ -6,14 +6,12 @@ Imports torch only once the arguments are known to be good, so that --help and m
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
@@ -22,10 +20,12 @@ from npu_runner.cli.check import add_check_arguments
 from npu_runner.cli.check import run as run_check
 from npu_runner.cli.doctor_options import add_doctor_arguments, refuse_without_fits
 from npu_runner.cli.generate import answer_question
-from npu_runner.cli.options import Commands, add_command, add_options, add_some_options, given
+from npu_runner.cli.options import add_options, add_some_options, given
+from npu_runner.cli.parser import EXAMPLES, Commands, Parser, add_command
 from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
+from npu_runner.processes.log_level import LEVELS, VARIABLE, show_log
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
 from npu_runner.threads import wait_briefly
 
@@ -50,6 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    if getattr(parsed, "log_level", None) is not None:
+        os.environ[VARIABLE] = parsed.log_level  # for the processes that this one starts, too
+    try:
+        show_log()
+    except ValueError as error:
+        print(f"npu-runner: {error}", file=sys.stderr)
+        return 2
     try:
         return int(parsed.run(parsed))
     except (ConfigError, RequestError) as error:
@@ -84,30 +91,15 @@ def _imports_of(packages: Sequence[str]) -> set[str]:
     return {"PIL" if name == "pillow" else name for name in packages}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says, of an option that it does not know, which ones look like it. argparse leaves that to the outermost parser,
-    which knows no option of a command. A mistake does not print all options."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-            options = {option.lstrip("-"): option for option in self._option_string_actions}  # dashes are alike in all
-            near = [options[word] for word in difflib.get_close_matches(name.lstrip("-"), options, n=3, cutoff=0.62)]
-            self.error(f"{name} is no option of it" + (f"; did you mean {', '.join(near)}?" if near else ""))
-        return parsed, unknown
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"usage: {self.prog} [options]; {self.prog} --help lists them\n{self.prog}: error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="npu-runner",
         description="Offline multimodal batch inference: a file of requests in, a file of answers out.",
-        allow_abbrev=False)
+        epilog="npu-runner COMMAND --help shows what a command does, with examples.\n", allow_abbrev=False)
+    parser.examples = [EXAMPLES[name][0] for name in ("rows", "batch", "table")]
     parser.add_argument("--version", action="version", version=f"npu-runner {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands: Commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=lambda arguments: _help(parser))
     add_rows(commands)
     _add_batch(commands)
     _add_check(commands)
@@ -119,21 +111,32 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_models(commands)
     _add_doctor(commands)
+    of_command = commands.add_parser("help")  # without a help text, it is not in the list
+    of_command.add_argument("command", nargs="?", choices=list(commands.choices))
+    of_command.set_defaults(run=lambda arguments: _help(commands.choices.get(arguments.command, parser)))
+    for command in commands.choices.values():
+        command.add_argument("--log-level", choices=LEVELS, metavar="|".join(LEVELS), help="show what is logged from "
+                             f"this level on, of every process of the command (default: ${VARIABLE})")
     return parser
+
+
+def _help(parser: Parser) -> int:
+    parser.print_help()
+    return 0
 
 
 def _add_batch(commands: Commands) -> None:
     parser = add_command(
         commands, "batch", _batch, "answer a JSONL file of requests",
         "Answers every row of a file in OpenAI's batch format. Run again, it goes on where it stopped.",
-        epilog=_EXIT_STATUSES, formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=_EXIT_STATUSES)
     add_options(parser, BatchOptions, "job")
     _add_model_options(parser)
 
 
 def _add_check(commands: Commands) -> None:
     parser = add_command(
-        commands, "check", _check, "what a job over an input would bring",
+        commands, "check", _check, "say which rows of a job would fail, before it runs",
         "Prepares every row as a job does, without weights, and says which would fail and how large the "
         "others are. Exit status 0: every row would be served, 3: some would fail, 1: the model does not fit.")
     add_check_arguments(parser)
@@ -148,7 +151,7 @@ def _add_generate(commands: Commands) -> None:
     question = parser.add_argument_group("question")
     question.add_argument("question", help="what to ask")
     # One list of both kinds: they are shown in the order in which they are named.
-    for kind, what in (("image", "an image"), ("video", "a video (pip install 'npu-runner[video]')")):
+    for kind, what in (("image", "an image"), ("video", "a video (pip install 'av>=17.1')")):
         question.add_argument(f"--{kind}", dest="seen", action="append", default=[], metavar="FILE",
                               type=functools.partial(_of_kind, kind), help=f"{what}; may be repeated")
     question.add_argument("--system", metavar="TEXT", help="instructions that come before the question")
@@ -163,7 +166,7 @@ def _of_kind(kind: str, file: str) -> tuple[str, str]:
 
 def _add_status(commands: Commands) -> None:
     parser = add_command(
-        commands, "status", _status, "how a job gets on, from another terminal",
+        commands, "status", _status, "say how far a job is, from another terminal",
         "Says of a job under way how many rows are done, how fast, how long still, and of one that has "
         "ended how. Takes no lock, changes nothing and loads no model.")
     parser.add_argument("output", help=_OUTPUT)
@@ -172,17 +175,17 @@ def _add_status(commands: Commands) -> None:
 
 def _add_summary(commands: Commands) -> None:
     parser = add_command(
-        commands, "summary", _summary, "what all runs of a job add up to, finished or under way",
+        commands, "summary", _summary, "add up all runs of a job, finished or under way",
         "Counts the rows of an output, and adds up what the runs of its job took. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-i", "--input", metavar="FILE",
-                        help="the input of the job, to count its rows (default: the last run's count)")
+                        help="the rows that the job answers, to count them (default: the last run's count)")
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
 
 
 def _add_report(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", _report, "HTML pages of a job's answers",
+        commands, "report", _report, "make HTML pages of a job's answers",
         "Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
         "Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
@@ -190,7 +193,7 @@ def _add_report(commands: Commands) -> None:
                         help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
                         "has the name, a folder whose pages begin with index.html")
     parser.add_argument("-i", "--input", metavar="FILE",
-                        help="the input of the job (default: none, and answers are shown without questions)")
+                        help="the rows that the job answers (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",
                         help="the folder of the job's images and videos (default: only data: URLs are shown)")
     parser.add_argument("--report-rows", type=int, metavar="N", default=BatchOptions.report_rows,
@@ -199,7 +202,7 @@ def _add_report(commands: Commands) -> None:
 
 def _add_models(commands: Commands) -> None:
     parser = add_command(
-        commands, "models", _models, "which models are served, and whether a checkpoint is",
+        commands, "models", _models, "list the models that are served, or say whether a checkpoint is",
         "Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
         "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
@@ -210,7 +213,7 @@ def _add_models(commands: Commands) -> None:
 
 def _add_doctor(commands: Commands) -> None:
     parser = add_command(
-        commands, "doctor", _doctor, "is this host ready? what is to be done?",
+        commands, "doctor", _doctor, "check whether this host is ready, and name a remedy for each problem",
         "Looks at drivers, versions, devices and variables, then answers questions about drawn images. "
         "Exit status 1: something failed; its remedy is printed.")
     add_doctor_arguments(parser)

@@ -18,6 +18,7 @@ from npu_runner.platforms import AUTO, find_platform, platforms
 
 if TYPE_CHECKING:
     from npu_runner.checkpoint.quantization import Quantization
+    from npu_runner.platforms.platform import Platform
     from npu_runner.strategies import LoadStrategy
 
 _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_graphs", "strategy")
@@ -93,11 +94,13 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
         no_videos = strategy.processor(config).why_no_videos
         if facts["videos"] and no_videos is not None:
             facts |= {"videos": False, "why_no_videos": no_videos}
+    stored: frozenset[str] | None = None
     if Path(named.model).expanduser().is_dir():  # of a hub id only small files need be there
         with open_weights(folder, quantization) as reader:
             if isinstance(reader, DequantisingReader):
                 facts |= {"quantised_weights": reader.forms}
-    if (said := _arithmetic(quantization, config)) is not None:
+                stored = reader.weight_forms if named.quantization == "auto" else None
+    if (said := _arithmetic(quantization, config, stored)) is not None:
         facts |= {"quantization": said}
     return {"model_type": model_config.model_type, "task": "generate" if pooling is None else pooling.task,
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
@@ -111,16 +114,21 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
     return True
 
 
-def _arithmetic(quantization: Quantization | None, config: RunnerConfig) -> str | None:
-    """How quantised weights are computed with on the platform that is named; on any, and where it differs."""
+def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored: frozenset[str] | None) -> str | None:
+    """How quantised weights are computed with on the platform that is named; on any, and where it differs. `stored`:
+    the forms that weights have; None: their files were not looked at."""
     from npu_runner.checkpoint.quantization import arithmetic, asked_of
 
     asked = asked_of(quantization, config.quantization)
+
+    def on(platform: Platform) -> str | None:
+        forms = platform.weight_forms
+        return arithmetic(quantization, asked, forms if stored is None else [form for form in forms if form in stored])
+
     if config.platform != AUTO:
-        return arithmetic(quantization, asked, find_platform(config.platform).weight_forms)
+        return on(find_platform(config.platform))
     said = arithmetic(quantization, asked, ())
-    others = {platform.name: arithmetic(quantization, asked, platform.weight_forms)
-              for platform in platforms()}
+    others = {platform.name: on(platform) for platform in platforms()}
     return said and said + "".join(f"; on {name}: {other}" for name, other in others.items() if other != said)
 
 

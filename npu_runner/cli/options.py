@@ -15,7 +15,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from npu_runner import config
 from npu_runner.config import flat_fields, part_of
 from npu_runner.request.limits import shown
 
-Commands: typing.TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIZES = {"g": 1 << 30, "m": 1 << 20, "k": 1 << 10}
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
@@ -88,15 +87,6 @@ def with_parts(title: str, settings: type) -> list[tuple[str, type]]:
     """`settings` under this title, and its parts under their names."""
     parts = ((field.name, part_of(field)) for field in dataclasses.fields(settings))
     return [(title, settings), *((name, kind) for name, kind in parts if kind is not None)]
-
-
-def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str, description: str,
-                **more: Any) -> argparse.ArgumentParser:
-    """A command that `run` answers with an exit status. Its options cannot be abbreviated: a new one would change what
-    an abbreviation means. `more`: argparse's."""
-    parser = commands.add_parser(name, help=help, description=description, allow_abbrev=False, **more)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type, title: str,

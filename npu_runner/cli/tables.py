@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from npu_runner.cli.options import Commands, add_command, add_options, given
+from npu_runner.cli.options import add_options, given
+from npu_runner.cli.parser import Commands, add_command, take_old_spelling
 from npu_runner.config import from_keywords
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 
@@ -18,7 +19,7 @@ def add_rows(commands: Commands) -> None:
         commands, "rows", _rows,
         "make the rows of a job: of a folder of images, a CSV, JSONL or Parquet file, a Hugging Face dataset",
         "Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
-        "sources give the same bytes. Parquet and datasets need pyarrow (pip install -e '.[tables]').")
+        "sources give the same bytes. Parquet and datasets need pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help="a folder, a file, or a pattern in quotes such as 'pictures/**/*.png'")
     add_options(parser, RowsOptions, "rows")
@@ -28,9 +29,10 @@ def add_table(commands: Commands) -> None:
     parser = add_command(
         commands, "table", _table, "make a table of the answers of a job: Parquet, CSV, JSONL, or vectors as .npy",
         "Makes a line of every answer: metadata, text, the fields of an answer that is JSON, how it ended, "
-        "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install -e '.[tables]').")
+        "tokens. The job may be at work meanwhile. Loads no model. Parquet needs pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("answers", metavar="ANSWERS", help="the output of a job, which may be at work")
     add_options(parser, TableOptions, "table")
+    parser.add_argument("--rows", dest="old_rows", help=argparse.SUPPRESS)
 
 
 def add_merge(commands: Commands) -> None:
@@ -51,6 +53,7 @@ def _rows(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
+    take_old_spelling(arguments, "old_rows", "table --rows")
     (options,) = from_keywords(given(arguments, TableOptions), TableOptions)
     from npu_runner.tables.make_table import make_table
 

@@ -49,7 +49,8 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         platform = pick_platform(config.platform)
         settings = resolve_settings(config, checkpoint.model_config, platform, checkpoint.quantization)
         known |= {"platform": platform.name, **settings.describe()}
-        said = arithmetic(checkpoint.quantization, config.quantization, settings.weight_forms)
+        forms = checkpoint.multiplied_forms(settings.weight_forms)
+        said = arithmetic(checkpoint.quantization, config.quantization, forms)
         if said is not None and not platform.proves_forms():
             known["quantization"] = said
     return known

@@ -53,7 +53,11 @@ class TensorParallel:
 
     def gather_into(self, gathered: Tensor, x: Tensor) -> None:
         """Every rank's `x`, one behind the other."""
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group())
+        # The newer name since torch 2.13, which warns of the older one. Compilers of vendors know the older one only.
+        gather = getattr(dist, "all_gather_single", None)
+        if gather is None or torch.compiler.is_compiling():
+            gather = dist.all_gather_into_tensor
+        gather(gathered, x.contiguous(), group=self._group())
 
     def _group(self) -> Any:
         is_compiled = self.graph_group is not None and torch.compiler.is_compiling()

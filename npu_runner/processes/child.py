@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from npu_runner.processes import commands
+from npu_runner.processes.log_level import show_log
 from npu_runner.processes.patient_streams import make_standard_streams_patient
 from npu_runner.processes.stopwatch import Stopwatch
 
@@ -195,6 +196,7 @@ def main(arguments: list[str]) -> None:
     _die_with(int(parent))
     ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode())
     make_standard_streams_patient()
+    show_log()
     importlib.import_module(module).main(own)
 
 

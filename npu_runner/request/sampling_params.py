@@ -96,7 +96,7 @@ class SamplingParams:
     """End an answer whose last tokens are one pattern over and over. Its finish_reason is `length`, its stop_reason
     `repetition_detected`. `max_pattern_size` 0 looks for nothing."""
     no_repeat_ngram_size: int = 0
-    """No so many tokens stand in the answer twice in the same order. The prompt does not count. 0: they may."""
+    """The answer repeats no sequence of N tokens that it has already. The prompt does not count. 0: it may."""
     no_repeat_ngram_window: int | None = None
     """Only so many last tokens of the answer count. None: as many as the limit allows."""
     no_repeat_ngram_exempt_ids: Sequence[int] = ()

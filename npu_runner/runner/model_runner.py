@@ -301,7 +301,8 @@ class ModelRunner(ModelRunnerBase):
         description = {**self.settings.describe(), "attention": self.attention.name}
         if self.model_config.pooling is not None:
             description["pooling"] = self.model_config.pooling.describe()
-        weights = arithmetic(self.checkpoint.quantization, self.config.quantization, self.settings.weight_forms)
+        forms = self.checkpoint.multiplied_forms(self.settings.weight_forms)
+        weights = arithmetic(self.checkpoint.quantization, self.config.quantization, forms)
         if weights is not None:
             description["quantization"] = weights
         if self.gated_delta is not None:

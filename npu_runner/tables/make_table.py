@@ -81,12 +81,12 @@ class MadeTable:
 def make_table(answers: str, options: TableOptions) -> MadeTable:
     """Raises ConfigError where there are no answers, or none that the format takes; then the table is as before."""
     if options.kind == "parquet":
-        pyarrow_for("Parquet")
+        pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
         files = entered.enter_context(AnswerFiles(answers, options.max_row_bytes))
-        read = [*files.read_names, ("rows", options.rows), ("schema", options.schema)]
+        read = [*files.read_names, ("input", options.input), ("schema", options.schema)]
         place = find_output("table", options.output, read)
-        rows = None if options.rows is None else RowMetadata(options.rows, options.max_row_bytes)
+        rows = None if options.input is None else RowMetadata(options.input, options.max_row_bytes)
         entered.callback(rows.close) if rows is not None else None
         found = FirstPass(_schema(files, options))
         if rows is not None:

@@ -47,7 +47,8 @@ class RowsOptions:
     """The column whose value becomes the custom_id. None: the file's path below the common root of the sources, with
     the number of the record behind #."""
     keep: tuple[str, ...] = field(default=(), metadata=_COLUMN)
-    """A column that goes along as metadata, and into the table of answers; may be repeated. None does by default."""
+    """A column that goes along as metadata, and into the table of answers; may be repeated. By default no column
+    does."""
     expected: str | None = field(default=None, metadata=_COLUMN)
     """The column of right answers: the job compares its answers with them."""
     kind: str | None = field(default=None, metadata=_COLUMN)
@@ -61,7 +62,7 @@ class RowsOptions:
     endpoint: str = one_of("chat", "completions", "embeddings")
     """What the rows ask for."""
     sample: int | None = None
-    """Only so many records, evenly over all of them; their ids are the same."""
+    """Only N records, evenly over all of them; their ids are the same."""
     delimiter: str | None = None
     """What stands between the cells of a CSV. None: a comma, in .tsv files a tab."""
 
@@ -95,9 +96,9 @@ class TableOptions:
 
     output: str = field(metadata={"short": "-o", "values": "FILE"})
     """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
-    rows: str | None = field(default=None, metadata={"values": "FILE"})
-    """The input of the job, which may be compressed. With it the table has the metadata, and the order of the input.
-    None: no metadata, and the order in which answers finished."""
+    input: str | None = field(default=None, metadata={"short": "-i", "values": "FILE"})
+    """The rows that the job has answered; the file may be compressed. With them the table has their metadata, and their
+    order. None: no metadata, and the order in which answers finished."""
     format: str = one_of("auto", *_FORMATS)
     """What the table is; auto: as its name ends."""
     schema: Path | None = None

@@ -14,6 +14,8 @@ case ${1:-} in -*) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 environment=${1:-/opt/npu-runner}
 [ ! -e "$environment" ] || fail "$environment exists already; remove it, or name another folder"
+# Half an environment is in the way of the next try.
+trap 'status=$?; [ "$status" -eq 0 ] || rm -rf "$environment"' EXIT
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 # `pip list` looks for a newer pip, on the internet
 "${PYTHON:-python3}" -m venv --system-site-packages --without-pip "$environment"

@@ -3,7 +3,7 @@
 # the files of this folder. torch and torch_npu are not in it: the image brings that pair. Run it where there is internet.
 # usage: make_wheelhouse.sh [--python 3.12] [--machine aarch64] FOLDER [REQUIREMENT...]
 #   --python, --machine   of the Ascend host (python3 --version, uname -m); the defaults are those of vllm-ascend's images on ARM
-#   REQUIREMENT           more packages, as 'av>=17.1' for videos, 'pillow-heif>=1.0' for HEIC, 'ray[data]>=2.40'
+#   REQUIREMENT           more packages beside pyarrow, which is in it: as 'av>=17.1' for videos, 'pillow-heif>=1.0' for HEIC, 'ray[data]>=2.40'
 set -euo pipefail
 
 fail() {
@@ -15,7 +15,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=3.12 machine=aarch64
 while [ $# -gt 0 ]; do
     case $1 in
-        --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
         --python | --machine) [ $# -gt 1 ] || fail "$1: its value is missing" ;;&
         --python) python=$2 ;;
         --machine) machine=$2 ;;
@@ -32,6 +32,8 @@ mkdir -p "$folder"
 
 python3 -m pip wheel --no-deps --wheel-dir "$folder" "$root"
 grep -v '^torch' "$root/requirements-npu.txt" >"$folder/requirements.txt"
+# Tables in Parquet are what the first page shows, and a host without internet cannot add pyarrow later.
+sed -n 's/^tables = \["\(.*\)"\]$/\1/p' "$root/pyproject.toml" >>"$folder/requirements.txt"
 [ $# -eq 0 ] || printf '%s\n' "$@" >>"$folder/requirements.txt"
 # pip knows no "this glibc or older" of another machine. 2.34 is that of openEuler 22.03, the oldest host in the documents.
 platforms=()

@@ -11,6 +11,8 @@ fail() {
     exit 2
 }
 
+# A single -h asks for help; with a value behind it, it is docker's --hostname.
+[ "$*" != -h ] || set -- --help
 case ${1:-} in
     --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
     '') fail "no image was named" ;;

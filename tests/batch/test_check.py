@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
-    status = cli.main(["check", *arguments, "--allowed-media-dir", ".", "--json", *MODEL])
+    status = cli.main(["check", "-i", *arguments, "--allowed-media-dir", ".", "--json", *MODEL])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -88,7 +88,7 @@ def test_answers_and_prices_are_what_their_definition_gives(folder: Path, capsys
 def test_a_model_that_does_not_fit_is_an_exit_status(size: str, status: int, folder: Path,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(folder / "one.jsonl", [row("a", "What is this?", max_tokens=5)])
-    assert cli.main(["check", "one.jsonl", "--device-memory", size, "--max-model-len", "1024"]) == status
+    assert cli.main(["check", "-i", "one.jsonl", "--device-memory", size, "--max-model-len", "1024"]) == status
     assert "fit       an estimate for platform npu" in capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_a_sample_is_answered_and_leaves_nothing(folder: Path, capsys: pytest.Ca
 
 def test_an_input_without_rows_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "empty.jsonl").write_bytes(b"\n")
-    assert cli.main(["check", "empty.jsonl", *MODEL]) == 2
+    assert cli.main(["check", "-i", "empty.jsonl", *MODEL]) == 2
     assert "input empty.jsonl: it has no row" in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from tests.batch.scripted import row, write_rows
 
 def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        cli.main([*command, "--help"])
+        cli.main([*command, "--help-all"])
     assert caught.value.code == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -75,7 +75,6 @@ def test_names_of_settings_are_given_one_by_one() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["batch"],
         ["batch", "-i", "in", "-o", "out", "--colour", "red"],
         ["batch", "-i", "in", "-o", "out", "--over"],

@@ -24,6 +24,7 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest
 from npu_runner.batch.files.names import manifest_path, rows_path
 from npu_runner.batch.files.place import find_place
+from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.manifest_check import manifest_of, refuse_another_input
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
@@ -205,6 +206,10 @@ NOT_ALLOWED: dict[str, tuple[list[Row], str]] = {
     "answered, and its name is lost": (put(ROWS, 2, (None, "two")), r"row 3 \(custom_id 'c'\) is not there any more"),
     "an answered row where one was broken": (put(put(ROWS, 4), 3, ("d", "three"), ("y", "new")), "row 4 is not there"),
 }
+
+
+def test_the_message_that_people_quote_stands_in_one_piece_in_the_source() -> None:
+    assert "was changed and has an answer; ask it under a new custom_id" in Path(manifest_check.__file__).read_text()
 
 
 @pytest.mark.parametrize("name", NOT_ALLOWED)

@@ -7,16 +7,19 @@ import fcntl
 import io
 import os
 import pty
+import random
 import struct
 import termios
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from npu_runner.batch.job import progress
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import Tally
+from npu_runner.batch.job.summary import Tally, seconds_left
 from npu_runner.request.outputs import EngineStats
 from tests.batch.job_folder import Job
 from tests.batch.scripted import row, write_rows
@@ -42,6 +45,59 @@ def test_a_line_has_a_rate_over_all_and_lately_and_the_time_left(monkeypatch: py
     ]
     shown.update(TALLY, lambda: STATS, is_last=True)
     assert "3 failed (2 media_missing, 1 not_json), cut off 7, decode " in out.getvalue()
+
+
+def steps(num_rows: int, num_slots: int, num_samples: int) -> Iterator[tuple[int, Tally, EngineStats, float, float]]:
+    """Continuous batching by its definition: a slot that is free takes the next row, and each step gives each row that
+    is in flight a token. After each step while rows wait: rows left, counts, seconds so far, seconds until the end."""
+    lengths = [random.Random(number).randint(20, 60) * num_samples for number in range(num_rows)]
+    waiting, running, moments = list(lengths), [], []
+    tally = Tally()
+    num_tokens = 0
+    while waiting or running:
+        while waiting and len(running) * num_samples < num_slots:
+            length = waiting.pop(0)
+            running.append([length, length])
+        num_tokens += len(running) * num_samples
+        for request in running:
+            request[0] -= num_samples
+        for request in [each for each in running if not each[0]]:
+            running.remove(request)
+            tally = replace(tally, num_answered=tally.num_answered + 1,
+                            num_completion_tokens=tally.num_completion_tokens + request[1])
+        stats = EngineStats(num_running=len(running) * num_samples, num_decode_tokens=num_tokens)
+        moments.append((len(waiting), len(running), tally, stats))
+    for seconds, (num_waiting, num_running, tally, stats) in enumerate(moments, 1):
+        if num_waiting:
+            yield num_waiting + num_running, tally, stats, float(seconds), float(len(moments) - seconds)
+
+
+@pytest.mark.parametrize(("num_rows", "num_slots", "num_samples"), [(300, 256, 1), (300, 256, 4), (3000, 128, 1)])
+def test_the_time_left_is_near_the_truth_from_the_first_answer_on(
+    num_rows: int, num_slots: int, num_samples: int
+) -> None:
+    num_told = 0
+    for num_left, tally, stats, seconds, truth in steps(num_rows, num_slots, num_samples):
+        said = seconds_left(num_left, tally, stats, seconds)
+        assert (said is None) == (not tally.num_answered)
+        if said is not None:
+            num_told += 1
+            assert truth / 2.5 < said < truth * 2.5, f"{said:.0f} seconds at {seconds:.0f}, and it takes {truth:.0f}"
+    assert num_told > 5
+
+
+def test_without_tokens_whole_rows_are_the_pace() -> None:
+    """Embeddings have none, and neither have rows that fail before they are served."""
+    assert seconds_left(30, Tally(num_answered=10), EngineStats(num_running=8), 5.0) == 15.0
+    assert seconds_left(30, Tally(num_failed=10), EngineStats(num_running=8, num_decode_tokens=80), 5.0) is None
+
+
+def test_before_the_first_answer_a_line_says_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    shown = Progress("lines", out)
+    shown.start(300, 0)
+    shown.update(Tally(), lambda: replace(STATS, num_running=256), is_last=True)
+    assert out.getvalue().startswith("0/300 rows (256 in flight have 9000 tokens), 0.00 rows/s")
 
 
 @pytest.mark.parametrize(("width", "seen", "unseen"), [

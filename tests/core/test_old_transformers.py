@@ -16,7 +16,7 @@ from npu_runner.errors import ModelError
 from npu_runner.strategies import pick_strategy, transformers_model
 
 ROOT = Path(__file__).parents[2]
-WHAT = r"'gemma' is not supported.*of transformers 5.20 or newer \(pip install 'npu-runner\[transformers\]'\)"
+WHAT = r"'gemma' is not supported.*of transformers 5.20 or newer \(pip install 'transformers>=5\.20,<6'\)"
 
 
 @pytest.fixture

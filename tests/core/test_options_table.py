@@ -7,11 +7,13 @@ import re
 import pytest
 
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.cli.main import _parser
 from npu_runner.config import RunnerConfig, flat_fields, from_keywords
 from npu_runner.errors import ConfigError
 from scripts.options_page import PAGE, page
 
 EVERY = {**flat_fields(BatchOptions), **flat_fields(RunnerConfig)}
+SETTINGS = PAGE.read_text().partition("\n## Every command")[0]
 NEEDED = {"input": "in", "output": "out", "model": "m"}
 
 
@@ -20,14 +22,23 @@ def test_the_page_is_what_the_code_says() -> None:
 
 
 def test_each_option_has_one_row_and_one_owner() -> None:
-    flags = re.findall(r"^\| `--([a-z-]+)` \|", PAGE.read_text(), flags=re.MULTILINE)
+    flags = re.findall(r"^\| `--([a-z-]+)` \|", SETTINGS, flags=re.MULTILINE)
     assert sorted(flag.replace("-", "_") for flag in flags) == sorted(EVERY)
     assert len(EVERY) == len(flat_fields(BatchOptions)) + len(flat_fields(RunnerConfig))
 
 
+def test_a_switch_that_is_on_can_be_turned_off_by_the_name_on_the_page() -> None:
+    off = re.findall(r"^\| `--([a-z-]+)` \| `--no-([a-z-]+)` \|", SETTINGS, flags=re.MULTILINE)
+    assert {name for name, _ in off} >= {"enable-prefix-caching", "async-scheduling", "use-graph-cache"}
+    for name, negated in off:
+        assert name == negated
+        parsed = _parser().parse_args(["batch", "-i", "in", "-o", "out", f"--no-{name}"])
+        assert vars(parsed)[name.replace("-", "_")] is False
+
+
 @pytest.mark.parametrize("name", [name for name, field in EVERY.items() if "choices" in field.metadata])
 def test_a_word_that_is_none_of_the_choices_is_refused_with_all_of_them(name: str) -> None:
-    (row,) = re.findall(rf"^\| `--{name.replace('_', '-')}` \| ([^|]*) \|", PAGE.read_text(), flags=re.MULTILINE)
+    (row,) = re.findall(rf"^\| `--{name.replace('_', '-')}` \| ([^|]*) \|", SETTINGS, flags=re.MULTILINE)
     choices = [cell.strip("`") for cell in row.split(", ")]
     for choice in choices:
         from_keywords({**NEEDED, name: choice}, BatchOptions, RunnerConfig)

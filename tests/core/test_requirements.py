@@ -61,3 +61,22 @@ def test_an_ascend_image_is_asked_for_the_same() -> None:
 def test_the_old_oracle_is_one_that_the_extra_admits() -> None:
     (pinned,) = listed("requirements-oracle.txt")["transformers"].specifier
     assert pinned.version in ranges("transformers")["transformers"].specifier
+
+
+def test_no_hint_names_a_package_that_is_on_no_index() -> None:
+    """npu-runner is on no index: whoever took its name there would be installed by such a hint."""
+    pages = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md"]
+    for folder, kind in (("npu_runner", "*.py"), ("strategies", "*.py"), ("scripts", "*"), ("docs", "*.md")):
+        pages += [path for path in (ROOT / folder).rglob(kind) if path.is_file() and path.suffix != ".pyc"]
+    named = re.compile(r"npu[-_]runner\[|pip3? install [^\n`]*(?<![\w/.-])npu[-_]runner(?![\w/.-])")
+    found = [f"{path.relative_to(ROOT)}: {line}" for path in pages
+             for line in path.read_text(errors="replace").splitlines() if named.search(line)]
+    assert not found
+
+
+def test_hints_ask_for_the_ranges_of_the_extras() -> None:
+    """`pip install 'av>=17.1'` in a message is what pyproject.toml asks for."""
+    asked = {str(each) for part in ("transformers", "ray", "heif", "video", "tables") for each in ranges(part).values()}
+    texts = [path.read_text() for folder in ("npu_runner", "strategies") for path in (ROOT / folder).rglob("*.py")]
+    hints = {hint for text in texts for hint in re.findall(r"pip install '([^']+)'", text)}
+    assert {str(Requirement(hint)) for hint in hints} == asked

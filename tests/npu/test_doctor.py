@@ -462,7 +462,8 @@ def test_packages_that_torch_npu_does_not_declare() -> None:
     packages |= {"decorator": None, "attrs": None}
     assert found_packages("npu", packages) == Check(
         "Python packages", "failed", "npu-runner and torchair import decorator, attrs: not installed",
-        "pip list --format=freeze >image.txt; pip install -c image.txt decorator attrs")
+        "pip list --format=freeze >image.txt; pip install -c image.txt decorator attrs; "
+        "without internet: install.sh of a wheelhouse (docs/running-on-ascend.md)")
     assert found_packages("cpu", packages).status == "ok"
     del packages["torch"]
     assert "install torch" in found_packages("cpu", packages).remedy

@@ -13,10 +13,12 @@ from npu_runner import LLM
 from npu_runner.batch.files.fingerprint import fingerprint_model
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.cli.main import main
+from npu_runner.engine.bounds import settings_before_loading
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.runner.memory import weights_bytes
+from npu_runner.strategies import open_checkpoint
 from scripts.quantised.writing import quantise
 from tests.oracle.running import SMALL, greedy, runner_of
 
@@ -140,7 +142,8 @@ def test_a_shard_that_is_cut_is_named(quantised: Path, tmp_path: Path) -> None:
 def test_the_commands_that_only_look_say_how_it_is_served(
         quantised: Path, checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", str(quantised)]) == 0
-    assert capsys.readouterr().out.endswith(f"; quantised weights (21 as fp8 by block of 32 x 32): {ANYWHERE}\n")
+    said = f"; quantised weights (21 as fp8 by block of 32 x 32): {SAYS}\n"
+    assert capsys.readouterr().out.endswith(said), "no product takes blocks of 32 x 32"
     assert main(["models", str(quantised / "config.json")]) == 0
     assert capsys.readouterr().out.endswith(f"; quantised weights: {ANYWHERE}\n")
     asked = ["doctor", "--device-memory", "64G", "--platform", "npu", "--max-model-len", "1024", "--fits"]
@@ -150,6 +153,25 @@ def test_the_commands_that_only_look_say_how_it_is_served(
     found = json.loads(capsys.readouterr().out)
     assert main([*asked, str(checkpoint("qwen3")), "--json"]) == 0
     assert found == json.loads(capsys.readouterr().out) | {"quantization": SAYS}, "as its twin that is not quantised"
+
+
+def test_what_is_said_is_made_of_the_weights_and_not_of_the_format(
+    checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 128 x 128 have a product and those of 32 x 32 have none; int8 by row has no integers of 4 bits."""
+    for name, form, size in (("small", "fp8-block", 32), ("large", "fp8-block", 128), ("rows", "w8a8", 8)):
+        quantise(checkpoint("qwen3"), tmp_path / name, form, group_size=size)
+        assert main(["models", str(tmp_path / name)]) == 0
+    small, large, rows = capsys.readouterr().out.splitlines()
+    assert "multiplied as fp8" not in small
+    assert "on cuda: fp8, fp8 with 8-bit inputs multiplied as fp8" in large
+    assert "on npu: compressed-tensors, int8 with dynamic inputs multiplied as int8; other weights" in rows
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("int8", "fp8", "fp8_blocks", "grouped"))
+    for name, said in (("small", SAYS), ("rows", "compressed-tensors, int8 with dynamic inputs multiplied as int8; "
+                                                 "other weights dequantised at load, inputs not quantised")):
+        with LLM(tmp_path / name, platform="cpu", **SMALL) as llm:
+            assert llm.engine.describe()["quantization"] == said
+            assert settings_before_loading(open_checkpoint(llm.config))["quantization"] == said
 
 
 @pytest.mark.parametrize("name", ["quant_model_description.json", "quantize_config.json"])

@@ -23,8 +23,10 @@ FAST, OTHERS = split_by(RANKS)
 
 
 @pytest.mark.parametrize("model_type", FAST)
-def test_two_ranks_equal_one(model_type: str, checkpoint: Any, platform_name: str) -> None:
+def test_two_ranks_equal_one(model_type: str, checkpoint: Any, platform_name: str, capfd: pytest.CaptureFixture[str]
+                             ) -> None:
     assert_equal_one(model_type, checkpoint, platform_name)
+    assert "Warning" not in capfd.readouterr().err, "ranks use no function that torch has given up"
 
 
 @pytest.mark.full("families that go the way of one in the fast set (tests/families.py)")

@@ -226,7 +226,7 @@ except RequestError as error:
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.heic")], stdout=subprocess.PIPE, check=True)
     assert done.stdout.startswith(b"image_not_recognised")
-    assert b"pip install 'npu-runner[heif]'" in done.stdout
+    assert b"pip install 'pillow-heif>=1.0'" in done.stdout
 
 
 def test_where_pillow_reads_no_avif_it_is_refused_with_the_remedy() -> None:

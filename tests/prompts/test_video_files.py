@@ -222,4 +222,4 @@ def test_without_pyav_a_video_is_refused_with_the_remedy_and_nothing_else_needs_
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("video_package_missing")
-    assert "pip install 'npu-runner[video]'" in done.stdout
+    assert "pip install 'av>=17.1'" in done.stdout

@@ -113,4 +113,4 @@ def other_package(folder: Path, version: str) -> str:
 
 
 def need_ray() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'npu-runner[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[data]>=2.40'")

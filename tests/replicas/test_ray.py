@@ -223,7 +223,7 @@ def test_what_the_cluster_lacks_is_named_before_rows_move(cluster: Node, joined:
 @pytest.mark.parametrize(("what", "message"), [
     ("settings", "max_model_len"),
     ("version", f"has npu-runner other+{npu_runner.__version__}, the driver {npu_runner.__version__}"),
-    ("package", "install the same npu-runner[ray] on every host"),
+    ("package", "install the same npu-runner and the same Ray on every host"),
     ("model", "config.json"),
     ("folder", "there is no folder"),
 ])  # fmt: skip

@@ -75,7 +75,7 @@ def test_the_option_alone_means_the_cluster_of_this_host() -> None:
 ])  # fmt: skip
 def test_a_cluster_that_cannot_be_joined_is_named(blocked: bool, address: str, message: str, tmp_path: Path) -> None:
     if not blocked:
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'npu-runner[ray]'")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[data]>=2.40'")
     write_rows(tmp_path / "in.jsonl", [row("1")])
     arguments = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--ray", address]
     block = "sys.modules['ray'] = None" if blocked else "pass"

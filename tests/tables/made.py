@@ -42,12 +42,10 @@ def made(output: Path, *sources: Path | str, **options: Any) -> MadeRows:
     return make_rows([str(source) for source in sources], RowsOptions(output=str(output), **options))
 
 
-def table(answers: Path, output: Path, **options: Any) -> MadeTable:
+def table(answers: Path, output: Path, rows: Path | None = None, **options: Any) -> MadeTable:
+    """`rows`: the job's, for `--input`."""
     return make_table(
-        str(answers),
-        TableOptions(
-            output=str(output), **{name: str(value) if name == "rows" else value for name, value in options.items()}
-        ),
+        str(answers), TableOptions(output=str(output), input=None if rows is None else str(rows), **options)
     )
 
 

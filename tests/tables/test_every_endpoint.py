@@ -95,7 +95,7 @@ def test_table_has_a_line_of_every_answer(
     url: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs(folder, url)
-    status = cli.main(["table", "two.jsonl", "--rows", "in.jsonl", "-o", f"t.{kind}"])
+    status = cli.main(["table", "two.jsonl", "-i", "in.jsonl", "-o", f"t.{kind}"])
     if kind == "npy" and not ENDPOINTS[url].form.has_vectors:
         assert status == 2
         assert "npy: there is no vector among the answers" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_a_failed_row_is_tried_again(
     form, items = answers_of(json.loads(lines[1])["response"]["body"])
     assert form is ENDPOINTS[url].form
     assert len(items) == (1 if url in ("/v1/chat/completions", "/v1/completions") else 2)
-    assert cli.main(["table", "out.jsonl", "--rows", "in.jsonl", "-o", "t.csv"]) == 0
+    assert cli.main(["table", "out.jsonl", "-i", "in.jsonl", "-o", "t.csv"]) == 0
     assert "of 2 rows, 0 of them failed" in capsys.readouterr().err
 
 

@@ -30,7 +30,7 @@ def grown(*arguments):
 def commands(count):
     yield "rows", ("rows", f"in{count}.jsonl", "--prompt", "?", "--keep", "text", "-o", "r.jsonl")
     for ending in endings:
-        files = (f"answers{count}.jsonl", "--rows", f"rows{count}.jsonl", "-o", f"t.{ending}")
+        files = (f"answers{count}.jsonl", "-i", f"rows{count}.jsonl", "-o", f"t.{ending}")
         yield ending, ("table", *files)
 
 few, many, *endings = sys.argv[1:]

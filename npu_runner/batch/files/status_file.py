@@ -89,7 +89,7 @@ class Pace(_Part):
     lately: _Number
     """Rows per second in the last half minute."""
     seconds_left: _Number | None
-    """None: it has finished no row, from which to tell."""
+    """None: it has answered no row, from which to tell."""
 
 
 class Tokens(_Part):

@@ -58,7 +58,11 @@ class JobStatus:
             lines.append(f"ended     {status.end} (exit status {status.exit_status})")
         if status.pace.serve_seconds:
             lines += [f"rate      {self._rate()}", f"tokens    {status.tokens.prompt} prompt and "
-                      f"{status.tokens.completion} completion tokens in this run"]
+                      f"{status.tokens.completion} completion tokens of rows that this run finished"]
+            if self.status.end is None and self.state != KILLED:
+                lines.append(f"in flight {status.engines.running} running, {status.engines.waiting} waiting; "
+                             f"{status.tokens.prefill_computed} tokens prefilled and {status.tokens.decode_computed} "
+                             "decoded in all")
         if status.replicas:
             lines += [f"replicas  {self._replicas()}", f"caches    {self._caches()}"]
         return lines + self._report()

@@ -149,7 +149,7 @@ class Live:
         return Status(
             run=record.run_id, last_recorded=self._accounts.last_recorded, npu_runner=__version__, pid=os.getpid(),
             started=self._started, updated=Moment.now(), phase=self._phase, doing=self._doing, end=self._end,
-            exit_status=self._exit_status, rows=self._rows(), pace=self._pace(),
+            exit_status=self._exit_status, rows=self._rows(), pace=self._pace(engine),
             tokens=Tokens(prompt=record.tally.num_prompt_tokens, completion=record.tally.num_completion_tokens,
                           prefill_computed=engine.num_prefill_tokens, decode_computed=engine.num_decode_tokens),
             engines=_engines(engine), report=self._report,
@@ -161,7 +161,7 @@ class Live:
         return Rows(total=self._record.num_rows, answered=rows.num_answered, failed=rows.num_failed,
                     cut_off=rows.num_cut_off, repetition=rows.num_repetition, failures_by_code=dict(codes))
 
-    def _pace(self) -> Pace:
+    def _pace(self, engine: EngineStats) -> Pace:
         record, num_done = self._record, self._record.tally.num_done
         seconds = max(0.0, record.serve_seconds)
         num_left = (record.num_rows or 0) - record.num_resumed - num_done
@@ -169,7 +169,7 @@ class Live:
             rows=num_done, start_seconds=max(0.0, record.start_seconds), serve_seconds=seconds,
             rows_per_second=num_done / seconds if seconds > 0 else 0.0,
             lately=self._lately.rate(time.monotonic(), num_done),
-            seconds_left=seconds_left(max(0, num_left), num_done, seconds))
+            seconds_left=seconds_left(max(0, num_left), record.tally, engine, seconds))
 
 
 def _engines(stats: EngineStats) -> Engines:

@@ -69,10 +69,10 @@ def _changed_row(destination: FileDestination, file: InputFile, rows: InputScan,
         return f"{name} is not there any more, and no row may be removed"
     if here != change.place:
         return f"{name} is row {here + 1} now (line {rows.lines[here]}); rows keep their order, new ones go to the end"
-    where = f"{name}, line {rows.lines[here]}, was changed"
+    name = f"{name}, line {rows.lines[here]},"
     if is_answered[here]:
-        return f"{where} and has an answer; ask it under a new custom_id at the end"
-    return f"{where}; it has no answer, so with --retry-errors it may be"
+        return f"{name} was changed and has an answer; ask it under a new custom_id at the end"
+    return f"{name} was changed; it has no answer, so with --retry-errors it may be"
 
 
 def refuse_other_settings(destination: Destination, known: Mapping[str, Any], *, accept: Collection[str],

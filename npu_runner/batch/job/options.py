@@ -90,8 +90,8 @@ class BatchOptions:
     """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
     unparsed, and always some good ones."""
     report_every: float | None = field(default=None, metadata={"values": "MINUTES"})
-    """Make that report while the job runs, too, so often, in a process of its own. One at a time, of rows that are on
-    disk; it costs the job nothing but spare cores. It needs a report that is no stream."""
+    """Make that report every MINUTES minutes while the job runs, too, in a process of its own. It has the rows that are
+    on disk, and costs the job nothing but spare cores. It needs a report that is no stream."""
     metrics_file: Path | None = field(default=None, metadata={"values": "FILE"})
     """Write figures of the job in Prometheus' text form to this file, every 2 seconds. It is a file and no stream."""
     max_failures: str | None = field(default=None, metadata={"values": "N|P%"})
@@ -118,11 +118,11 @@ class BatchOptions:
     """Answers end when their last tokens are one pattern over and over: a JSON object with max_pattern_size,
     min_pattern_size and min_count, as in vLLM. Rows may say otherwise."""
     no_repeat_ngram_size: int | None = None
-    """No so many tokens stand in an answer twice in the same order; rows may say otherwise. None: they may."""
+    """An answer repeats no sequence of N tokens that it has already; rows may say otherwise. None: it may."""
     no_repeat_ngram_window: int | None = None
-    """Only so many last tokens of the answer count for no_repeat_ngram_size. None: the last 8192."""
+    """Only the last N tokens of the answer count for no_repeat_ngram_size. None: the last 8192."""
     no_repeat_ngram_exempt_ids: tuple[int, ...] = ()
-    """Token ids that may come in spite of no_repeat_ngram_size."""
+    """Token ids that no_repeat_ngram_size does not ban."""
     progress: str = one_of("auto", "bar", "lines", "off")
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere. It begins with how far the model is loaded.
     off: the last lines alone, which count the rows."""

@@ -86,14 +86,17 @@ class Progress:
             self._bar.n = self._num_before + tally.num_done
             _draw(self._bar, state)
         else:
-            self.say(", ".join([*self._pace(tally.num_done, now - self._start_time, rates[0]), *state]))
+            self.say(", ".join([*self._pace(tally, stats, now - self._start_time, rates[0]), *state]))
 
-    def _pace(self, num_done: int, seconds: float, rate_lately: float) -> list[str]:
+    def _pace(self, tally: Tally, stats: EngineStats, seconds: float, rate_lately: float) -> list[str]:
         """How far it is and how fast: the rate over all of this run says how long the rest takes."""
-        rest = seconds_left(self._num_rows - self._num_before - num_done, num_done, seconds)
+        num_done = tally.num_done
+        rows = f"{self._num_before + num_done}/{self._num_rows} rows"
+        if not num_done and stats.num_running:
+            rows += f" ({stats.num_running} in flight have {stats.num_decode_tokens} tokens)"
+        rest = seconds_left(self._num_rows - self._num_before - num_done, tally, stats, seconds)
         left = [] if rest is None else [f"{tqdm.format_interval(rest)} left"]
-        return [f"{self._num_before + num_done}/{self._num_rows} rows", *left,
-                f"{num_done / max(seconds, 1e-3):.2f} rows/s (lately {rate_lately:.2f})"]
+        return [rows, *left, f"{num_done / max(seconds, 1e-3):.2f} rows/s (lately {rate_lately:.2f})"]
 
     def close(self) -> None:
         if self._bar is not None:

@@ -61,7 +61,7 @@ def planned_replicas(config: RunnerConfig, options: BatchOptions, source: RowFil
     try:
         from npu_runner.serving.replicas.ray_cluster import cluster
     except ImportError as error:
-        raise ConfigError(f"ray: Ray is not installed here ({error}); pip install 'npu-runner[ray]'") from error
+        raise ConfigError(f"ray: Ray is not installed here ({error}); pip install 'ray[data]>=2.40'") from error
     with cluster(options.ray) as resources:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():  # Ray sets its own, and would end the job in the midst of a row

@@ -112,9 +112,21 @@ def listed_codes(failures_by_code: Mapping[str, int]) -> str:
     return f" ({', '.join(codes)})" if codes else ""
 
 
-def seconds_left(num_left: int, num_done: int, seconds: float) -> float | None:
-    """What the rest takes at the pace so far; None: nothing is done, or nothing is left."""
-    return num_left * seconds / num_done if num_left and num_done else None
+def seconds_left(num_left: int, tally: Tally, stats: EngineStats, seconds: float) -> float | None:
+    """How long the other `num_left` rows take at the pace of the `seconds` so far; None: no row is answered, or none
+    is left.
+
+    Rows in flight count for the pace: without them, a first batch of hundreds of rows would count as a single row when
+    the first of them ends. Their tokens say how many rows they are worth, by the mean of the answered rows; at most
+    half a row each, as short answers end first. They still count as left, because the last rows run in a batch that
+    shrinks.
+    """
+    if not num_left or not tally.num_answered:
+        return None
+    tokens_in_flight = max(0, stats.num_decode_tokens - tally.num_completion_tokens)
+    tokens_of_a_row = tally.num_completion_tokens / tally.num_answered
+    partly = min(stats.num_running / 2, tokens_in_flight / tokens_of_a_row) if tokens_of_a_row else 0.0
+    return num_left * seconds / (tally.num_done + min(partly, num_left))
 
 
 @dataclass(frozen=True, kw_only=True)

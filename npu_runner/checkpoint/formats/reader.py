@@ -169,6 +169,17 @@ class DequantisingReader(WeightsReader):
         return None if made is None else made.form
 
     @property
+    def weight_forms(self) -> frozenset[str]:
+        """In which of the forms that a platform may have products for weights are stored."""
+        found: set[str | None] = set()
+        for name in self._contents.made:
+            if (inputs := self.int8_inputs(name)) is not None:
+                found.add("int8" if inputs.scale is None else "int8_static")
+            else:
+                found.add(self.fp8_form(name) or (None if self.grouped_form(name) is None else "grouped"))
+        return frozenset(form for form in found if form is not None)
+
+    @property
     def forms(self) -> str:
         """How many weights are stored in which form."""
         return self._contents.describe()

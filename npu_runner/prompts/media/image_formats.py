@@ -86,7 +86,7 @@ def missing_decoder(head: bytes) -> str | None:
     if head[8:11] == b"avi":
         remedy = f"this Pillow ({PIL.__version__}) does not read it, the wheels of 11.3 and newer do"
         return None if READS_AVIF else f"AVIF; {remedy}"
-    return None if _heif_format(head) else "HEIC; pip install 'npu-runner[heif]' reads it"
+    return None if _heif_format(head) else "HEIC; pip install 'pillow-heif>=1.0' adds a decoder"
 
 
 def check_pixels(width: int, height: int, max_source_pixels: int) -> None:

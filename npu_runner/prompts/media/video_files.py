@@ -141,7 +141,7 @@ def _load_av() -> Any:
         return importlib.import_module("av")
     except ImportError as error:
         raise RequestError(
-            f"videos are decoded by PyAV, which is not there ({error}); pip install 'npu-runner[video]'",
+            f"videos are decoded by PyAV, which is not there ({error}); pip install 'av>=17.1'",
             "video_package_missing") from error
 
 

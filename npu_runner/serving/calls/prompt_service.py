@@ -23,7 +23,8 @@ from typing import Any
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.executor import CLOSED, Progress, silent
 from npu_runner.engine.llm_engine import LLMEngine
-from npu_runner.errors import EngineDeadError, ReplicaDeadError, RequestError
+from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
+from npu_runner.processes.log_level import show_log
 from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.serving.blame import LoneDeaths
@@ -376,6 +377,10 @@ class ReplicaService(PromptService):
 def make_service(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
                  max_restarts: float) -> PromptService:
     """`max_restarts`: of an engine of this process."""
+    try:
+        show_log()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     service: PromptService | None = None
     try:
         with on_terminal() as progress:

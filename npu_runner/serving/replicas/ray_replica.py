@@ -94,7 +94,8 @@ def _last_word(error: ray.exceptions.RayError) -> NpuRunnerError:
     reason = next((line for line in reversed(lines) if "Error" in line or "died" in line or "killed" in line),
                   lines[0] if lines else type(error).__name__)
     if "creation task" in str(error):  # an exception there, as other code or none raises; not a death
-        return ConfigError(f"its host cannot run it ({reason}); install the same npu-runner[ray] on every host")
+        return ConfigError(f"its host cannot run it ({reason}); install the same npu-runner and the same Ray on every "
+                           "host")
     return ReplicaDeadError(reason)
 
 

@@ -8,6 +8,7 @@ before a crash is known. Knows nothing of engines or models.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from npu_runner.platforms.examination import RUNNER_NEEDS, Examination, Signs, check_packages
@@ -17,6 +18,7 @@ from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.versions import cann_version, is_85, toolkit_folder
 
+_OFFLINE = "install.sh of a wheelhouse (docs/running-on-ascend.md)"
 _IF_SLOW = "give a longer --timeout; else a device hangs (npu-smi info), or one rank waits for another"
 _IF_UNKNOWN = "see the failed checks above; docs/running-on-ascend.md has a table of error codes"
 
@@ -55,8 +57,9 @@ class NpuExamination(Examination):
         yield software.check_driver(host, is_eager=is_eager)
         yield software.check_pair(packages, cann_version(host.environment))
         yield software.check_cann_version(host, packages)
-        yield check_packages(packages, tuple(dict.fromkeys((*RUNNER_NEEDS, *software.TORCHAIR_NEEDS))),
-                             "npu-runner and torchair import", f" (on an Ascend host: {software.IMAGE})")
+        check = check_packages(packages, tuple(dict.fromkeys((*RUNNER_NEEDS, *software.TORCHAIR_NEEDS))),
+                               "npu-runner and torchair import", f" (on an Ascend host: {software.IMAGE})")
+        yield check if check.status == "ok" else replace(check, remedy=f"{check.remedy}; without internet: {_OFFLINE}")
         yield software.check_libatb(host, self.libraries)
         yield from devices.check_variables(host.environment, is_eager=is_eager, torch_npu=packages.get("torch_npu"))
         yield devices.check_shared_memory(host.shared_memory, num_ranks)
