@@ -258,6 +258,24 @@ def test_embedded_images_are_written_below_the_media_folder_and_nowhere_else(tmp
     assert not contents(outside)
 
 
+def test_images_are_on_disk_before_the_rows_that_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that an earlier command has written, and was killed before it synced it."""
+    media, synced = tmp_path / "media", []
+    media.mkdir()
+    urls = ["data:;base64," + base64.b64encode(b"\x89PNG" + bytes([number]) * 40).decode() for number in range(3)]
+    source = write_rows(tmp_path / "t.jsonl", [{"image": url} for url in urls])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    one = write_rows(tmp_path / "one.jsonl", [{"image": urls[0]}])
+    rows(tmp_path / "r.jsonl", one, image=("image",), media_dir=media)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    found = rows(tmp_path / "r.jsonl", source, image=("image",), media_dir=media)
+    before = synced[: synced.index(str(tmp_path / ".r.jsonl.new"))]
+    files = [media / shown(row)[0] for row in found]
+    for path in files:
+        # Its bytes, then its name, then that of the folder.
+        assert before.index(str(path)) < before.index(str(path.parent)) < before.index(str(media)), path
+
+
 def test_a_broken_data_url_and_bytes_without_a_folder_are_errors(tmp_path: Path) -> None:
     (tmp_path / "media").mkdir()
     source = write_rows(tmp_path / "t.jsonl", [{"image": "data:image/png;base64,%%%"}])
