@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.names import manifest_path, own_files
 from npu_runner.batch.files.place import Place, find_place
 from npu_runner.batch.files.taken_names import refuse_taken
@@ -36,7 +37,7 @@ def find_outputs(named: Sequence[tuple[str, str | Path]], read: Iterable[tuple[s
 def _files_of_jobs(folder: Path) -> dict[Path, str]:
     """The output of each job in the folder, and all that belongs to it, as its manifest says."""
     found: dict[Path, str] = {}
-    with os.scandir(folder) as entries:
+    with clear_file_errors(f"folder {folder}"), os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name.endswith(_MANIFEST) and entry.name != _MANIFEST]
     for name in names:
         output = folder / name.removesuffix(_MANIFEST)
