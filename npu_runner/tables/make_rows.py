@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.files.taken_names import read_by
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_files import has_twins
@@ -57,8 +58,7 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     prompt = PromptText(options)
     maker = RowMaker(options, prompt, media)
     reader = Reader(sources, delimiter=options.delimiter, needed=maker.needed)
-    read = [(name, getattr(options, name)) for name in ("prompt_file", "template", "schema")]
-    place = find_output("rows", options.output, [*read, *(("source", name) for name in names)])
+    place = find_output("rows", options.output, [*read_by(options), *(("source", name) for name in names)])
     sources.output = place.path
 
     def records() -> Iterator[Record]:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.files.taken_names import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_cells import Cells, cells_of
 from npu_runner.tables.answer_files import AnswerFiles
@@ -72,8 +73,7 @@ def make_table(answers: str, options: TableOptions) -> MadeTable:
         pyarrow_for("Parquet")
     with contextlib.ExitStack() as entered:
         files = entered.enter_context(AnswerFiles(answers, options.max_row_bytes))
-        read = [*files.read_names, ("rows", options.rows), ("schema", options.schema)]
-        place = find_output("table", options.output, read)
+        place = find_output("table", options.output, [*files.read_names, *read_by(options)])
         rows = None if options.rows is None else RowMetadata(options.rows, options.max_row_bytes)
         entered.callback(rows.close) if rows is not None else None
         found = FirstPass(_schema(files, options))

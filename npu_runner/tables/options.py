@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.config import check_choices, one_of
+from npu_runner.config import READ, WRITTEN, check_choices, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 
@@ -24,13 +24,13 @@ RESERVED = {"expected": "the right answer, with which the job compares", "kind":
 class RowsOptions:
     """What a row is made of, and where rows go."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of rows, for npu-runner batch; an earlier one is replaced. - writes standard output."""
     prompt: str | None = None
     """What is asked of every record: this text."""
-    prompt_file: Path | None = None
+    prompt_file: Path | None = field(default=None, metadata={"file": READ})
     """The same from a file, as it stands; a newline at its end does not count."""
-    template: Path | None = None
+    template: Path | None = field(default=None, metadata={"file": READ})
     """A jinja template of what is asked, from a file. It sees the columns of a record by name, and all of them as
     `record`. Of a file they are path, name and folder."""
     system: str | None = None
@@ -40,7 +40,7 @@ class RowsOptions:
     columns that a Hugging Face dataset has for images are taken."""
     video: tuple[str, ...] = field(default=(), metadata=_COLUMN)
     """A column of videos; may be repeated."""
-    media_dir: Path | None = None
+    media_dir: Path | None = field(default=None, metadata={"file": READ})
     """The folder that the job gets as --allowed-media-dir. Paths in rows start there. Images that are bytes in a record
     are written into it once, under a name made of their content. None: the common root of the sources."""
     id: str | None = field(default=None, metadata=_COLUMN)
@@ -52,7 +52,7 @@ class RowsOptions:
     """The column of right answers: the job compares its answers with them."""
     kind: str | None = field(default=None, metadata=_COLUMN)
     """The column by which the report's page groups rows."""
-    schema: Path | None = None
+    schema: Path | None = field(default=None, metadata={"file": READ})
     """Answers are JSON that fits the schema in this file."""
     max_tokens: int | None = None
     """Most tokens of an answer."""
@@ -93,14 +93,14 @@ class RowsOptions:
 class TableOptions:
     """What a table of answers is made of, and where it goes."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
-    rows: str | None = field(default=None, metadata={"values": "FILE"})
+    rows: str | None = field(default=None, metadata={"values": "FILE", "file": READ})
     """The input of the job. With it the table has the metadata, and the order of the input. None: no metadata, and the
     order in which answers finished."""
     format: str = one_of("auto", *_FORMATS)
     """What the table is; auto: as its name ends."""
-    schema: Path | None = None
+    schema: Path | None = field(default=None, metadata={"file": READ})
     """The schema of the answers, for the types of their columns. None: the rows' own, or the job's."""
     excel_safe: bool = False
     """In a CSV, texts that begin with =, +, -, @, a tab or a carriage return get ' in front: no spreadsheet takes them
@@ -131,7 +131,7 @@ class TableOptions:
 class MergeOptions:
     """Where two outputs of one input go together."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of the answers of both; an earlier one is replaced."""
-    dropped: Path | None = None
+    dropped: Path | None = field(default=None, metadata={"file": WRITTEN})
     """JSONL file of the rows that are left out, whole."""

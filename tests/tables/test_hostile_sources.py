@@ -299,6 +299,8 @@ def test_a_broken_data_url_and_bytes_without_a_folder_are_errors(tmp_path: Path)
         "p.txt",
         ".answers.jsonl.new",
         "in/a.jsonl",
+        "s.json",
+        "media/a.png",
     ],
 )
 def test_rows_are_never_written_over_a_source_or_a_jobs_files(tmp_path: Path, name: str) -> None:
@@ -307,6 +309,9 @@ def test_rows_are_never_written_over_a_source_or_a_jobs_files(tmp_path: Path, na
     for file in ("answers.jsonl", "errors.jsonl", "t.jsonl", "in/a.jsonl"):
         write_rows(tmp_path / file, [{"a": "b"}])
     (tmp_path / "p.txt").write_text("?")
+    (tmp_path / "s.json").write_text("{}")
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     os.symlink(tmp_path / name, tmp_path / "link")
     before = {
         path: (tmp_path / os.fsdecode(path)).read_bytes()
@@ -314,8 +319,15 @@ def test_rows_are_never_written_over_a_source_or_a_jobs_files(tmp_path: Path, na
         if path != b"link" and (tmp_path / os.fsdecode(path)).exists()
     }
     for output in (name, "link"):
-        with pytest.raises(ConfigError, match=r"^rows .*(is the|is a source)"):
-            rows(tmp_path / output, tmp_path / "t.jsonl", tmp_path / "in", prompt_file=tmp_path / "p.txt")
+        with pytest.raises(ConfigError, match=r"^rows .*(is the|is a source|is an image)"):
+            rows(
+                tmp_path / output,
+                tmp_path / "t.jsonl",
+                tmp_path / "in",
+                prompt_file=tmp_path / "p.txt",
+                schema=tmp_path / "s.json",
+                media_dir=tmp_path,
+            )
     assert before == {path: (tmp_path / os.fsdecode(path)).read_bytes() for path in before}
     assert row_key("a", 0) != row_key("b", 0)
 

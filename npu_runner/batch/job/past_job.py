@@ -61,7 +61,7 @@ class PastJob:
         if self._manifest is None or not self._output.is_file():
             raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
                               "for it")
-        place = find_places(options, None).report
+        place = find_places(options).report
         assert place is not None, "the caller names a page"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
         has_schema = _RULE_OF_JOB in self._manifest.settings

@@ -70,7 +70,7 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
     command may simply be run again. Of a job that ended so after its input was read there is a summary as well.
     `open_model` stands in for a checkpoint and LLMEngine.
     """
-    places = find_places(options, config.model)
+    places = find_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
         progress = Progress(options.progress, stderr)
         job = _Job(config, options, places, progress, signals, open_model)
