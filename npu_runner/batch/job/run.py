@@ -22,7 +22,7 @@ from npu_runner.batch.files.destination import Destination, Writers, open_destin
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.manifest import Manifest, start_time
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
@@ -70,6 +70,7 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
     command may simply be run again. Of a job that ended so after its input was read there is a summary as well.
     `open_model` stands in for a checkpoint and LLMEngine.
     """
+    start_time()  # raises ConfigError
     places = find_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
         progress = Progress(options.progress, stderr)
