@@ -161,7 +161,7 @@ def test_a_source_date_epoch_that_is_no_number_is_refused_before_a_model_is_load
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
     write_rows(job.input, [row("a")])
-    with pytest.raises(ConfigError, match="SOURCE_DATE_EPOCH=.* is not a number of seconds"):
+    with pytest.raises(ConfigError, match=r"SOURCE_DATE_EPOCH=.* is not a number of seconds"):
         job.run(report=job.folder / "r.html")
     assert (job.engines, job.files()) == ([], set())
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "9" * 11)  # the latest that is taken

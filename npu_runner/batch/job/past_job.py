@@ -84,7 +84,7 @@ class PastJob:
     @contextlib.contextmanager
     def _opened(self, input: str) -> Iterator[tuple[InputFile, InputScan]]:
         """Raises ConfigError for an input that the job was not begun with."""
-        with InputFile(input, self._output.parent) as file:
+        with InputFile(input) as file:
             rows = file.scan(None if self._manifest is None else self._manifest.input)
             if not rows.continues_earlier:
                 raise ConfigError(f"input {input}: it is not the input that {self.name} was begun with; name that one, "
