@@ -22,6 +22,7 @@ from npu_runner.request.limits import LIMITS
 
 _ENDINGS = {"JPEG": "jpg", "JPEG 2000": "jp2", "TIFF": "tif", "HEIC or AVIF": "heic", "MP4 or MOV": "mp4",
             "Matroska or WebM": "mkv"}
+NUM_LOOKED = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -33,6 +34,9 @@ class MediaFolder:
         self.is_used = False
         """Some address leads to a file in it."""
         self.num_written = 0
+        self.missing: list[str] = []
+        """Of the first paths that records name, those that are not there."""
+        self._num_looked = 0
         self._is_named = is_named
         self._used: set[str] = set()
         """Folders below the root with embedded images of these rows."""
@@ -65,7 +69,19 @@ class MediaFolder:
             yield self._written(_decoded(value, where), where) if self._is_named else value
         else:
             self.is_used = True
+            if self._num_looked < NUM_LOOKED and _is_plain(value) and "\0" not in value:
+                self._num_looked += 1
+                if not os.path.exists(os.path.join(self.root, value)):
+                    self.missing.append(value)
             yield value
+
+    def missing_line(self) -> str:
+        """Empty where none of the first files is missing."""
+        if not self.missing:
+            return ""
+        return (f"{len(self.missing)} of the first {self._num_looked} files that records name are not below "
+                f"{self.root}, as {self.missing[0]!r}; the job looks for them below its --allowed-media-dir, so name "
+                "their folder with --media-dir")
 
     def sync(self) -> None:
         """Embedded images and their names are on disk when this returns, those too that an earlier command has written:

@@ -16,6 +16,9 @@ from npu_runner.request.limits import LIMITS
 
 _COLUMN = {"values": "COLUMN"}
 _FORMATS = ("parquet", "csv", "jsonl", "npy")
+ALL = "*"
+TYPES = ("text", "int", "float", "bool")
+"""Of kept columns."""
 RESERVED = {"expected": "the right answer, with which the job compares", "kind": "the group on the report's page"}
 """Names in metadata that mean something to a job, and what."""
 
@@ -47,7 +50,9 @@ class RowsOptions:
     """The column whose value becomes the custom_id. None: the file's path below the common root of the sources, with
     the number of the record behind #."""
     keep: tuple[str, ...] = field(default=(), metadata=_COLUMN)
-    """A column that goes along as metadata, and into the table of answers; may be repeated. None does by default."""
+    """A column that goes along as metadata, and into the table of answers; may be repeated. COLUMN:TYPE converts its
+    values (price:float; text, int, float or bool). '*' is all columns but those of images, videos and other bytes. None
+    does by default."""
     expected: str | None = field(default=None, metadata=_COLUMN)
     """The column of right answers: the job compares its answers with them."""
     kind: str | None = field(default=None, metadata=_COLUMN)
@@ -63,7 +68,10 @@ class RowsOptions:
     sample: int | None = None
     """Only so many records, evenly over all of them; their ids are the same."""
     delimiter: str | None = None
-    """What stands between the cells of a CSV. None: a comma, in .tsv files a tab."""
+    """What stands between the cells of a CSV. None: as a first line like sep=; says, else a comma, in .tsv files a
+    tab."""
+    encoding: str | None = None
+    """Encoding of CSV files, such as cp1252 or utf-16. None: UTF-8."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -71,12 +79,14 @@ class RowsOptions:
         if len(asked) != 1:
             given = " and ".join(f"--{name.replace('_', '-')}" for name in asked) or "none of them"
             raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {given}")
-        for name in self.keep:
+        for name, _ in self.kept:
             if name in RESERVED:
                 raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
                                   f"--{name} {name}")
-        if len(set(self.keep)) < len(self.keep):
+        if len({name for name, _ in self.kept}) < len(self.kept):
             raise ConfigError(f"keep: {', '.join(self.keep)}: a column is named twice")
+        if self.encoding is not None:
+            _check_encoding(self.encoding)
         if self.sample is not None and self.sample < 1:
             raise ConfigError(f"sample: {self.sample} is not a positive number")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -87,6 +97,20 @@ class RowsOptions:
             raise ConfigError(f"schema: rows for {self.endpoint} have no response_format; use --endpoint chat")
         if self.endpoint == "completions" and (self.system is not None or self.image or self.video):
             raise ConfigError("endpoint completions: a raw prompt has no system message, images or videos; use chat")
+
+    @property
+    def kept(self) -> tuple[tuple[str, str | None], ...]:
+        """Columns, and the type that each is to have; None: as it is. The name of all columns is ALL."""
+        parts = [(each.rpartition(":"), each) for each in self.keep]
+        return tuple((name, kind) if mark and kind in TYPES else (each, None) for (name, mark, kind), each in parts)
+
+
+def _check_encoding(name: str) -> None:
+    try:
+        "".encode(name)
+    except (LookupError, ValueError) as error:
+        raise ConfigError(f"encoding: {name!r} is no encoding of text that Python knows ({error}); name one like "
+                          "cp1252, utf-16 or gb18030") from error
 
 
 @dataclass(frozen=True, kw_only=True)
