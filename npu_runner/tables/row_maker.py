@@ -163,7 +163,7 @@ class RowMaker:
         return found
 
 
-def typed(value: Any, kind: str, where: str) -> str | int | float | bool | None:
+def typed(value: Any, kind: str, where: str) -> Any:
     """A cell as one of TYPES; an empty one is None. Raises ConfigError for what cannot be that."""
     if value is None or value == "":
         return None

@@ -99,6 +99,18 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
         sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Within, no other process writes a version of this folder. Raises JobError where one does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not _lock(descriptor, waits=False):
+            raise _two_writers(folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def remove_torn_version(path: Path) -> None:
     """Remove what a process left that was killed in `replacing`: it may be as large as the file. One that a process is
     writing stays."""
@@ -138,13 +150,13 @@ def _remove_left(path: Path, *, waits: bool) -> None:
 
 
 def _lock(descriptor: int, *, waits: bool) -> bool:
-    """Whether no other process has it. Where a file system has no locks, none has."""
+    """Whether no other process has it. Where a file system has no locks (NFS has none of folders), none has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
     return True
 

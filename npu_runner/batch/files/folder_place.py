@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from npu_runner.batch.files.durable import clear_file_errors, replacing, sync_files, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, replacing, sole_writer, sync_files, sync_folder
 from npu_runner.batch.files.names import new_version_path
 from npu_runner.batch.files.place import Place, own_descriptor, try_to_replace
 from npu_runner.errors import ConfigError
@@ -64,14 +64,15 @@ class FolderPlace(Place):
             self.path.mkdir()
             sync_folder(self.path.parent)
         self._refuse_foreign()
-        number = 1 + max((number for number, _ in self._versions()), default=0)
-        version = Version(self, f"pages-{number}")
-        version.path.mkdir()
-        try:
-            yield version
-        finally:
-            if not version.is_current:
-                shutil.rmtree(version.path)
+        with sole_writer(self.path):  # whoever ends first would remove the pages of the other
+            number = 1 + max((number for number, _ in self._versions()), default=0)
+            version = Version(self, f"pages-{number}")
+            version.path.mkdir()
+            try:
+                yield version
+            finally:
+                if not version.is_current:
+                    shutil.rmtree(version.path)
 
     def remove_versions_but(self, name: str) -> None:
         for _, path in self._versions():
