@@ -98,9 +98,10 @@ def _with_files_of_folders(read: Iterable[Named]) -> Iterator[tuple[str, str | P
     for option, name in read:
         if name is None:
             continue
-        yield option, name
         folder = Path(name)
-        if any((folder / config).is_file() for config in ("config.json", _ADAPTER)):
+        if not folder.is_dir():
+            yield option, name
+        elif any((folder / config).is_file() for config in ("config.json", _ADAPTER)):
             for path in (*files_that_count(folder), folder / _ADAPTER):
                 yield f"{option}'s {path.name}", path
 
