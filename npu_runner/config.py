@@ -27,6 +27,10 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+READ, WRITTEN = "read", "written"
+"""The metadata `file` of a setting that names a file or a folder: no file that is read may be written over."""
+
+
 def one_of(*choices: str) -> Any:
     """A field whose value is one of `choices`, the first of them by default; `check_choices` holds it to that."""
     return dataclasses.field(default=choices[0], metadata={"choices": choices})
@@ -152,7 +156,7 @@ class PromptConfig:
     max_logprobs_per_request: int = LIMITS.max_logprobs_per_request
     """A request for more log probabilities is refused. Counted are n x max_tokens x (top_logprobs + 1), and prompt
     tokens x (prompt_logprobs + 1)."""
-    chat_template: str | None = dataclasses.field(default=None, metadata={"values": "FILE"})
+    chat_template: str | None = dataclasses.field(default=None, metadata={"values": "FILE", "file": READ})
     """File of the chat template, in the place of the checkpoint's; in Python also the template's text. None: the
     checkpoint's."""
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -242,7 +246,7 @@ class RunnerConfig:
     ConfigError that names it.
     """
 
-    model: str
+    model: str = dataclasses.field(metadata={"file": READ})
     """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl or shapes-hybrid)."""
     revision: str | None = None
     """Branch, tag or commit where the model is a hub id."""
@@ -270,7 +274,7 @@ class RunnerConfig:
     of such linears in the same way, and of experts by block of 128 x 128, of 16 bits alone (cuda on Hopper, in
     bfloat16). cpu rounds the weights alike and multiplies in float32. An FP8 checkpoint with fp8 is as with auto.
     vLLM's name."""
-    lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH"})
+    lora: str | None = dataclasses.field(default=None, metadata={"values": "PATH", "file": READ})
     """Folder of a LoRA adapter that PEFT has saved. It is merged into the weights while they are read, in float32, and
     so serves all requests. None: no adapter."""
     max_model_len: int | None = None
@@ -367,12 +371,23 @@ def read_size(text: str) -> int:
     return int(match[1]) * _SIZES[match[2]]
 
 
-def template_text(given: str | Path) -> str:
+class TemplateText(str):
+    """The text of a chat template."""
+
+    file: Path | None = None
+    """Where it was read from; None: it was given as it is."""
+
+
+def template_text(given: str | Path) -> TemplateText:
     """The text of a chat template, of itself or of its file. Raises ConfigError for a file that cannot be read."""
-    if isinstance(given, str) and any(character in given for character in "{}\n"):
+    if isinstance(given, TemplateText):
         return given
+    if isinstance(given, str) and any(character in given for character in "{}\n"):
+        return TemplateText(given)
     try:
-        text = Path(given).expanduser().read_text(encoding="utf-8")
+        file = Path(given).expanduser()
+        text = TemplateText(file.read_text(encoding="utf-8"))
+        text.file = file
     except (OSError, UnicodeDecodeError, TypeError) as error:
         message = f"chat_template: {str(given)!r} cannot be read ({error}); name the template's file"
         raise ConfigError(message) from error

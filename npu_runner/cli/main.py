@@ -15,6 +15,7 @@ from pathlib import Path
 
 from npu_runner import __version__
 from npu_runner.assets import SHAPES_VL
+from npu_runner.batch.files.durable import explain_file_error, has_given_out
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.check import add_check_arguments
 from npu_runner.cli.check import run as run_check
@@ -44,21 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status; argparse itself exits with 2."""
     hold_standard_descriptors()
     with patient_stderr():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
         parsed = _parser().parse_args(arguments)
         wait_briefly()
-        return _run(parsed)
-
-
-def _run(parsed: argparse.Namespace) -> int:
-    if getattr(parsed, "log_level", None) is not None:
-        os.environ[VARIABLE] = parsed.log_level  # for the processes that this one starts, too
-    try:
-        show_log()
-    except ValueError as error:
-        print(f"npu-runner: {error}", file=sys.stderr)
-        return 2
-    try:
-        return int(parsed.run(parsed))
+        if getattr(parsed, "log_level", None) is not None:
+            os.environ[VARIABLE] = parsed.log_level  # for the processes that this one starts, too
+        try:
+            show_log()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        status = int(parsed.run(parsed))
+        print(end="", flush=True)  # a full device is named here, and not when Python ends
+        return status
     except (ConfigError, RequestError) as error:
         print(f"npu-runner: {error}", file=sys.stderr)
         return 2
@@ -82,9 +84,19 @@ def _run(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:
-        # The reader of our output has gone; Python would complain once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _lead_standard_output_to_null()  # its reader has gone
         return 1
+    except OSError as error:
+        if not has_given_out(error):
+            raise
+        _lead_standard_output_to_null()
+        print(f"npu-runner: {explain_file_error(error.filename or 'standard output', error)}", file=sys.stderr)
+        return 1
+
+
+def _lead_standard_output_to_null() -> None:
+    """Else Python complains once more when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _imports_of(packages: Sequence[str]) -> set[str]:

@@ -7,6 +7,7 @@ what the columns mean.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,28 +17,33 @@ from npu_runner.tables.extra import pyarrow_for
 
 _RECORDS_AT_ONCE = 64
 """Each may hold an image of megabytes."""
-_IMAGE = {"bytes", "path"}
-"""Fields of what a Hugging Face dataset has for an image."""
+IMAGE = "Image"
+_FILE = {"bytes", "path"}
+"""Fields of what a Hugging Face dataset has for an image, and for a video, a sound or a PDF."""
 
 
 def arrow_records(path: str, needed: frozenset[str] | None, *,
-                  is_parquet: bool) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, ...]]]:
-    """(where, columns, columns that are images by their type) of each record.
+                  is_parquet: bool) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, str | None]]]:
+    """(where, columns, kinds of columns that hold files) of each record. Such a kind is Image, Video, Audio or another
+    word of the schema's metadata; None: the metadata do not say.
 
-    `needed`: columns to read, beside those of images; None: all of them. Raises ConfigError for a file that is cut
-    short or holds what cannot be read.
+    `needed`: columns to read, beside those that may be images; None: all of them. Raises ConfigError for a file that is
+    cut short or holds what cannot be read.
     """
     number = 0
     with _opened(path, is_parquet=is_parquet) as (file, schema):
         _refuse_twins(path, schema.names)
-        images = tuple(field.name for field in schema if _is_image(field.type))
-        names = [name for name in schema.names if needed is None or name in needed or name in images]
+        kinds = _declared_kinds(schema.metadata)
+        media = {field.name: kinds.get(field.name) for field in schema
+                 if _is_file(field.type) or kinds.get(field.name) == IMAGE}
+        may_be_images = {name for name, kind in media.items() if kind in (None, IMAGE)}
+        names = [name for name in schema.names if needed is None or name in needed or name in may_be_images]
         for batch in _batches(file, names, is_parquet=is_parquet):
             for piece in (batch.slice(start, _RECORDS_AT_ONCE) for start in range(0, len(batch), _RECORDS_AT_ONCE)):
                 columns = [_values(path, name, piece.column(name)) for name in names]
                 for values in zip(*columns, strict=True) if columns else [()] * len(piece):
                     number += 1
-                    yield f"record {number}", dict(zip(names, values, strict=True)), images
+                    yield f"record {number}", dict(zip(names, values, strict=True)), media
 
 
 def num_arrow_records(path: str, *, is_parquet: bool) -> int:
@@ -78,12 +84,29 @@ def _refuse_twins(path: str, names: list[str]) -> None:
         raise ConfigError(f"source {path!r}: two columns are called {twice[:80]!r}; rename one")
 
 
-def _is_image(kind: Any) -> bool:
+def _is_file(kind: Any) -> bool:
     import pyarrow.types as types
 
     if types.is_list(kind) or types.is_large_list(kind):
-        return _is_image(kind.value_type)
-    return types.is_struct(kind) and {kind.field(place).name for place in range(kind.num_fields)} == _IMAGE
+        return _is_file(kind.value_type)
+    return types.is_struct(kind) and {kind.field(place).name for place in range(kind.num_fields)} == _FILE
+
+
+def _declared_kinds(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    """The type of each column in Hugging Face's words; empty where the file says nothing that can be read."""
+    try:
+        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: str(kind) for name, feature in features.items() if (kind := _kind_of(feature)) is not None}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _kind_of(feature: Any) -> Any:
+    """Of a list of images it is Image."""
+    if isinstance(feature, list):
+        return _kind_of(feature[0]) if feature else None
+    inner = feature.get("feature")
+    return feature.get("_type") if inner is None else _kind_of(inner)
 
 
 def _values(path: str, name: str, array: Any) -> list[Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.files.taken_names import read_by
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_files import has_twins
@@ -21,6 +23,8 @@ from npu_runner.tables.records import Reader, Record
 from npu_runner.tables.row_maker import RowMaker
 from npu_runner.tables.sources import Sources, find_sources
 
+_MOST_KINDS = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class MadeRows:
@@ -28,19 +32,28 @@ class MadeRows:
 
     options: RowsOptions
     num_rows: int
+    made_of: Counter[tuple[str, str]]
+    """Images, videos and records, and of which file the latter are."""
     num_without_media: int
+    not_shown: dict[str, str]
     media: MediaFolder
     sources: Sources
 
     def to_lines(self) -> list[str]:
         lines = [f"rows      {self.options.output}: {self.num_rows} rows"]
+        kinds = [f"{count} {kind}{'s' if count > 1 else ''}{where}" for (kind, where), count in self.made_of.items()]
+        more = f", {len(kinds) - _MOST_KINDS} others" if len(kinds) > _MOST_KINDS else ""
+        lines.append(f"made of   {', '.join(kinds[:_MOST_KINDS])}{more}")
         if self.media.num_written:
             lines.append(f"images    {self.media.num_written} written below {self.media.root}")
         if self.num_without_media:
             lines.append(f"          {self.num_without_media} rows show no image or video: theirs is empty")
-        if left_out := +self.sources.left_out:
-            kinds = ", ".join(f"{count} {ending}" for ending, count in sorted(left_out.items())[:10])
-            lines.append(f"left out  {left_out.total()} files that are no image, video or table by name: {kinds}")
+        lines += [f"not shown column {name!r}: {kind}; --image or --video shows a column"
+                  for name, kind in self.not_shown.items()]
+        if missing := self.media.missing_line():
+            lines.append(f"missing   {missing}")
+        if left_out := self.sources.left_out_line():
+            lines.append(f"left out  {left_out}")
         return [*lines, f"next      {self._next_command()}"]
 
     def _next_command(self) -> str:
@@ -56,26 +69,32 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     media = _media_folder(sources, options)
     prompt = PromptText(options)
     maker = RowMaker(options, prompt, media)
-    reader = Reader(sources, delimiter=options.delimiter, needed=maker.needed)
-    read = [(name, getattr(options, name)) for name in ("prompt_file", "template", "schema")]
-    place = find_output("rows", options.output, [*read, *(("source", name) for name in names)])
+    reader = Reader(sources, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
+    place = find_output("rows", options.output, [*read_by(options), *(("source", name) for name in names)])
     sources.output = place.path
 
     def records() -> Iterator[Record]:
         return reader.records() if options.sample is None else reader.sample(options.sample)
 
-    keys = bytearray()
+    keys, made_of = bytearray(), Counter[tuple[str, str]]()
     with place, place.writing() as file:
         for record in records():
             custom_id, line = maker.row(record)
             keys += row_key(custom_id, 0)
+            made_of[_what(record)] += 1
             file.write(line)
         if not keys:
-            raise ConfigError(f"source {', '.join(map(repr, names))}: there is no record in it, so there are no rows")
+            left_out = f"; left out: {found}" if (found := sources.left_out_line()) else ""
+            raise ConfigError(f"source {', '.join(map(repr, names))}: there is no record in it, so there are no "
+                              f"rows{left_out}")
         _refuse_twins(keys, records, maker)
         media.sync()
-    return MadeRows(options=options, num_rows=len(keys_array(keys)), num_without_media=maker.num_without_media,
-                    media=media, sources=sources)
+    return MadeRows(options=options, num_rows=len(keys_array(keys)), made_of=made_of, media=media,
+                    num_without_media=maker.num_without_media, not_shown=maker.not_shown, sources=sources)
+
+
+def _what(record: Record) -> tuple[str, str]:
+    return ("record", f" of {record.id.rpartition('#')[0]}") if record.file is None else (record.file.kind, "")
 
 
 def _media_folder(sources: Sources, options: RowsOptions) -> MediaFolder:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.files.taken_names import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED
 from npu_runner.tables.answer_cells import MORE_METADATA, Cells, cells_of
@@ -84,8 +85,7 @@ def make_table(answers: str, options: TableOptions) -> MadeTable:
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
         files = entered.enter_context(AnswerFiles(answers, options.max_row_bytes))
-        read = [*files.read_names, ("input", options.input), ("schema", options.schema)]
-        place = find_output("table", options.output, read)
+        place = find_output("table", options.output, [*files.read_names, *read_by(options)])
         rows = None if options.input is None else RowMetadata(options.input, options.max_row_bytes)
         entered.callback(rows.close) if rows is not None else None
         found = FirstPass(_schema(files, options))

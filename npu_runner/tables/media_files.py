@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
 
-from npu_runner.batch.files.durable import clear_file_errors, sync_folder, write_all
+from npu_runner.batch.files.durable import clear_file_errors, replacing, sync_files, sync_folder
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.prompts.media.media import load_media
@@ -21,6 +22,7 @@ from npu_runner.request.limits import LIMITS
 
 _ENDINGS = {"JPEG": "jpg", "JPEG 2000": "jp2", "TIFF": "tif", "HEIC or AVIF": "heic", "MP4 or MOV": "mp4",
             "Matroska or WebM": "mkv"}
+NUM_LOOKED = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -32,8 +34,12 @@ class MediaFolder:
         self.is_used = False
         """Some address leads to a file in it."""
         self.num_written = 0
+        self.missing: list[str] = []
+        """Of the first paths that records name, those that are not there."""
+        self._num_looked = 0
         self._is_named = is_named
-        self._touched: set[bytes] = set()
+        self._used: set[str] = set()
+        """Folders below the root with embedded images of these rows."""
 
     def address(self, path: str) -> str:
         """Of a file: its path below the root, or a file:// URL where the path would be read as something else. Raises
@@ -63,14 +69,28 @@ class MediaFolder:
             yield self._written(_decoded(value, where), where) if self._is_named else value
         else:
             self.is_used = True
+            if self._num_looked < NUM_LOOKED and _is_plain(value) and "\0" not in value:
+                self._num_looked += 1
+                if not os.path.exists(os.path.join(self.root, value)):
+                    self.missing.append(value)
             yield value
 
+    def missing_line(self) -> str:
+        """Empty where none of the first files is missing."""
+        if not self.missing:
+            return ""
+        return (f"{len(self.missing)} of the first {self._num_looked} files that records name are not below "
+                f"{self.root}, as {self.missing[0]!r}; the job looks for them below its --allowed-media-dir, so name "
+                "their folder with --media-dir")
+
     def sync(self) -> None:
-        """Files and their names are on disk."""
-        for folder in sorted(self._touched):
-            sync_folder(_path(os.path.join(os.fsencode(self.root), folder)))
-        if self._touched:
-            sync_folder(_path(os.fsencode(self.root)))
+        """Embedded images and their names are on disk when this returns, those too that an earlier command has written:
+        a killed one syncs nothing. The folders that rows name are synced whole."""
+        with clear_file_errors(f"media_dir {self.root}"):
+            for part in sorted(self._used):
+                sync_files(Path(self.root, part))
+            if self._used:
+                sync_folder(Path(self.root))
 
     def _written(self, data: bytes, where: str) -> str:
         if not self._is_named:
@@ -82,9 +102,11 @@ class MediaFolder:
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         name = f"{digest[2:]}.{_ending(data)}"
         with clear_file_errors(f"media_dir {self.root}"), self._open(digest[:2]) as folder:
+            self._used.add(digest[:2])
             if not _is_there(folder, name, data):
-                _write(folder, name, data)
-                self._touched.add(digest[:2].encode())
+                # By the open folder, whatever stands under its name by now. Another command may write the same image.
+                with replacing(Path(f"/proc/self/fd/{folder}", name), is_synced=False, waits=True) as file:
+                    file.write(data)
                 self.num_written += 1
         return f"{digest[:2]}/{name}"
 
@@ -113,12 +135,6 @@ def _is_plain(name: str) -> bool:
     return name[:5].lower() not in ("data:", "file:") and "://" not in name
 
 
-def _path(name: bytes) -> Any:
-    from pathlib import Path
-
-    return Path(os.fsdecode(name))
-
-
 def _decoded(url: str, where: str) -> bytes:
     try:
         return load_media(url, None)
@@ -139,15 +155,3 @@ def _is_there(folder: int, name: str, data: bytes) -> bool:
         return False
     with os.fdopen(descriptor, "rb") as file:
         return os.fstat(descriptor).st_size == len(data) and file.read(len(data)) == data
-
-
-def _write(folder: int, name: str, data: bytes) -> None:
-    new = f".{name}.new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new, dir_fd=folder)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
-    try:
-        write_all(descriptor, data)
-    finally:
-        os.close(descriptor)
-    os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)

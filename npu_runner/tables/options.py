@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.config import check_choices, one_of
+from npu_runner.config import READ, WRITTEN, check_choices, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 
 _COLUMN = {"values": "COLUMN"}
 _FORMATS = ("parquet", "csv", "jsonl", "npy")
+ALL = "*"
+TYPES = ("text", "int", "float", "bool")
+"""Of kept columns."""
 RESERVED = {"expected": "the right answer, with which the job compares", "kind": "the group on the report's page"}
 """Names in metadata that mean something to a job, and what."""
 
@@ -24,13 +27,13 @@ RESERVED = {"expected": "the right answer, with which the job compares", "kind":
 class RowsOptions:
     """What a row is made of, and where rows go."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of rows, for npu-runner batch; an earlier one is replaced. - writes standard output."""
     prompt: str | None = None
     """What is asked of every record: this text."""
-    prompt_file: Path | None = None
+    prompt_file: Path | None = field(default=None, metadata={"file": READ})
     """The same from a file, as it stands; a newline at its end does not count."""
-    template: Path | None = None
+    template: Path | None = field(default=None, metadata={"file": READ})
     """A jinja template of what is asked, from a file. It sees the columns of a record by name, and all of them as
     `record`. Of a file they are path, name and folder."""
     system: str | None = None
@@ -40,20 +43,21 @@ class RowsOptions:
     columns that a Hugging Face dataset has for images are taken."""
     video: tuple[str, ...] = field(default=(), metadata=_COLUMN)
     """A column of videos; may be repeated."""
-    media_dir: Path | None = None
+    media_dir: Path | None = field(default=None, metadata={"file": READ})
     """The folder that the job gets as --allowed-media-dir. Paths in rows start there. Images that are bytes in a record
     are written into it once, under a name made of their content. None: the common root of the sources."""
     id: str | None = field(default=None, metadata=_COLUMN)
     """The column whose value becomes the custom_id. None: the file's path below the common root of the sources, with
     the number of the record behind #."""
     keep: tuple[str, ...] = field(default=(), metadata=_COLUMN)
-    """A column that goes along as metadata, and into the table of answers; may be repeated. By default no column
-    does."""
+    """A column that goes along as metadata, and into the table of answers; may be repeated. COLUMN:TYPE converts its
+    values (price:float; text, int, float or bool). '*' is all columns but those of images, videos and other bytes. None
+    does by default."""
     expected: str | None = field(default=None, metadata=_COLUMN)
     """The column of right answers: the job compares its answers with them."""
     kind: str | None = field(default=None, metadata=_COLUMN)
     """The column by which the report's page groups rows."""
-    schema: Path | None = None
+    schema: Path | None = field(default=None, metadata={"file": READ})
     """Answers are JSON that fits the schema in this file."""
     max_tokens: int | None = None
     """Most tokens of an answer."""
@@ -64,7 +68,10 @@ class RowsOptions:
     sample: int | None = None
     """Only N records, evenly over all of them; their ids are the same."""
     delimiter: str | None = None
-    """What stands between the cells of a CSV. None: a comma, in .tsv files a tab."""
+    """What stands between the cells of a CSV. None: as a first line like sep=; says, else a comma, in .tsv files a
+    tab."""
+    encoding: str | None = None
+    """Encoding of CSV files, such as cp1252 or utf-16. None: UTF-8."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -72,12 +79,14 @@ class RowsOptions:
         if len(asked) != 1:
             given = " and ".join(f"--{name.replace('_', '-')}" for name in asked) or "none of them"
             raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {given}")
-        for name in self.keep:
+        for name, _ in self.kept:
             if name in RESERVED:
                 raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
                                   f"--{name} {name}")
-        if len(set(self.keep)) < len(self.keep):
+        if len({name for name, _ in self.kept}) < len(self.kept):
             raise ConfigError(f"keep: {', '.join(self.keep)}: a column is named twice")
+        if self.encoding is not None:
+            _check_encoding(self.encoding)
         if self.sample is not None and self.sample < 1:
             raise ConfigError(f"sample: {self.sample} is not a positive number")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -89,19 +98,33 @@ class RowsOptions:
         if self.endpoint == "completions" and (self.system is not None or self.image or self.video):
             raise ConfigError("endpoint completions: a raw prompt has no system message, images or videos; use chat")
 
+    @property
+    def kept(self) -> tuple[tuple[str, str | None], ...]:
+        """Columns, and the type that each is to have; None: as it is. The name of all columns is ALL."""
+        parts = [(each.rpartition(":"), each) for each in self.keep]
+        return tuple((name, kind) if mark and kind in TYPES else (each, None) for (name, mark, kind), each in parts)
+
+
+def _check_encoding(name: str) -> None:
+    try:
+        "".encode(name)
+    except (LookupError, ValueError) as error:
+        raise ConfigError(f"encoding: {name!r} is no encoding of text that Python knows ({error}); name one like "
+                          "cp1252, utf-16 or gb18030") from error
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
     """What a table of answers is made of, and where it goes."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
-    input: str | None = field(default=None, metadata={"short": "-i", "values": "FILE"})
+    input: str | None = field(default=None, metadata={"short": "-i", "values": "FILE", "file": READ})
     """The rows that the job has answered; the file may be compressed. With them the table has their metadata, and their
     order. None: no metadata, and the order in which answers finished."""
     format: str = one_of("auto", *_FORMATS)
     """What the table is; auto: as its name ends."""
-    schema: Path | None = None
+    schema: Path | None = field(default=None, metadata={"file": READ})
     """The schema of the answers, for the types of their columns. None: the rows' own, or the job's."""
     excel_safe: bool = False
     """In a CSV, every text is quoted, and a =, +, -, @, tab or carriage return gets ' in front where a cell may begin
@@ -132,7 +155,7 @@ class TableOptions:
 class MergeOptions:
     """Where two outputs of one input go together."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of the answers of both; an earlier one is replaced."""
-    dropped: Path | None = None
+    dropped: Path | None = field(default=None, metadata={"file": WRITTEN})
     """JSONL file of the lines that are left out, whole. None: a line that is no result row is an error."""

@@ -11,19 +11,20 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.names import manifest_path, own_files
 from npu_runner.batch.files.place import Place, find_place
-from npu_runner.batch.files.taken_names import refuse_taken
+from npu_runner.batch.files.taken_names import Named, refuse_taken
 
 _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
 
 
-def find_output(option: str, name: str | Path, read: Iterable[tuple[str, str | Path | None]]) -> Place:
+def find_output(option: str, name: str | Path, read: Iterable[Named]) -> Place:
     """The place. Raises ConfigError where it is something else already. `read`: what else is named, and how."""
     return find_outputs([(option, name)], read)[0]
 
 
-def find_outputs(named: Sequence[tuple[str, str | Path]], read: Iterable[tuple[str, str | Path | None]]) -> list[Place]:
+def find_outputs(named: Sequence[tuple[str, str | Path]], read: Iterable[Named]) -> list[Place]:
     """Several of them, which are not one another either."""
     places = [find_place(option, name) for option, name in named]
     kept: dict[Path, str] = {}
@@ -36,7 +37,7 @@ def find_outputs(named: Sequence[tuple[str, str | Path]], read: Iterable[tuple[s
 def _files_of_jobs(folder: Path) -> dict[Path, str]:
     """The output of each job in the folder, and all that belongs to it, as its manifest says."""
     found: dict[Path, str] = {}
-    with os.scandir(folder) as entries:
+    with clear_file_errors(f"folder {folder}"), os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name.endswith(_MANIFEST) and entry.name != _MANIFEST]
     for name in names:
         output = folder / name.removesuffix(_MANIFEST)

@@ -50,7 +50,7 @@ class PromptText:
         if self._template is None:
             assert self._text is not None, "the options have one of three"
             return self._text
-        columns = {name: without_nan(value) for name, value in record.columns.items()}
+        columns = record.cells
         try:
             return self._template.render({**columns, _RECORD: columns})
         except _FAULTS as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner.errors import ConfigError
@@ -25,8 +25,17 @@ class Record:
     columns: Columns
     file: Source | None = None
     """The image or video that the record is; None: it comes from a table."""
-    image_columns: tuple[str, ...] = ()
-    """Columns that are images by their type."""
+    media_columns: Mapping[str, str | None] = field(default_factory=dict)
+    """Columns that hold files in the form of Hugging Face's datasets, and what the schema calls these (Image, Video,
+    Audio, ...); None: it does not say."""
+    is_text: bool = False
+    """Its cells are text, as those of a CSV: an empty text is an empty cell."""
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        """By column; None where one is empty."""
+        return {name: None if self.is_text and value == "" else without_nan(value)
+                for name, value in self.columns.items()}
 
     def value(self, column: str) -> Any:
         """None where it is empty, NaN included. Raises ConfigError for a column that is not there."""
@@ -42,11 +51,15 @@ def without_nan(value: Any) -> Any:
 
 
 class Reader:
-    """All records of the sources, again and again. `needed`: columns that are looked at; None: all."""
+    """All records of the sources, again and again. `needed`: columns that are looked at; None: all.
 
-    def __init__(self, sources: Sources, *, delimiter: str | None = None, needed: frozenset[str] | None = None):
+    `delimiter`, `encoding`: those of CSV files; None: as the file says, else a comma or a tab, and UTF-8.
+    """
+
+    def __init__(self, sources: Sources, *, delimiter: str | None = None, encoding: str | None = None,
+                 needed: frozenset[str] | None = None):
         self.sources = sources
-        self._delimiter = delimiter
+        self._delimiter, self._encoding = delimiter, encoding
         self._needed = needed
 
     def records(self) -> Iterator[Record]:
@@ -75,8 +88,8 @@ class Reader:
             folder, base = os.path.split(name)
             yield Record(name, repr(name), {"path": name, "name": base, "folder": folder}, source)
             return
-        for number, (where, columns, images) in enumerate(self._of_table(source), 1):
-            yield Record(f"{name}#{number}", f"{name!r}, {where}", columns, None, images)
+        for number, (where, columns, media) in enumerate(self._of_table(source), 1):
+            yield Record(f"{name}#{number}", f"{name!r}, {where}", columns, None, media, is_text=source.kind == CSV)
 
     def _count_of(self, source: Source) -> int:
         if source.kind in MEDIA:
@@ -85,11 +98,11 @@ class Reader:
             return num_arrow_records(source.path, is_parquet=source.kind == PARQUET)
         return sum(1 for _ in self._of_table(source))
 
-    def _of_table(self, source: Source) -> Iterator[tuple[str, Columns, tuple[str, ...]]]:
-        """(where, columns, columns that are images by their type)."""
+    def _of_table(self, source: Source) -> Iterator[tuple[str, Columns, Mapping[str, str | None]]]:
+        """(where, columns, Record's media_columns)."""
         if source.kind in (PARQUET, ARROW):
             return arrow_records(source.path, self._needed, is_parquet=source.kind == PARQUET)
-        delimiter = self._delimiter or ("\t" if source.path.lower().endswith(".tsv") else ",")
-        found: Iterator[tuple[str, Columns]] = (csv_records(source.path, delimiter) if source.kind == CSV
-                                                else json_records(source.path))
-        return ((where, columns, ()) for where, columns in found)
+        found: Iterator[tuple[str, Columns]] = (
+            csv_records(source.path, self._delimiter, self._encoding) if source.kind == CSV
+            else json_records(source.path))
+        return ((where, columns, {}) for where, columns in found)

@@ -9,22 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.request.limits import LIMITS
+from npu_runner.prompts.media.file_kinds import image_kind, video_kind
+from npu_runner.request.limits import LIMITS, shown
+from npu_runner.tables.arrow_records import IMAGE
 from npu_runner.tables.media_files import MediaFolder
-from npu_runner.tables.options import RESERVED, RowsOptions
+from npu_runner.tables.options import ALL, RESERVED, RowsOptions
 from npu_runner.tables.prompt_text import PromptText, read_schema
 from npu_runner.tables.records import Record
-from npu_runner.tables.sources import VIDEO
+from npu_runner.tables.sources import IMAGE as IMAGE_FILE
+from npu_runner.tables.sources import VIDEO, kind_of_name
 
 _URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
 _OURS = ("messages", "prompt", "input", "metadata")
 """Fields of a body that the records fill."""
 _DIGEST_CHARS = 32
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*,[0-9]+")
 
 
 class RowMaker:
@@ -34,6 +40,8 @@ class RowMaker:
     def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder):
         self.num_without_media = 0
         """Rows that should show something, and do not."""
+        self.not_shown: dict[str, str] = {}
+        """Columns of files that are no images, and what they are."""
         self._options = options
         self._prompt = prompt
         self._media = media
@@ -45,8 +53,9 @@ class RowMaker:
     def needed(self) -> frozenset[str] | None:
         """Columns that are looked at; None: perhaps all."""
         options = self._options
-        named = [*options.image, *options.video, *options.keep, options.id, options.expected, options.kind]
-        needed = self._prompt.needed
+        kept = [name for name, _ in options.kept]
+        named = [*options.image, *options.video, *kept, options.id, options.expected, options.kind]
+        needed = None if ALL in kept else self._prompt.needed
         return None if needed is None else needed.union(name for name in named if name is not None)
 
     def row(self, record: Record) -> tuple[str, bytes]:
@@ -59,7 +68,7 @@ class RowMaker:
         try:
             line = to_json(row).encode("utf-8") + b"\n"
             if not self._is_checked:
-                parse_row(json.loads(line))
+                parse_row(json.loads(line)).body.to_params({}, 0)
                 self._is_checked = True
         except UnicodeEncodeError as error:
             raise ConfigError(f"{record.where}: spells half a surrogate pair, which is no text; correct it") from error
@@ -67,6 +76,8 @@ class RowMaker:
             raise ConfigError(f"{record.where}: is no JSON ({error})") from error
         except RequestError as error:
             raise ConfigError(f"{record.where}: the job would refuse this row: {error.message}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{record.where}: the job would refuse this row: {error}") from error
         if len(line) > LIMITS.max_row_bytes:
             raise ConfigError(f"{record.where}: its row has {len(line)} bytes, at most {LIMITS.max_row_bytes} are "
                               "allowed; shorten its text")
@@ -101,7 +112,7 @@ class RowMaker:
             return [{"type": kind, kind: {"url": self._media.address(record.file.path)}}]
         images, videos = self._options.image, self._options.video
         if not images and not videos:
-            images = record.image_columns
+            images = tuple(name for name in record.media_columns if self._is_of_images(record, name))
         parts = []
         for kind, columns in (("image_url", images), ("video_url", videos)):
             for column in columns:
@@ -111,12 +122,85 @@ class RowMaker:
         self.num_without_media += not parts and bool(images or videos)
         return parts
 
+    def _is_of_images(self, record: Record, column: str) -> bool:
+        """By the schema, or where it does not say, by the first bytes or the name of each file in the cell."""
+        kind = record.media_columns[column]
+        if kind is None:
+            others = [what for file in _files_in(record.value(column)) if (what := _other_kind(file)) is not None]
+            kind = others[0] if others else IMAGE
+        if kind != IMAGE:
+            self.not_shown.setdefault(column, kind)
+        return kind == IMAGE
+
     def _metadata(self, record: Record) -> dict[str, Any]:
         options = self._options
-        columns = {name: name for name in options.keep}
-        columns |= {name: column for name in RESERVED if (column := getattr(options, name)) is not None}
-        return {name: metadata_value(record.value(column), f"{record.where}, column {column!r}")
-                for name, column in columns.items()}
+        columns: dict[str, tuple[str, str | None]] = {}
+        for column, kind in options.kept:
+            columns |= {name: (name, None) for name in self._all_columns(record)} if column == ALL else {
+                column: (column, kind)}
+        columns |= {name: (column, None) for name in RESERVED if (column := getattr(options, name)) is not None}
+        found = {}
+        for name, (column, kind) in columns.items():
+            where = f"{record.where}, column {column!r}"
+            value = record.value(column)
+            found[name] = metadata_value(value if kind is None else typed(value, kind, where), where)
+        return found
+
+
+
+    def _all_columns(self, record: Record) -> list[str]:
+        """Those that metadata can hold. Raises ConfigError for one that would mean something to the job."""
+        options = self._options
+        named = {*options.image, *options.video, *record.media_columns, *(name for name, _ in options.kept)}
+        found = [name for name, value in record.columns.items() if name not in named and not isinstance(value, bytes)]
+        for name in RESERVED:
+            if name in found and getattr(options, name) is None:
+                raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
+                                  f"--{name} {name}, else name each column to keep")
+        return found
+
+
+def typed(value: Any, kind: str, where: str) -> Any:
+    """A cell as one of TYPES; an empty one is None. Raises ConfigError for what cannot be that."""
+    if value is None or value == "":
+        return None
+    text = str(value).strip()
+    try:
+        if kind == "int":
+            return int(_digits(text.removesuffix(".0") if isinstance(value, float) else text))
+        if kind == "float" and math.isfinite(number := float(_digits(text))):
+            return number
+        if kind == "bool":
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if kind == "text":
+            return value if isinstance(value, (str, bytes, list, dict)) else text
+    except (ValueError, KeyError):
+        pass
+    remedy = "; its numbers have a decimal comma" if kind == "float" and _DECIMAL_COMMA.fullmatch(text) else ""
+    raise ConfigError(f"{where}: {shown(value)} is no {kind}{remedy}; correct it, or keep the column as it is")
+
+
+def _digits(text: str) -> str:
+    """Python takes 1_000 and digits of any script for numbers; tables do not."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return text
+
+
+def _files_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _files_in(item)
+    elif isinstance(value, dict):
+        yield value
+
+
+def _other_kind(file: Mapping[str, Any]) -> str | None:
+    """None for an image, and for an empty cell."""
+    data, path = file["bytes"], file["path"]
+    if data is None:
+        return None if path is None or kind_of_name(path) == IMAGE_FILE else f"files like {path!r}"
+    return None if image_kind(data[:64]) else video_kind(data[:64]) or "bytes that begin as no image does"
 
 
 def metadata_value(value: Any, where: str) -> str | int | float | bool | None:
@@ -152,10 +236,18 @@ def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if options.max_tokens is not None:
         fields["max_tokens"] = options.max_tokens
-    if options.schema is not None:
+    rule = (options.body or {}).get("structured_outputs")
+    if options.schema is not None and isinstance(rule, dict):
+        # Its other members, such as disable_any_whitespace, belong to the schema. Two rules are refused with the row.
+        fields["structured_outputs"] = {"json": _schema(options), **rule}
+        if "json" in rule:
+            raise ConfigError("body: structured_outputs has a schema and --schema is one; leave one of them out")
+    elif options.schema is not None:
         described = {"name": "answer", "schema": _schema(options), "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": described}
     for name, value in (options.body or {}).items():
+        if name == "structured_outputs" and name in fields:
+            continue
         if name in fields:
             raise ConfigError(f"body: {name} is said by --{'schema' if name == 'response_format' else 'max-tokens'} "
                               "already; leave one of them out")

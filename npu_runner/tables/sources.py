@@ -24,7 +24,9 @@ _ENDINGS = {
     **dict.fromkeys(("csv", "tsv"), CSV), **dict.fromkeys(("jsonl", "ndjson"), JSONL), "parquet": PARQUET}
 MEDIA = (IMAGE, VIDEO)
 _SAVED = "state.json"
-"""Beside what `save_to_disk` of Hugging Face's datasets writes; it lists the files."""
+"""Lists the files that `save_to_disk` of Hugging Face's datasets has written. Other programs use the name, too."""
+_REMEDIES = {**dict.fromkeys(("xlsx", "xls", "xlsm", "ods"), "is a spreadsheet; save it as CSV"),
+             "pdf": "is a PDF; make an image of each page, and name those"}
 _OF_DATASETS = {_SAVED, "dataset_info.json", "dataset_dict.json"}
 
 
@@ -51,11 +53,21 @@ class Sources:
         """Each of them; the same every time, unless somebody changes the folders."""
         self.left_out.clear()
         for name in self.names:
+            kinds: dict[bool, str] = {}
             found = _expanded(name)
             for path in found:
                 for source in self._of(path, is_pattern=found != [name]):
                     self._refuse_output(source)
+                    self._refuse_both(name, kinds, source)
                     yield source
+
+    def left_out_line(self) -> str:
+        """Files that the last walk has left out; empty where there are none."""
+        kinds = ", ".join(f"{count} {ending}" for ending, count in sorted((+self.left_out).items())[:10])
+        remedies = {_REMEDIES[ending] for kind in self.left_out if (ending := kind[1:]) in _REMEDIES}
+        more = f" ({'; '.join(f'one {remedy}' for remedy in sorted(remedies))})" if remedies else ""
+        return (f"{self.left_out.total()} files that are no image, video or table by name: {kinds}{more}" if kinds
+                else "")
 
     def shown(self, path: str) -> str:
         """A path below the root, as text: bytes that are not UTF-8 stand as \\xNN."""
@@ -67,39 +79,43 @@ class Sources:
         ):
             raise ConfigError(f"rows {str(self.output)!r}: is a source as well; choose another name, or another folder")
 
+    def _refuse_both(self, name: str, kinds: dict[bool, str], source: Source) -> None:
+        """Tables beside images may be records, or say something of the images: the user knows. `kinds`: a path of each
+        kind that was seen, by whether it is an image or a video."""
+        kinds.setdefault(source.kind in MEDIA, source.path)
+        if len(kinds) == 2:
+            raise ConfigError(f"source {name!r}: holds images or videos ({self.shown(kinds[True])}) and tables "
+                              f"({self.shown(kinds[False])}); name a pattern in quotes such as 'folder/*.png', or two "
+                              "sources if rows are to be made of both")
+
     def _of(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)
         if os.path.isdir(path):
             if not is_pattern:
                 yield from self._in_folder(path)
             return
-        kind = _kind_of(path)
+        kind = kind_of_name(path)
         if kind is not None:
             yield Source(kind, path)
         elif is_pattern:
             self._leave_out(path)
         else:
-            raise ConfigError(f"source {path!r}: its name ends in none of {', '.join(sorted(_ENDINGS))}, which is how "
-                              "images, videos and tables are told apart")
+            others = (f"its name ends in none of {', '.join(sorted(_ENDINGS))}, which is how images, videos and tables "
+                      "are told apart")
+            raise ConfigError(f"source {path!r}: {_REMEDIES.get(_ending(path), others)}")
 
     def _leave_out(self, path: str) -> None:
         name, ending = os.path.basename(path), _ending(path)
-        if name not in _OF_DATASETS:
+        if not (name in _OF_DATASETS and _is_of_dataset(path)):
             self.left_out["hidden" if name.startswith(".") else f".{ending}" if ending else "without ending"] += 1
 
     def _in_folder(self, folder: str) -> Iterator[Source]:
-        """Its images and videos, or its tables. Raises ConfigError where it holds both, or datasets by split."""
-        kinds: dict[bool, str] = {}
+        """Its images, videos and tables."""
         for path in _walk(folder):
-            kind = None if os.path.basename(path).startswith(".") else _kind_of(path)
+            kind = None if os.path.basename(path).startswith(".") else kind_of_name(path)
             if kind is None:
                 self._leave_out(path)
                 continue
-            kinds.setdefault(kind in MEDIA, path)
-            if len(kinds) == 2:
-                raise ConfigError(f"source {folder!r}: holds images or videos ({self.shown(kinds[True])}) and tables "
-                                  f"({self.shown(kinds[False])}); name the files that are meant, or a pattern in "
-                                  "quotes such as 'folder/*.png'")
             yield Source(kind, path)
 
 
@@ -127,20 +143,28 @@ def _top_of(name: str) -> str:
 def _expanded(name: str) -> list[str]:
     if os.path.lexists(name) or not glob.has_magic(name):
         return [name]
-    found = sorted(glob.iglob(name, recursive=True), key=os.fsencode)
+    found = sorted(glob.iglob(_in_any_case(name), recursive=True), key=os.fsencode)
     if not found:
         raise ConfigError(f"source {name!r}: no file fits this pattern")
     return found
 
 
+def _in_any_case(pattern: str) -> str:
+    """Its ending fits in capitals, too, as cameras write it."""
+    stem, ending = os.path.splitext(pattern)
+    if "[" in ending:
+        return pattern
+    return stem + "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in ending)
+
+
 def _walk(folder: str) -> Iterator[str]:
-    """Files below a folder, links to folders not followed, and hidden folders themselves. Of a saved dataset the files
-    that it lists: others beside them are caches."""
+    """Files below a folder, links to folders not followed, and hidden folders themselves. In a saved dataset only the
+    .arrow files that it lists count: others beside them are caches."""
     with clear_file_errors(f"source {folder!r}"), os.scandir(folder) as entries:
         found = sorted((os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries)
-    if (os.fsencode(_SAVED), False) in found:
+    if (os.fsencode(_SAVED), False) in found and any(name.endswith(b".arrow") for name, _ in found):
         yield from _listed(os.path.join(folder, _SAVED))
-        return
+        found = [(name, is_folder) for name, is_folder in found if not name.endswith(b".arrow")]
     for name, is_folder in found:
         path = os.path.join(folder, os.fsdecode(name))
         if is_folder and not name.startswith(b"."):
@@ -159,10 +183,20 @@ def _listed(state: str) -> Iterator[str]:
     for name in names:
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise ConfigError(f"source {state!r}: {name!r} is no file beside it; save the dataset again")
+        if kind_of_name(name) != ARROW:
+            raise ConfigError(f"source {state!r}: lists {name!r}, which is no .arrow file; save the dataset again, or "
+                              "name a pattern in quotes such as 'folder/*.png'")
         yield os.path.join(folder, name)
 
 
-def _kind_of(path: str) -> str | None:
+def _is_of_dataset(path: str) -> bool:
+    """Whether it describes a saved dataset: such files are no news to anybody."""
+    with os.scandir(os.path.dirname(path)) as entries:
+        return os.path.basename(path) == "dataset_dict.json" or any(entry.name.endswith(".arrow") for entry in entries)
+
+
+def kind_of_name(path: str) -> str | None:
+    """None where rows are made of no such file."""
     ending = _ending(path)
     return ARROW if ending == "arrow" else _ENDINGS.get(ending)
 

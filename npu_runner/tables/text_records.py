@@ -7,6 +7,9 @@ of what the columns mean.
 from __future__ import annotations
 
 import csv
+import io
+import itertools
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -16,6 +19,7 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS, MIB
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SEPARATOR = re.compile(r"sep=([^\"\r\n])\r?\n?", re.IGNORECASE)
 _MAX_BYTES = LIMITS.max_row_bytes
 
 
@@ -30,32 +34,46 @@ def json_records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     raise ConfigError(f"{path!r}, line {number}: {error.message}") from error
 
 
-def csv_records(path: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """(where, columns) of each record; the first line has the names. Raises ConfigError for what is no such table."""
+def csv_records(path: str, delimiter: str | None, encoding: str | None) -> Iterator[tuple[str, dict[str, str]]]:
+    """(where, columns) of each record; the first line has the names. Raises ConfigError for what is no such table.
+
+    `delimiter` None: as a first line like `sep=;` says, which spreadsheets read, too; else a tab in .tsv files, and a
+    comma. `encoding` None: UTF-8.
+    """
     before = csv.field_size_limit(_MAX_BYTES)
     try:
         with clear_file_errors(f"source {path!r}"), open(path, "rb") as file:
-            yield from _csv_records(path, csv.reader(_text_lines(path, file), delimiter=delimiter, strict=True))
+            lines = _text_lines(path, file) if encoding is None else _decoded_lines(path, file, encoding)
+            first = next(lines, "")
+            told = _SEPARATOR.fullmatch(first)
+            if told is None:
+                lines = itertools.chain([first], lines)
+            default = told[1] if told is not None else "\t" if path.lower().endswith(".tsv") else ","
+            cells = csv.reader(lines, delimiter=delimiter or default, strict=True)
+            guessed = default if delimiter is None and told is None else None
+            yield from _csv_records(path, cells, num_before=told is not None, guessed=guessed)
     finally:
         csv.field_size_limit(before)
 
 
-def _csv_records(path: str, cells: Any) -> Iterator[tuple[str, dict[str, str]]]:
+def _csv_records(path: str, cells: Any, *, num_before: int,
+                 guessed: str | None) -> Iterator[tuple[str, dict[str, str]]]:
+    """`num_before`: lines of the file before the first one. `guessed`: the delimiter that nobody has named."""
     header: list[str] | None = None
-    begins = 1
+    begins = 1 + num_before
     while True:
         try:
             row = next(cells, None)
         except csv.Error as error:
             raise ConfigError(f"{path!r}, line {begins}: no CSV ({error}); quotes in a quoted cell are doubled, and no "
                               f"cell is larger than {_MAX_BYTES // MIB} MiB") from error
-        where, begins = f"line {begins}", cells.line_num + 1
+        where, begins = f"line {begins}", cells.line_num + 1 + num_before
         if row is None:
             return
         if not row:  # an empty line
             continue
         if header is None:
-            header = _header(path, row)
+            header = _header(path, where, row, guessed)
         elif len(row) != len(header):
             raise ConfigError(f"{path!r}, {where}: has {len(row)} cells, the first line has {len(header)}; quote cells "
                               "with the delimiter in them, or name another --delimiter")
@@ -63,10 +81,15 @@ def _csv_records(path: str, cells: Any) -> Iterator[tuple[str, dict[str, str]]]:
             yield where, dict(zip(header, row, strict=True))
 
 
-def _header(path: str, names: list[str]) -> list[str]:
+def _header(path: str, where: str, names: list[str], guessed: str | None) -> list[str]:
+    other = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
+    if guessed is not None and other is not None:
+        word = "$'\\t'" if other == "\t" else repr(other)
+        raise ConfigError(f"{path!r}, {where}: has {names[0].count(other)} {other!r} and no {guessed!r}; name the "
+                          f"delimiter with --delimiter {word}, or {guessed!r} if there is one column")
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
-        raise ConfigError(f"{path!r}, line 1: two columns are called {twice[:80]!r}; the first line has the names")
+        raise ConfigError(f"{path!r}, {where}: two columns are called {twice[:80]!r}; the first line has the names")
     return names
 
 
@@ -75,8 +98,23 @@ def _text_lines(path: str, file: BinaryIO) -> Iterator[str]:
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path!r}, line {number}: byte {error.start} is not UTF-8; convert the file, as with "
-                              "iconv") from error
+            likely = "utf-16" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else "cp1252"
+            more = ", and its delimiter with --delimiter ';'" if line.count(b";") > line.count(b",") else ""
+            raise ConfigError(f"{path!r}, line {number}: byte {error.start} is not UTF-8; name the file's encoding, as "
+                              f"with --encoding {likely}{more}; or save it as CSV UTF-8") from error
+
+
+def _decoded_lines(path: str, file: BinaryIO, encoding: str) -> Iterator[str]:
+    number = 0
+    text = io.TextIOWrapper(file, encoding, newline="\n")
+    try:
+        while line := text.readline(_MAX_BYTES + 1):
+            number += 1
+            _refuse_long(path, number, len(line))
+            yield line.removeprefix("\ufeff") if number == 1 else line
+    except UnicodeError as error:
+        raise ConfigError(f"{path!r}, behind line {number}: is not {encoding} ({error}); name another "
+                          "--encoding") from error
 
 
 def _lines(path: str, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -85,7 +123,11 @@ def _lines(path: str, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         if number == 0:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         number += 1
-        if len(line) > _MAX_BYTES:
-            raise ConfigError(f"{path!r}, line {number}: is longer than {_MAX_BYTES // MIB} MiB, the most that a row "
-                              "may have; is it the right file?")
+        _refuse_long(path, number, len(line))
         yield number, line
+
+
+def _refuse_long(path: str, number: int, size: int) -> None:
+    if size > _MAX_BYTES:
+        raise ConfigError(f"{path!r}, line {number}: is longer than {_MAX_BYTES // MIB} MiB, the most that a row may "
+                          "have; is it the right file?")

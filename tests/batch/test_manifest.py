@@ -155,6 +155,19 @@ def write_model(folder: Path, *, seed: int = 0, config: str = "{}", name: str = 
     return folder
 
 
+@pytest.mark.parametrize("value", ["\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 20, "", "-1", "1.5"])
+def test_a_source_date_epoch_that_is_no_number_is_refused_before_a_model_is_loaded(
+    job: Job, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
+    write_rows(job.input, [row("a")])
+    with pytest.raises(ConfigError, match=r"SOURCE_DATE_EPOCH=.* is not a number of seconds"):
+        job.run(report=job.folder / "r.html")
+    assert (job.engines, job.files()) == ([], set())
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "9" * 11)  # the latest that is taken
+    assert job.run(report=job.folder / "r.html").exit_status == 0
+
+
 def test_copies_of_a_model_are_one_model_and_changes_are_seen_file_by_file(tmp_path: Path) -> None:
     one = fingerprint_model(write_model(tmp_path / "one"))
     assert set(one) == {"config.json", "model.safetensors"}

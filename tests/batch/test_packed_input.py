@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import gzip
 import io
 import lzma
 import os
+import re
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +24,13 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.replica_plan import planned_replicas
 from npu_runner.batch.job.row_server import CheckpointSide
+from npu_runner.cli import main as cli
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, JobError
 from tests.batch.job_folder import LEFT, Job, numbered
+from tests.batch.mounts import mounted
 from tests.batch.scripted import row, write_rows
+from tests.full_set import only_full
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress, "zstd": zstandard.ZstdCompressor(write_checksum=True).compress}  # as the command writes it
@@ -80,6 +87,47 @@ def test_standard_input_may_be_compressed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(ROWS))))
     with InputFile("-", tmp_path) as file:
         assert file.scan().num_rows == 20_000
+
+
+@pytest.fixture
+def begun(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job that has ended, in the folder that commands start in, and its input packed, too."""
+    write_rows(job.input, [row(name, os.urandom(4000).hex()) for name in numbered(40)])
+    job.run()
+    job.input.with_name("in.jsonl.gz").write_bytes(gzip.compress(job.input.read_bytes()))
+    monkeypatch.chdir(job.folder)
+    return job
+
+
+@pytest.mark.parametrize("command", ["summary", "report", *only_full("all rows are prepared twice", "check")])
+def test_what_only_looks_unpacks_into_the_folder_for_temporary_files_and_leaves_room_there(
+    begun: Job, tmp_path_factory: pytest.TempPathFactory, command: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    spare = tmp_path_factory.mktemp("spare")
+    size = begun.input.stat().st_size
+    commands = {"summary": ["out.jsonl", "--input"], "report": ["out.jsonl", "-o", "p.html", "--input"],
+                "check": ["--platform", "cpu"]}  # fmt: skip
+    for more, has_room in ((2 * size, True), (size // 2, False)):
+        with mounted(spare, f"size={((1 << 30) + more) >> 12 << 2}k"):
+            monkeypatch.setattr(tempfile, "tempdir", str(spare))
+            assert (cli.main([command, *commands[command], "in.jsonl.gz"]) == 1) != has_room
+            gc.collect()  # tracebacks hold files
+    errors = capsys.readouterr().err.splitlines()[-1]
+    found = re.search(r"^npu-runner: input in.jsonl.gz, its copy in the folder for temporary files: has (\d+) bytes so "
+                      r"far, and with more of them less than 1 GiB would be left free there; .* TMPDIR$", errors)
+    assert found, errors
+    assert size // 4 < int(found[1]) <= size // 2
+
+
+def test_a_job_that_unpacks_its_input_beside_its_output_leaves_room_there(
+    begun: Job, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    disk = tmp_path_factory.mktemp("disk")
+    for size, is_refused in ((1025, False), (1023, True)):
+        refused = pytest.raises(JobError, match=f"its copy in {disk}: has 0 bytes .* room$")
+        with mounted(disk, f"size={size}M"), refused if is_refused else contextlib.nullcontext():
+            begun.run(input="in.jsonl.gz", output=str(disk / "a.jsonl"))
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this Python has zstd itself")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -19,7 +20,12 @@ import pytest
 
 from npu_runner.batch.files.output_file import OutputLock
 from npu_runner.batch.files.place import find_place
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.places import find_places
+from npu_runner.cli.options import Option, options_of, with_parts
+from npu_runner.config import READ, WRITTEN, RunnerConfig
 from npu_runner.errors import ConfigError, JobError
+from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 from tests import zygote
 from tests.batch.job_folder import LEFT, Job, numbered, overtaken
 from tests.batch.mounts import mounted
@@ -229,6 +235,61 @@ def test_no_two_names_are_one_file(job: Job) -> None:
             job.run(**options)
     assert schema.read_text() == '{"type": "object"}'
     assert job.engines == []
+
+
+def settings_of(*kinds: type) -> dict[str, Option]:
+    return {option.field.name: option for kind in kinds for _, part in with_parts("", kind)
+            for option in options_of(part)}  # fmt: skip
+
+
+JOB = settings_of(BatchOptions, RunnerConfig)
+READ_BY_JOB = [name for name, option in JOB.items() if option.field.metadata.get("file") == READ]
+WRITTEN_BY_JOB = [name for name, option in JOB.items() if option.field.metadata.get("file") == WRITTEN]
+
+
+def test_every_option_that_names_a_file_says_whether_it_is_read_or_written() -> None:
+    options = {**JOB, **settings_of(RowsOptions, TableOptions, MergeOptions)}
+    named = {name for name, option in options.items() if option.kind is Path or option.values in ("FILE", "PATH")}
+    said = {name for name, option in options.items() if "file" in option.field.metadata}
+    assert named | {"model"} == said
+    assert {"chat_template", "lora", "response_schema", "allowed_media_dir", "input"} < set(READ_BY_JOB)
+    assert {"output", "error_file", "summary", "report", "metrics_file"} == set(WRITTEN_BY_JOB)
+
+
+@pytest.mark.parametrize("written", WRITTEN_BY_JOB)
+@pytest.mark.parametrize("read", READ_BY_JOB)
+def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, written: str) -> None:
+    """By its name, by a hard link of it, and, of a folder, a file in it."""
+    schema, template, media, adapter = (job.folder / name for name in ("s.json", "t.jinja", "media", "adapter"))
+    schema.write_text('{"type": "object"}')
+    template.write_text("{{ messages }}")
+    media.mkdir(), adapter.mkdir()
+    (media / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(60))
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(8))
+    files = {"input": [job.input], "response_schema": [schema], "chat_template": [template],
+             "allowed_media_dir": [media / "a.png"], "model": [job.model / "config.json"],
+             "lora": [*adapter.iterdir()]}  # fmt: skip
+    for path in files[read]:
+        link = job.folder / "link"
+        os.link(path, link)
+        before = path.read_bytes()
+        for place in (path, link):
+            options = {"input": str(job.input), "output": str(job.output), "allowed_media_dir": media,
+                       "response_schema": schema}
+            with pytest.raises(ConfigError, match=rf"{written} .*: is (the {read}|an image or a video \(PNG\))"):
+                find_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
+                    model=str(job.model), chat_template=str(template), lora=str(adapter)))  # fmt: skip
+        assert path.read_bytes() == before
+        link.unlink()
+
+
+def test_a_template_that_is_given_as_text_names_no_file(job: Job) -> None:
+    config = RunnerConfig.from_keywords(model=str(job.model), chat_template="{{ messages }}\0")
+    find_places(BatchOptions.from_keywords(input=str(job.input), output=str(job.output)), config)
+    copy = pickle.loads(pickle.dumps(RunnerConfig.from_keywords("m", chat_template=__file__).replace(seed=1)))
+    assert copy.prompts.chat_template == Path(__file__).read_text()
+    assert copy.prompts.chat_template.file == Path(__file__)
 
 
 def test_what_standard_streams_come_from_and_go_to_is_not_replaced(job: Job) -> None:

@@ -252,6 +252,24 @@ def test_embedded_images_are_written_below_the_media_folder_and_nowhere_else(tmp
     assert not contents(outside)
 
 
+def test_images_are_on_disk_before_the_rows_that_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that an earlier command has written, and was killed before it synced it."""
+    media, synced = tmp_path / "media", []
+    media.mkdir()
+    urls = ["data:;base64," + base64.b64encode(b"\x89PNG" + bytes([number]) * 40).decode() for number in range(3)]
+    source = write_rows(tmp_path / "t.jsonl", [{"image": url} for url in urls])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    one = write_rows(tmp_path / "one.jsonl", [{"image": urls[0]}])
+    rows(tmp_path / "r.jsonl", one, image=("image",), media_dir=media)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    found = rows(tmp_path / "r.jsonl", source, image=("image",), media_dir=media)
+    before = synced[: synced.index(str(tmp_path / ".r.jsonl.new"))]
+    files = [media / shown(row)[0] for row in found]
+    for path in files:
+        # Its bytes, then its name, then that of the folder.
+        assert before.index(str(path)) < before.index(str(path.parent)) < before.index(str(media)), path
+
+
 def test_a_broken_data_url_and_bytes_without_a_folder_are_errors(tmp_path: Path) -> None:
     (tmp_path / "media").mkdir()
     source = write_rows(tmp_path / "t.jsonl", [{"image": "data:image/png;base64,%%%"}])
@@ -275,6 +293,8 @@ def test_a_broken_data_url_and_bytes_without_a_folder_are_errors(tmp_path: Path)
         "p.txt",
         ".answers.jsonl.new",
         "in/a.jsonl",
+        "s.json",
+        "media/a.png",
     ],
 )
 def test_rows_are_never_written_over_a_source_or_a_jobs_files(tmp_path: Path, name: str) -> None:
@@ -283,6 +303,9 @@ def test_rows_are_never_written_over_a_source_or_a_jobs_files(tmp_path: Path, na
     for file in ("answers.jsonl", "errors.jsonl", "t.jsonl", "in/a.jsonl"):
         write_rows(tmp_path / file, [{"a": "b"}])
     (tmp_path / "p.txt").write_text("?")
+    (tmp_path / "s.json").write_text("{}")
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     os.symlink(tmp_path / name, tmp_path / "link")
     before = {
         path: (tmp_path / os.fsdecode(path)).read_bytes()
@@ -290,8 +313,15 @@ def test_rows_are_never_written_over_a_source_or_a_jobs_files(tmp_path: Path, na
         if path != b"link" and (tmp_path / os.fsdecode(path)).exists()
     }
     for output in (name, "link"):
-        with pytest.raises(ConfigError, match=r"^rows .*(is the|is a source)"):
-            rows(tmp_path / output, tmp_path / "t.jsonl", tmp_path / "in", prompt_file=tmp_path / "p.txt")
+        with pytest.raises(ConfigError, match=r"^rows .*(is the|is a source|is an image)"):
+            rows(
+                tmp_path / output,
+                tmp_path / "t.jsonl",
+                tmp_path / "in",
+                prompt_file=tmp_path / "p.txt",
+                schema=tmp_path / "s.json",
+                media_dir=tmp_path,
+            )
     assert before == {path: (tmp_path / os.fsdecode(path)).read_bytes() for path in before}
     assert row_key("a", 0) != row_key("b", 0)
 

@@ -111,8 +111,38 @@ def test_images_beside_tables_are_not_guessed_at(pictures: Path, tmp_path: Path)
     (pictures / "metadata.csv").write_text("file_name,text\nb.png,hello\n")
     with pytest.raises(ConfigError, match=r"holds images or videos .* and tables"):
         rows(tmp_path / "r.jsonl", pictures)
+    with pytest.raises(ConfigError, match=r"'.*/pictures/\*': holds images or videos .* and tables .*or two sources"):
+        rows(tmp_path / "r.jsonl", f"{pictures}/*")
+    assert not (tmp_path / "r.jsonl").exists()
     (found,) = rows(tmp_path / "r.jsonl", pictures / "metadata.csv", image=("file_name",))
     assert load_media(shown(found)[0], pictures) == b"b.png"
+
+
+def test_what_rows_are_made_of_is_said(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a\n1\n2\n")
+    (pictures / "film.mp4").rename(pictures / "film.txt")
+    for source, kinds in ((pictures, "5 images"), (f"{pictures}/**/*", "5 images"), (f"{pictures}/b.png", "1 image"),
+                          (tmp_path / "t.csv", "2 records of t.csv")):  # fmt: skip
+        said = made(tmp_path / "r.jsonl", source, prompt="?").to_lines()
+        assert said[1].startswith(f"made of   {kinds}")
+    said = made(tmp_path / "r.jsonl", pictures, tmp_path / "t.csv", prompt="?").to_lines()
+    assert said[1] == "made of   5 images, 2 records of t.csv"
+
+
+@pytest.mark.parametrize(("pattern", "names"), [
+    ("*.jpg", ["a.JPG", "b.jpg", "c.Jpg"]), ("*.JPG", ["a.JPG", "b.jpg", "c.Jpg"]),
+    ("*.jp*g", ["a.JPG", "b.jpg", "c.Jpg", "d.jpeg"]), ("[ab].jpg", ["a.JPG", "b.jpg"]),
+    ("*.[j]pg", ["b.jpg"]), ("?", []), ("b.jpg", ["b.jpg"]),
+])  # fmt: skip
+def test_the_ending_of_a_pattern_fits_in_any_case(tmp_path: Path, pattern: str, names: list[str]) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.JPG", "b.jpg", "c.Jpg", "d.jpeg", "e.png", "f"):
+        (tmp_path / "in" / name).write_bytes(b"")
+    if names:
+        assert [row["custom_id"] for row in rows(tmp_path / "r.jsonl", f"{tmp_path}/in/{pattern}")] == names
+    else:
+        with pytest.raises(ConfigError, match=r"left out: 1 files .*: 1 without ending"):
+            rows(tmp_path / "r.jsonl", f"{tmp_path}/in/{pattern}")
 
 
 def test_csv_cells_are_text_as_pandas_reads_it(tmp_path: Path) -> None:
@@ -205,6 +235,24 @@ def test_only_what_a_dataset_lists_is_part_of_it(tmp_path: Path) -> None:
     (folder / "state.json").write_text('{"_data_files": [{"filename": "../../etc/passwd"}]}')
     with pytest.raises(ConfigError, match="is no file beside it"):
         rows(tmp_path / "r.jsonl", folder, media_dir=tmp_path / "media")
+    for words in ("{}", "[1", '{"_data_files": [{"filename": "a.png"}]}'):
+        (folder / "state.json").write_text(words)
+        with pytest.raises(ConfigError, match=r"state\.json': lists "):
+            rows(tmp_path / "r.jsonl", folder, media_dir=tmp_path / "media")
+
+
+def test_a_file_of_another_program_hides_no_picture(pictures: Path, tmp_path: Path) -> None:
+    before = rows(tmp_path / "r.jsonl", pictures)
+    for words in ('{"zoom": 3}', '{"_data_files": [{"filename": "c.webp"}]}', '{"_data_files": []}', "["):
+        (pictures / "sub" / "state.json").write_text(words)
+        assert rows(tmp_path / "r.jsonl", pictures) == before
+        assert "2 .json" not in (said := "".join(made(tmp_path / "r.jsonl", pictures, prompt="?").to_lines()))
+        assert "1 .json" in said, "it is left out, and counted"
+    # One who may put files there cannot choose which pictures count either.
+    (pictures / "sub" / "state.json").write_text('{"_data_files": [{"filename": "x.arrow"}]}')
+    (pictures / "sub" / "x.arrow").write_bytes((SAVED / "data-00000-of-00001.arrow").read_bytes())
+    with pytest.raises(ConfigError, match="holds images or videos"):
+        rows(tmp_path / "r.jsonl", pictures)
 
 
 @pytest.mark.parametrize("num_wanted", [1, 3, 7, 10, 11])

@@ -1,22 +1,19 @@
 """Checks an input for a job: all of its rows without weights, then, if asked, some of them with the model.
 
-Writes nothing beside the input, and takes no lock. Knows nothing of how the result is shown.
+Writes nothing but a nameless copy of a compressed input, and takes no lock. Knows nothing of how the result is shown.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from npu_runner.batch.check.sample import Sample, answer_sample
 from npu_runner.batch.check.survey import Survey, survey_rows
-from npu_runner.batch.files.input_file import STANDARD_STREAM, InputFile
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.replica_plan import local_plan
@@ -40,7 +37,7 @@ def check_input(config: RunnerConfig, options: BatchOptions, *, num_sampled: int
 
     Raises ConfigError for what a job refuses before it loads a model.
     """
-    with _opened(options) as file:
+    with InputFile(options.input) as file:
         scan = file.scan()
         if not scan.num_rows:
             raise ConfigError(f"input {file.name}: it has no row")
@@ -48,13 +45,6 @@ def check_input(config: RunnerConfig, options: BatchOptions, *, num_sampled: int
                                 most_model_len, seen)
         sample = answer_sample(config, options, file, scan, survey, num_sampled, batch) if num_sampled else None
     return Checked(survey=survey, sample=sample)
-
-
-@contextlib.contextmanager
-def _opened(options: BatchOptions) -> Iterator[InputFile]:
-    spool = Path(tempfile.gettempdir()) if options.input == STANDARD_STREAM else Path(options.input).resolve().parent
-    with InputFile(options.input, spool) as file:
-        yield file
 
 
 def _survey(config: RunnerConfig, options: BatchOptions, file: InputFile, book: RowBook, most_model_len: int | None,

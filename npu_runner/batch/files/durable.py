@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import BinaryIO
 from npu_runner.batch.files.names import new_version_path
 from npu_runner.errors import ConfigError, JobError
 
+_FOR_WRITING = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 # The settings were fine, the machine gave out: worth the same command again once there is room.
 _MACHINE_GAVE_OUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.ESTALE)
 
@@ -50,50 +52,125 @@ def explain_late_error(what: str, error: OSError, *, was_tried: bool = True) -> 
     return JobError(f"{what}: {reason}; when that is mended the same command goes on from here")
 
 
+def has_given_out(error: OSError) -> bool:
+    """Whether the machine is at fault, and not the place: a full or broken disk, a limit of size, no memory."""
+    return error.errno in _MACHINE_GAVE_OUT
+
+
 def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
     """The error a user gets for a failed operation on a file."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return JobError(f"{what}: {reason}; make room and run the same command again, finished rows are kept")
+        return JobError(f"{what}: {reason}; make room and run the same command again")
     if error.errno == errno.EPIPE:
         return JobError(f"{what}: its reader has gone ({reason})")
-    if error.errno in _MACHINE_GAVE_OUT:
-        return JobError(f"{what}: {reason}; when that is mended the same command goes on from here")
+    if has_given_out(error):
+        return JobError(f"{what}: {reason}; when that is mended run the same command again")
     return ConfigError(f"{what}: {reason}; choose a place that exists and can be written")
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Iterator[BinaryIO]:
     """Write a new version of a file: killed at any moment, the old one or the new one is there, whole and on disk.
 
-    `is_synced` false: a power cut may leave an empty one, for a file that is soon written again.
+    Two processes never write one new version. The second raises JobError, or with `waits` it waits for the first.
+    `is_synced` false: a power cut may leave an empty file, which is for one that is soon written again or synced later.
     """
     new = new_version_path(path)
-    descriptor = _create(new)
     try:
-        with open(descriptor, "wb") as file:
+        descriptor = _create(new, waits=waits)
+    except BlockingIOError:
+        raise _two_writers(path) from None
+    with open(descriptor, "wb") as file:
+        try:
             _take_mode(file.fileno(), path)
             yield file
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+            if not _is_at(file.fileno(), new):  # somebody who takes no lock has removed it
+                raise _two_writers(path)
+            os.replace(new, path)
+        except BaseException:
+            if _is_at(file.fileno(), new):
+                new.unlink()
+            raise
     if is_synced:
         sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Within, no other process writes a version of this folder. Raises JobError where one does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not _lock(descriptor, waits=False):
+            raise _two_writers(folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def remove_torn_version(path: Path) -> None:
-    """Remove what a process left that was killed in `replacing`: it may be as large as the file."""
-    new_version_path(path).unlink(missing_ok=True)
+    """Remove what a process left that was killed in `replacing`: it may be as large as the file. One that a process is
+    writing stays."""
+    with contextlib.suppress(BlockingIOError):
+        _remove_left(new_version_path(path), waits=False)
 
 
-def _create(path: Path) -> int:
-    """A new, empty file. Whatever has the name goes: a link that somebody put there is not followed."""
-    path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def _create(path: Path, *, waits: bool) -> int:
+    """A new, empty file, locked as long as it is open. Whatever else has the name is removed: a link that somebody put
+    there is not followed. Raises BlockingIOError where a process is writing it."""
+    while True:
+        _remove_left(path, waits=waits)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, _FOR_WRITING | os.O_CREAT | os.O_EXCL, 0o666)
+            # Between these two lines another process may take it for one that was left.
+            if _lock(descriptor, waits=waits) and _is_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)
+
+
+def _remove_left(path: Path, *, waits: bool) -> None:
+    """Raises BlockingIOError where a process is writing it."""
+    try:
+        descriptor = os.open(path, _FOR_WRITING | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    except OSError:  # a link, a pipe without a reader, a file of another user: none that we could lock
+        path.unlink(missing_ok=True)
+        return
+    try:
+        if not _lock(descriptor, waits=waits):
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
+        if _is_at(descriptor, path):
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, waits: bool) -> bool:
+    """Whether no other process has it. Where a file system has no locks (NFS has none of folders), none has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether this open file still has this name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    return False
+
+
+def _two_writers(path: Path) -> JobError:
+    return JobError(f"{path}: another process is writing it at this moment; wait until that has ended, or choose "
+                    "another name")
 
 
 def _take_mode(descriptor: int, path: Path) -> None:
@@ -111,6 +188,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_files(folder: Path) -> None:
+    """Make the files in a folder, and their names, survive a power cut. Their bytes are synced all at once at the end:
+    the first file that is synced takes most of the others with it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # another process has renamed its new version
+                    descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    try:
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+    sync_folder(folder)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from npu_runner.batch.files.durable import clear_file_errors, replacing, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, replacing, sole_writer, sync_files, sync_folder
 from npu_runner.batch.files.names import new_version_path
 from npu_runner.batch.files.place import Place, own_descriptor, try_to_replace
 from npu_runner.errors import ConfigError
@@ -64,14 +64,15 @@ class FolderPlace(Place):
             self.path.mkdir()
             sync_folder(self.path.parent)
         self._refuse_foreign()
-        number = 1 + max((number for number, _ in self._versions()), default=0)
-        version = Version(self, f"pages-{number}")
-        version.path.mkdir()
-        try:
-            yield version
-        finally:
-            if not version.is_current:
-                shutil.rmtree(version.path)
+        with sole_writer(self.path):  # whoever ends first would remove the pages of the other
+            number = 1 + max((number for number, _ in self._versions()), default=0)
+            version = Version(self, f"pages-{number}")
+            version.path.mkdir()
+            try:
+                yield version
+            finally:
+                if not version.is_current:
+                    shutil.rmtree(version.path)
 
     def remove_versions_but(self, name: str) -> None:
         for _, path in self._versions():
@@ -120,7 +121,7 @@ class Version:
     @contextlib.contextmanager
     def writing_index(self) -> Iterator[BinaryIO]:
         """The last file: when it is there, this version is the report, and earlier ones are removed."""
-        _sync_files(self.path)
+        sync_files(self.path)
         with replacing(self._place.index) as file:
             yield file
         self.is_current = True
@@ -153,14 +154,3 @@ def _begins_as_ours(index: Path) -> bool:
         with open(descriptor, "rb") as file:
             return file.read(len(MARK)) == MARK
     return False
-
-
-def _sync_files(folder: Path) -> None:
-    """All at once: the first one that is synced takes most of the others with it."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_folder(folder)

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.durable import late_file_errors
+from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
 from npu_runner.batch.files.packed import NUM_HEAD_BYTES, packing_of, unpack
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
@@ -35,6 +35,7 @@ STANDARD_STREAM = "-"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
+_LEAST_FREE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,10 @@ class _Line:
 
 class InputFile:
     """Rows from a file. Standard input is first copied to a nameless file in `spool_folder`, and a compressed file is
-    first unpacked into one."""
+    first unpacked into one; that raises JobError before less than 1 GiB is left free there."""
 
-    def __init__(self, source: str, spool_folder: Path):
+    def __init__(self, source: str, spool_folder: Path | None = None):
+        """`spool_folder`: None is the system's folder for temporary files, for whoever only looks."""
         self.name = source
         opened = _open(source, spool_folder)
         self._file = _unpacked(opened, source, spool_folder)
@@ -302,11 +304,11 @@ def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, p
     return False
 
 
-def _open(source: str, spool_folder: Path) -> BinaryIO:
+def _open(source: str, spool_folder: Path | None) -> BinaryIO:
     if source == STANDARD_STREAM:
         if sys.stdin is None:
             raise ConfigError("input -: standard input is closed; open it, or name a JSONL file of requests")
-        return _spool(sys.stdin.buffer, spool_folder)
+        return _spool(sys.stdin.buffer, source, spool_folder)
     try:
         file = open(source, "rb")  # noqa: SIM115 - returned open
     except OSError as error:
@@ -314,26 +316,53 @@ def _open(source: str, spool_folder: Path) -> BinaryIO:
     if Path(source).is_file():
         return file
     with file:
-        return _spool(file, spool_folder)
+        return _spool(file, source, spool_folder)
 
 
-def _unpacked(file: BinaryIO, name: str, spool_folder: Path) -> BinaryIO:
+def _unpacked(file: BinaryIO, name: str, spool_folder: Path | None) -> BinaryIO:
     """`file` as it is, or what it holds: rows are read anywhere in it, which a compressed file does not allow."""
     packing = packing_of(os.pread(file.fileno(), NUM_HEAD_BYTES, 0))
     if packing is None:
         return file
-    with file, contextlib.ExitStack() as undo:
-        copy = undo.enter_context(tempfile.TemporaryFile(dir=spool_folder))
+    with file, _copy(name, spool_folder) as copy:
         file.seek(0)
         unpack(packing, file, copy, name)
-        copy.flush()
+    return copy.file
+
+
+def _spool(stream: BinaryIO, name: str, spool_folder: Path | None) -> BinaryIO:
+    """Rows are read twice, so what cannot be rewound is copied first."""
+    with _copy(name, spool_folder) as copy:
+        shutil.copyfileobj(stream, copy.file, io.DEFAULT_BUFFER_SIZE * 16)
+    return copy.file
+
+
+class _Copy:
+    """What is written to a nameless file, which ends with us. It leaves room for others on its disk."""
+
+    def __init__(self, file: BinaryIO, title: str, remedy: str):
+        self.file = file
+        self._title, self._remedy = title, remedy
+        self._size = 0
+
+    def write(self, piece: bytes) -> None:
+        disk = os.fstatvfs(self.file.fileno())
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize - len(piece) < _LEAST_FREE_BYTES:
+            raise JobError(f"{self._title}: has {self._size} bytes so far, and with more of them less than 1 GiB would "
+                           f"be left free there; {self._remedy}")
+        self._size += len(piece)
+        self.file.write(piece)
+
+
+@contextlib.contextmanager
+def _copy(name: str, folder: Path | None) -> Iterator[_Copy]:
+    """Its file is whole, and stays open, when this is left without an error."""
+    place, remedy = str(folder), "make room"
+    if folder is None:
+        place, remedy = "the folder for temporary files", "make room, or name another folder in the variable TMPDIR"
+    title = f"input {name}, its copy in {place}"
+    with clear_file_errors(title), contextlib.ExitStack() as undo:
+        file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
+        yield _Copy(file, title, remedy)  # type: ignore[arg-type]
+        file.flush()
         undo.pop_all()
-    return copy  # type: ignore[return-value]
-
-
-def _spool(stream: BinaryIO, folder: Path) -> BinaryIO:
-    """Rows are read twice, so what cannot be rewound is copied first; the copy has no name and ends with us."""
-    copy = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - returned open
-    shutil.copyfileobj(stream, copy, io.DEFAULT_BUFFER_SIZE * 16)
-    copy.flush()
-    return copy  # type: ignore[return-value]

@@ -21,6 +21,7 @@ from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
 from npu_runner.errors import ConfigError
+from npu_runner.request.limits import shown
 
 FORMAT = 3
 """Of the file. 1 had no `npu_runner`, 1 and 2 no `changes`. They are read, and written as 3 when their output goes
@@ -37,6 +38,8 @@ max_model_len is none of them, because it ends answers, too. Limits that no mani
 _NUMBERS = {"max_model_len", "prompts.max_source_pixels"}
 """Settings that a later run, or a report, takes from here."""
 _READABLE = (1, 2, FORMAT)
+_MAX_EPOCH_DIGITS = 11
+"""Up to the year 5138; a calendar ends with the year 9999."""
 _ABSENT = "(not there)"
 
 
@@ -201,12 +204,13 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[Sett
 
 
 def start_time() -> int:
-    """Now, or what SOURCE_DATE_EPOCH says, so that two jobs can be compared byte for byte."""
+    """Now, or what SOURCE_DATE_EPOCH says, so that two jobs can be compared byte for byte. Raises ConfigError."""
     value = os.environ.get("SOURCE_DATE_EPOCH")
     if value is None:
         return int(time.time())
-    if not value.isdigit():
-        raise ConfigError(f"SOURCE_DATE_EPOCH={value!r} is not a number of seconds")
+    if not (value.isascii() and value.isdecimal() and len(value) <= _MAX_EPOCH_DIGITS):
+        raise ConfigError(f"SOURCE_DATE_EPOCH={shown(value)} is not a number of seconds of at most {_MAX_EPOCH_DIGITS} "
+                          "digits, like 1700000000; correct the variable or unset it")
     return int(value)
 
 

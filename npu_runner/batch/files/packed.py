@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from npu_runner.errors import ConfigError
 
@@ -30,6 +30,12 @@ class Packing:
     first_bytes: bytes
     command: str
     library: Callable[[], _Library] | None = None
+
+
+class Target(Protocol):
+    """What takes the unpacked bytes."""
+
+    def write(self, piece: bytes, /) -> object: ...
 
 
 class _Library(NamedTuple):
@@ -70,7 +76,7 @@ def packing_of(head: bytes) -> Packing | None:
     return next((packing for packing in _PACKINGS if head.startswith(packing.first_bytes)), None)
 
 
-def unpack(packing: Packing, source: BinaryIO, target: BinaryIO, name: str) -> None:
+def unpack(packing: Packing, source: BinaryIO, target: Target, name: str) -> None:
     """Write what `source` holds to `target`. `name`: what messages call the source, or - for standard input.
 
     Raises ConfigError where it is broken or cut short, and for a format that is not unpacked here.

@@ -91,13 +91,14 @@ class Place:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[BinaryIO]:
-        """Put a new version in place of the file, whole or not at all, or write to the stream."""
-        if self.path is not None:
-            with replacing(self.path) as file:
+        """Put a new version in place of the file, whole or not at all, or write to the stream. Raises JobError."""
+        with self.late_errors():
+            if self.path is not None:
+                with replacing(self.path) as file:
+                    yield file
+                return
+            with open(os.dup(self.descriptor), "wb") as file:
                 yield file
-            return
-        with open(os.dup(self.descriptor), "wb") as file:
-            yield file
 
     def _open(self) -> int:
         if self.number is None:

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import status_path
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, JobError
 
 Phase = Literal["starting", "loading", "serving", "ordering", "reporting"]
 ReplicaPhase = Literal["loading", "serving", "waiting", "dead", "ended"]
@@ -191,7 +191,7 @@ class LiveFile:
         try:
             with replacing(self._path, is_synced=False) as file:
                 file.write(data)
-        except OSError as error:
+        except (OSError, JobError) as error:
             self._report(error)
 
     def put_back(self) -> None:
@@ -204,10 +204,11 @@ class LiveFile:
         except OSError as error:
             self._report(error)
 
-    def _report(self, error: OSError) -> None:
+    def _report(self, error: OSError | JobError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._say(f"{self._title}: {error.strerror or error}; the job goes on, and tries again without a word")
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self._say(f"{self._title}: {reason}; the job goes on, and tries again without a word")
 
 
 def encoded(status: Status) -> bytes:

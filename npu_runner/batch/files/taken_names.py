@@ -1,6 +1,7 @@
 """Refuses a place that is something else already: what is read, what another place is, what a job keeps for itself.
 
-Two names are the same by path or by inode. Knows nothing of what is written.
+Settings say in their metadata which files they read (`npu_runner.config.READ`), so every command has one check. Two
+names are the same by path or by inode. Knows nothing of what is written.
 """
 
 from __future__ import annotations
@@ -8,25 +9,45 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from npu_runner.batch.files.fingerprint import files_that_count
 from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.names import own_files
 from npu_runner.batch.files.place import Place
+from npu_runner.config import READ, flat_fields, flat_values
 from npu_runner.errors import ConfigError
+from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 
+Named: TypeAlias = tuple[str, str | Path | None]
+"""An option, and what it names; None: nothing."""
+_ADAPTER = "adapter_config.json"
+_HEAD_BYTES = 64
 _STANDARD = {1: "standard output", 2: "standard error"}
 
 
-def refuse_taken(places: Sequence[Place], read: Iterable[tuple[str, str | Path | None]],
-                 others: Mapping[Path, str]) -> None:
-    """Raises ConfigError for a place that stands for two.
+def read_by(*settings: Any) -> list[Named]:
+    """What these settings read: each option that says so in its metadata."""
+    found: list[Named] = []
+    for each in settings:
+        fields, values = flat_fields(type(each)), flat_values(each)
+        for name, field in fields.items():
+            if field.metadata.get("file") == READ:
+                value = values[name]
+                found.append((name, getattr(value, "file", value)))  # the file of a template's text
+    return found
 
-    `read`: options, and what is read for each; None: nothing is. `others`: files that are not to be written to, and
-    what each is.
+
+def refuse_taken(places: Sequence[Place], read: Iterable[Named], others: Mapping[Path, str]) -> None:
+    """Raises ConfigError for a place that stands for two, and for an image or a video, which no command writes there.
+
+    `read`: as `read_by` has it. Of a folder it is the files of a checkpoint or an adapter. `others`: files that are not
+    to be written to, and what each is.
     """
     _refuse_two_on_standard_output(places)
+    _refuse_media(places)
     taken = _read_names(read)
     for place in places:
         for key in _keys(place):
@@ -47,12 +68,22 @@ def _refuse_two_on_standard_output(places: Sequence[Place]) -> None:
                           "the other")
 
 
-def _read_names(read: Iterable[tuple[str, str | Path | None]]) -> dict[Hashable, str]:
+def _refuse_media(places: Sequence[Place]) -> None:
+    """It may lie below the folder of a job's media, or be a source of rows."""
+    for place in places:
+        if place.path is None or not place.path.is_file():
+            continue
+        with contextlib.suppress(OSError), open(place.path, "rb") as file:  # no job has read what we may not read
+            head = file.read(_HEAD_BYTES)
+            if kind := image_kind(head) or video_kind(head):
+                raise ConfigError(f"{place.title}: is an image or a video ({kind}), which would be lost; choose "
+                                  "another name")
+
+
+def _read_names(read: Iterable[Named]) -> dict[Hashable, str]:
     """What is read is not written to. A terminal and other devices may be both."""
     taken: dict[Hashable, str] = {}
-    for option, name in read:
-        if name is None:
-            continue
+    for option, name in _with_files_of_folders(read):
         is_standard = name == STANDARD_STREAM
         with contextlib.suppress(OSError):  # whoever reads it says what is wrong
             found = os.fstat(0) if is_standard else os.stat(name)
@@ -61,6 +92,18 @@ def _read_names(read: Iterable[tuple[str, str | Path | None]]) -> dict[Hashable,
         if not is_standard:
             taken[os.path.realpath(name)] = option
     return taken
+
+
+def _with_files_of_folders(read: Iterable[Named]) -> Iterator[tuple[str, str | Path]]:
+    for option, name in read:
+        if name is None:
+            continue
+        folder = Path(name)
+        if not folder.is_dir():
+            yield option, name
+        elif any((folder / config).is_file() for config in ("config.json", _ADAPTER)):
+            for path in (*files_that_count(folder), folder / _ADAPTER):
+                yield f"{option}'s {path.name}", path
 
 
 def _kept_names(places: Sequence[Place], others: Mapping[Path, str]) -> dict[Hashable, str]:

@@ -171,5 +171,5 @@ class Accounts:
 
     def _write(self, fields: dict[str, Any]) -> None:
         assert self._summary is not None, "the caller has looked"
-        with self._summary.late_errors(), self._summary.writing() as file:
+        with self._summary.writing() as file:
             file.write(json.dumps(fields, indent=2).encode() + b"\n")

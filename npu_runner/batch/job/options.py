@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from npu_runner.config import check_choices, from_keywords, one_of
+from npu_runner.config import READ, WRITTEN, check_choices, from_keywords, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
@@ -57,14 +57,14 @@ class FailureLimit:
 class BatchOptions:
     """What one batch job reads and writes, and how. Model settings are RunnerConfig's."""
 
-    input: str = field(metadata={"short": "-i", "values": "FILE"})
+    input: str = field(metadata={"short": "-i", "values": "FILE", "file": READ})
     """JSONL file of OpenAI batch rows; - reads standard input."""
-    output: str = field(metadata={"short": "-o", "values": "FILE"})
+    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of answers, resumed if it exists; - writes standard output, which cannot be resumed."""
-    error_file: Path | None = None
+    error_file: Path | None = field(default=None, metadata={"file": WRITTEN})
     """JSONL file of failed rows, which are then not in the output, as in OpenAI's batch. It is a file and no stream.
     None: failed rows are in the output."""
-    allowed_media_dir: Path | None = None
+    allowed_media_dir: Path | None = field(default=None, metadata={"file": READ})
     """Images and videos may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
     """Answers in the order of the input instead of the order in which they finish. A file is put in order once it is
@@ -78,11 +78,11 @@ class BatchOptions:
     of before stay, and system_fingerprint tells them from later ones. A model's files are no settings."""
     overwrite: bool = False
     """Replace an existing output instead of resuming it."""
-    summary: Path | None = None
+    summary: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write what all runs of the job add up to, and this run under `this_run`, to this file, as JSON, also when an
     error ended it. While the run is under way the file says so. - writes standard output at the end, if nothing else
     does."""
-    report: Path | None = None
+    report: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
     output, if nothing else does. With more than 2000 report_rows, and where a folder has the name, it is a folder of
     pages, which begin with index.html."""
@@ -92,7 +92,7 @@ class BatchOptions:
     report_every: float | None = field(default=None, metadata={"values": "MINUTES"})
     """Make that report every MINUTES minutes while the job runs, too, in a process of its own. It has the rows that are
     on disk, and costs the job nothing but spare cores. It needs a report that is no stream."""
-    metrics_file: Path | None = field(default=None, metadata={"values": "FILE"})
+    metrics_file: Path | None = field(default=None, metadata={"values": "FILE", "file": WRITTEN})
     """Write figures of the job in Prometheus' text form to this file, every 2 seconds. It is a file and no stream."""
     max_failures: str | None = field(default=None, metadata={"values": "N|P%"})
     """End the job early, with exit status 4, once more than N rows of the output have failed, or more than P percent of
@@ -108,7 +108,7 @@ class BatchOptions:
     """With ray: every host sees the input under the same path, so rows are sent as offsets in it and not as bytes."""
     max_row_bytes: int = LIMITS.max_row_bytes
     """Most bytes of a row; a longer one fails."""
-    response_schema: Path | None = None
+    response_schema: Path | None = field(default=None, metadata={"file": READ})
     """Answers are JSON that fits the schema in this file. Rows with a rule of their own, and rows with tools, are
     excepted."""
     max_thinking_tokens: int | None = None

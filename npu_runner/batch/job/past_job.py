@@ -68,7 +68,7 @@ class PastJob:
                               "for it")
         for path in self._files:
             _refuse_other_file(path)
-        place = find_places(options, None).report
+        place = find_places(options).report
         assert place is not None, "the caller names a page"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
         has_schema = _RULE_OF_JOB in self._manifest.settings
@@ -91,7 +91,7 @@ class PastJob:
     @contextlib.contextmanager
     def _opened(self, input: str) -> Iterator[tuple[InputFile, InputScan]]:
         """Raises ConfigError for an input that the job was not begun with."""
-        with InputFile(input, self._output.parent) as file:
+        with InputFile(input) as file:
             yield file, file.scan_for(self.name, None if self._manifest is None else self._manifest.input)
 
 

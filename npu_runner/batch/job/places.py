@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_runner.batch.files.fingerprint import files_that_count
 from npu_runner.batch.files.folder_place import FolderPlace, find_folder
 from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.place import Place, find_place
-from npu_runner.batch.files.taken_names import refuse_taken
+from npu_runner.batch.files.taken_names import Named, read_by, refuse_taken
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.report.choice import MAX_CARDS_OF_ONE_FILE
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 
 
@@ -52,20 +52,19 @@ class Places:
             yield
 
 
-def find_places(options: BatchOptions, model: str | None) -> Places:
+def find_places(options: BatchOptions, config: RunnerConfig | None = None) -> Places:
     """Looks at every name before anything is begun. Raises ConfigError for a name that cannot be what it was given for.
 
-    `model`: where it is a folder, its files are no places to write to; None: no model is used.
+    `config`: the files that it names are no places to write to; None: no model is used.
     """
+    read = read_by(options, *([] if config is None else [config]))
     places = Places(
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
         report=_found_report(options), summary=_found("summary", options.summary),
         metrics_file=_found("metrics_file", options.metrics_file))
     _refuse_streams(places, options)
-    _refuse_within(places.report, places, options)
-    model_files = [] if model is None or not Path(model).is_dir() else files_that_count(Path(model))
-    refuse_taken(list(places), [("input", options.input), ("response_schema", options.response_schema)],
-                 {path: f"model's {path.name}" for path in model_files})
+    _refuse_within(places.report, places, read)
+    refuse_taken(list(places), read, {})
     return places
 
 
@@ -95,12 +94,11 @@ def _refuse_streams(places: Places, options: BatchOptions) -> None:
             raise ConfigError(f"{place.title}: is a stream, and {reason}; name a file")
 
 
-def _refuse_within(folder: Place | None, places: Places, options: BatchOptions) -> None:
+def _refuse_within(folder: Place | None, places: Places, read: Sequence[Named]) -> None:
     """What is in a report's folder is the report's."""
     if not isinstance(folder, FolderPlace):
         return
-    read = {"input": options.input, "response_schema": options.response_schema}
-    inside = [(option, os.path.realpath(name)) for option, name in read.items() if name not in (None, STANDARD_STREAM)]
+    inside = [(option, os.path.realpath(name)) for option, name in read if name is not None and name != STANDARD_STREAM]
     inside += [(place.option, str(place.path)) for place in places if place.path is not None]
     for option, name in inside:
         if folder.holds(Path(name)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -19,10 +18,9 @@ from typing import Any, TextIO, cast
 import numpy as np
 
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
-from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.manifest import Manifest, start_time
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
@@ -70,7 +68,8 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
     command may simply be run again. Of a job that ended so after its input was read there is a summary as well.
     `open_model` stands in for a checkpoint and LLMEngine.
     """
-    places = find_places(options, config.model)
+    start_time()  # raises ConfigError
+    places = find_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
         progress = Progress(options.progress, stderr)
         job = _Job(config, options, places, progress, signals, open_model)
@@ -149,9 +148,7 @@ class _Job:
 
     def _open_input(self, destination: Destination) -> InputFile:
         path = destination.path
-        spool_folder = path.parent if path is not None else Path(tempfile.gettempdir())
-        with clear_file_errors(f"copy of the input in {spool_folder}"):
-            return InputFile(self._options.input, spool_folder)
+        return InputFile(self._options.input, None if path is None else path.parent)
 
     def _plan(self, file: InputFile, destination: Destination) -> _Work:
         """Everything that can be refused before a model is loaded is refused here."""
