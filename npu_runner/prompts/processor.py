@@ -241,7 +241,7 @@ class ChatProcessor(RequestChecks):
         chat = self._chat if chat_template is None else self._chat_of(chat_template)
         own = self._template_kwargs if chat is self._chat else chat.checked_kwargs(self._template_kwargs)
         kwargs = {**own, **chat.checked_kwargs(chat_template_kwargs or {})}
-        conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
+        conversation = parse_messages(messages, has_vision=self.has_vision,
                                       max_images=self.settings.max_images_per_prompt)
         check_kinds(conversation.seen, self.settings.limit_mm_per_prompt)
         check_ending(conversation, add_generation_prompt, continue_final_message)

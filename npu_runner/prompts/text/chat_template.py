@@ -187,7 +187,7 @@ def _environment() -> BoundedEnvironment:
     environment.plain_types |= {_GuardedNamespace}
     environment.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=lambda pattern: datetime.now().strftime(str(pattern)[:_MAX_WORDS]),
+        strftime_now=lambda pattern: datetime.now().strftime(pattern[:_MAX_WORDS]),
         dict=lambda *args, **kwargs: dict(*args, **kwargs),  # the function, not the class with its attributes
         namespace=_GuardedNamespace,
     )
