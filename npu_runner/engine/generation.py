@@ -46,7 +46,7 @@ _LENGTH = End("length")
 _REPETITION = End("length", REPETITION_DETECTED)
 _NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
                                    "too much for the dtype; try dtype float32")
-_NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
+NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
                                    "allow next is banned by min_tokens, bad_words, no_repeat_ngram_size or "
                                    "allowed_token_ids, or the grammar has no way to go on", code="no_token_left")
 
@@ -84,7 +84,7 @@ class Generation:
     def append(self, token: int, logprobs: StepLogprobs | None, row: int) -> End | None:
         """One more token, of a step's row; returns what ends the completion with it."""
         if token < 0:
-            return _NOT_A_NUMBER if token == NO_TOKEN else _NOTHING_LEFT
+            return _NOT_A_NUMBER if token == NO_TOKEN else NOTHING_LEFT
         sequence = self.sequence
         sequence.append(token)
         if self.logprobs is not None and logprobs is not None:
