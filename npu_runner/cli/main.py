@@ -26,7 +26,7 @@ from npu_runner.cli.options import Commands, add_command, add_options, add_some_
 from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
-from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
+from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr, plain_stdout
 from npu_runner.threads import wait_briefly
 
 _EXIT_STATUSES = """\
@@ -43,7 +43,7 @@ _OUTPUT = "the output of a job, which may be at work"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status; argparse itself exits with 2."""
     hold_standard_descriptors()
-    with patient_stderr():
+    with plain_stdout(), patient_stderr():
         parsed = _parser().parse_args(arguments)
         wait_briefly()
         return _run(parsed)
