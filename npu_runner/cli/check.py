@@ -103,7 +103,8 @@ def _fit(config: RunnerConfig, device_bytes: int) -> tuple[bool, list[str], int]
 def as_values(found: Checked, prices: _Prices) -> dict[str, Any]:
     survey, sample = found.survey, found.sample
     num_prompt_tokens = sum(survey.prompt_tokens)
-    values = survey.to_json() | {"price_at_most": prices.of(num_prompt_tokens, survey.most_output_tokens)}
+    values = survey.to_json() | {"price_at_most": prices.of(num_prompt_tokens, survey.most_output_tokens),
+                                 "memory_may_cut_max_model_len": found.memory_may_cut}
     if sample is not None:
         values["sample"] = sample.to_json() | {"price": prices.of(num_prompt_tokens, sample.tokens)}
     return values
@@ -112,6 +113,9 @@ def as_values(found: Checked, prices: _Prices) -> dict[str, Any]:
 def as_lines(found: Checked, prices: _Prices) -> list[str]:
     survey, sample = found.survey, found.sample
     lines = [*_rows(survey), *_sizes(survey)]
+    if found.memory_may_cut:
+        lines.append("memory    only the device's memory decides whether a start cuts max_model_len; --device-memory "
+                     "SIZE or --kv-cache-bytes SIZE says it here")
     num_prompt_tokens = sum(survey.prompt_tokens)
     at_most = prices.of(num_prompt_tokens, survey.most_output_tokens)
     lines += [f"price     at most {_price(at_most)}"] if at_most else []

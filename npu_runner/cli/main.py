@@ -27,7 +27,7 @@ from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
 from npu_runner.processes.log_level import LEVELS, VARIABLE, show_log
-from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr
+from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr, plain_stdout
 from npu_runner.threads import wait_briefly
 
 _EXIT_STATUSES = """\
@@ -44,7 +44,7 @@ _OUTPUT = "the output of a job, which may be at work"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status; argparse itself exits with 2."""
     hold_standard_descriptors()
-    with patient_stderr():
+    with plain_stdout(), patient_stderr():
         return _run(arguments)
 
 

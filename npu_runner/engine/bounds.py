@@ -9,11 +9,13 @@ from typing import overload
 
 from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
 from npu_runner.checkpoint.quantization import arithmetic
+from npu_runner.config import RunnerConfig
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
 from npu_runner.errors import RequestError
 from npu_runner.platforms import AUTO, find_platform, pick_platform
+from npu_runner.platforms.platform import Platform
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
 from npu_runner.request.pooling_params import PoolingParams
@@ -98,9 +100,25 @@ def known_limits(checkpoint: OpenedCheckpoint) -> Settings:
 
     Raises ConfigError for settings that model or platform cannot do.
     """
-    name = checkpoint.config.platform
-    platform = pick_platform(name) if name == AUTO else find_platform(name)
+    platform = _platform_of(checkpoint.config)
     return resolve_settings(checkpoint.config, checkpoint.model_config, platform, checkpoint.quantization)
+
+
+def _platform_of(config: RunnerConfig) -> Platform:
+    return pick_platform(config.platform) if config.platform == AUTO else find_platform(config.platform)
+
+
+def most_cached_tokens(checkpoint: OpenedCheckpoint, settings: Settings) -> int | None:
+    """The longest sequence that the KV cache holds, where its size follows from the settings; None where the device's
+    memory decides it, and for models of the generic strategy.
+
+    Raises ConfigError where a given max_model_len does not fit.
+    """
+    from npu_runner.runner import estimate  # imports every layer
+
+    platform = _platform_of(checkpoint.config)
+    return estimate.most_cached_tokens(checkpoint.strategy, checkpoint.config, checkpoint.model_config, settings,
+                                       platform)
 
 
 @overload

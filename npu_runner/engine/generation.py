@@ -28,7 +28,7 @@ from npu_runner.request.outputs import (
     RequestOutput,
 )
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.repetition_detection import RepetitionDetectionParams
+from npu_runner.request.repetition_detection import RepetitionDetectionParams, RepetitionDetector
 from npu_runner.runner.base import StepLogprobs
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 
@@ -46,7 +46,7 @@ _LENGTH = End("length")
 _REPETITION = End("length", REPETITION_DETECTED)
 _NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
                                    "too much for the dtype; try dtype float32")
-_NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
+NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
                                    "allow next is banned by min_tokens, bad_words, no_repeat_ngram_size or "
                                    "allowed_token_ids, or the grammar has no way to go on", code="no_token_left")
 
@@ -66,19 +66,15 @@ class Generation:
         self.pooled: np.ndarray | None = None
         self.finished: CompletionOutput | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = detokenizer_for(params, tokenizer)
         self.end_tokens = end_tokens
         self._looks_for_stops = bool(params.stop)
-        detection = params.repetition_detection
-        assert detection is None or isinstance(detection, RepetitionDetectionParams), f"{detection!r} was not checked"
-        self._repetition_detection = detection
+        self._restart()
         self._most_tokens = (sequence.max_num_tokens or sys.maxsize) - sequence.num_prompt_tokens
-        self._has_end_token = False
 
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens is looked at, whatever it is."""
-        return self._looks_for_stops or self.logprobs is not None or self._repetition_detection is not None
+        return self._looks_for_stops or self.logprobs is not None or self._detector is not None
 
     @property
     def num_left(self) -> int:
@@ -88,12 +84,21 @@ class Generation:
     def append(self, token: int, logprobs: StepLogprobs | None, row: int) -> End | None:
         """One more token, of a step's row; returns what ends the completion with it."""
         if token < 0:
-            return _NOT_A_NUMBER if token == NO_TOKEN else _NOTHING_LEFT
+            return _NOT_A_NUMBER if token == NO_TOKEN else NOTHING_LEFT
         sequence = self.sequence
         sequence.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs, row)
         return self._end_with(token, len(sequence.output_token_ids))
+
+    def _restart(self) -> None:
+        """Forget all tokens that it was told."""
+        params = self.sequence.params
+        detection = params.repetition_detection
+        assert detection is None or isinstance(detection, RepetitionDetectionParams), f"{detection!r} was not checked"
+        self._has_end_token = False
+        self._detokenizer = detokenizer_for(params, self._tokenizer)
+        self._detector = None if detection is None else RepetitionDetector(detection)
 
     def rollback(self) -> None:
         """Back to what is booked whole. An interrupt may have come between any two lines of `append`, or before an end
@@ -110,8 +115,7 @@ class Generation:
     def _tell_again(self) -> int:
         """Ask of each token once more whether it ends the completion, as if none had been; those before one that does,
         or all."""
-        self._has_end_token = False
-        self._detokenizer = detokenizer_for(self.sequence.params, self._tokenizer)
+        self._restart()
         for place, token in enumerate(self.sequence.output_token_ids):
             if self._end_with(token, place + 1) is not None:
                 return place
@@ -121,6 +125,7 @@ class Generation:
         """The end that this token, of number `num_tokens`, brings; None if it brings none. Call it for each token in
         order."""
         params = self.sequence.params
+        is_repetition = self._detector is not None and self._detector.append(token)
         if token in self.end_tokens and num_tokens >= params.min_tokens:
             self._has_end_token = True
             return End("stop", token if token in params.stop_token_ids else None)
@@ -130,17 +135,7 @@ class Generation:
                 return End("stop", stop)
         if num_tokens >= self._most_tokens:
             return _LENGTH
-        return _REPETITION if num_tokens >= params.min_tokens and self._repeats_itself(num_tokens) else None
-
-    def _repeats_itself(self, num_tokens: int) -> bool:
-        """Whether its first `num_tokens` end in a repetition that it was to end with."""
-        detection = self._repetition_detection
-        if detection is None:
-            return False
-        token_ids = self.sequence.output_token_ids
-        if num_tokens < len(token_ids):  # after a rollback
-            token_ids = token_ids[max(0, num_tokens - detection.longest_span) : num_tokens]
-        return detection.is_repetition(token_ids)
+        return _REPETITION if is_repetition and num_tokens >= params.min_tokens else None
 
     def put_states(self, place: int, states_LD: np.ndarray) -> None:
         """Those of the prompt's tokens from `place` on, in order. A prompt that begins anew brings them again."""

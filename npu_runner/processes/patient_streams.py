@@ -1,4 +1,8 @@
-"""Standard output and error that end nothing: words that cannot be written are dropped, and the reason is kept.
+"""Standard output and error without escape sequences. Standard error ends nothing: words that cannot be written are
+dropped, and the reason is kept.
+
+All that a command prints, and all that its processes log, goes through `PlainStream.write`: rows, schemas, file names
+and libraries bring any character, and a terminal obeys some of them.
 
 For a process whose work is worth more than its words. Knows nothing of what is said.
 """
@@ -7,35 +11,56 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 _STANDARD = (1, 2)
+# Control characters but tab, line feed and the carriage return of a progress bar; what turns the direction of writing;
+# halves of characters, which no encoding takes.
+_OBEYED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class PatientStream:
-    """A text stream whose `write` and `flush` raise no OSError. After the first one it is silent for good."""
+def plain(text: str) -> str:
+    """`text` with each character that a terminal would obey as JSON's escape of it: \\u001b."""
+    return text if text.isprintable() else _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
-    def __init__(self, stream: TextIO, silence: str | None = None):
-        """`silence`: why it is silent already."""
+
+class PlainStream:
+    """A text stream that writes what `plain` makes of a text."""
+
+    def __init__(self, stream: TextIO):
         self._stream = stream
-        self.silence = silence
-        """Why nothing is written any more; None: everything was written so far."""
 
     def write(self, text: str) -> int:
-        self._do(lambda: self._stream.write(text), text)
+        self._stream.write(plain(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
 
-    def flush(self) -> None:
-        self._do(self._stream.flush)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class PatientStream(PlainStream):
+    """Its `write` and `flush` raise no OSError. After the first one it is silent for good."""
+
+    def __init__(self, stream: TextIO, silence: str | None = None):
+        """`silence`: why it is silent already."""
+        super().__init__(stream)
+        self.silence = silence
+        """Why nothing is written any more; None: everything was written so far."""
+
+    def write(self, text: str) -> int:
+        shown = plain(text)
+        self._do(lambda: self._stream.write(shown), shown)
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
 
     def _do(self, operation: Callable[[], object], text: str = "") -> None:
         try:
@@ -78,6 +103,18 @@ def patient_stderr() -> Iterator[PatientStream]:
     finally:
         stream.flush()
         sys.stderr = before
+
+
+@contextlib.contextmanager
+def plain_stdout() -> Iterator[None]:
+    """sys.stdout is plain within; its bytes (`sys.stdout.buffer`) are as they are."""
+    before = sys.stdout
+    if before is not None:
+        sys.stdout = cast(TextIO, PlainStream(before))
+    try:
+        yield
+    finally:
+        sys.stdout = before
 
 
 def make_standard_streams_patient() -> None:

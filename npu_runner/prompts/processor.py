@@ -247,7 +247,7 @@ class ChatProcessor(RequestChecks):
             chat = self._chat_of_tools
             own = {name: value for name, value in own.items() if chat.template and name in chat.template.variables}
         kwargs = {**own, **chat.checked_kwargs(chat_template_kwargs or {})}
-        conversation = parse_messages(messages, has_vision=self.has_vision, needs_text=self.pooling is None,
+        conversation = parse_messages(messages, has_vision=self.has_vision,
                                       max_images=self.settings.max_images_per_prompt)
         check_kinds(conversation.seen, self.settings.limit_mm_per_prompt)
         check_ending(conversation, add_generation_prompt, continue_final_message)

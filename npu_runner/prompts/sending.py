@@ -31,16 +31,14 @@ class _Pixels:
         return Image.fromarray, (self.pixels_HWC,)
 
 
-def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool,
-                         needs_text: bool = True) -> Conversation:
+def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool) -> Conversation:
     """The conversation, its addresses not read yet, all text in it plain strings.
 
     Raises RequestError for whatever can be seen without reading an address or decoding an image.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     conversation = parse_messages(
-        resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images,
-        needs_text=needs_text)
+        resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images)
     # A string of a class of its own may be one that no worker knows.
     conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
     return conversation

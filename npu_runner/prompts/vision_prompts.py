@@ -83,6 +83,32 @@ class VideoPrompts:
             return [Shown(pair, later=later) for pair, later in zip(video.pairs, [None, *times[1:]], strict=True)]
         return [self._with_time(pair, seconds) for pair, seconds in zip(video.pairs, video.timestamps, strict=True)]
 
+    def without_outer(self, token_ids: list[int]) -> list[int]:
+        """The prompt without the tokens around a video's placeholder, where each pair of frames brings its own: the
+        processor of Qwen3-VL's release replaced all three tokens by the pairs, and transformers did so up to 5.9."""
+        video, around = self.video_token[0], (self.start_id, self.end_id)
+        if self.form is not VideoForm.TIMESTAMPS or video not in token_ids:
+            return token_ids
+        outer = {place + step for place in range(1, len(token_ids) - 1) for step in (-1, 1)
+                 if token_ids[place] == video and (token_ids[place - 1], token_ids[place + 1]) == around}
+        return [token for place, token in enumerate(token_ids) if place not in outer]
+
+    def written_behind(self, token_ids: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
+        """`before`, the time of a pair, as the tokenizer writes it directly behind `token_ids`. Punctuation at their
+        end may become one token with it, and is taken from them."""
+        marks: list[int] = []
+        while self.form is VideoForm.TIMESTAMPS and token_ids:
+            piece = self.tokenizer.decode([token_ids[-1]], skip_special_tokens=False)
+            is_text = any(c.isalnum() or c.isspace() or c == "\ufffd" for c in piece.removeprefix(" "))
+            if is_text or not piece.strip(" "):
+                break
+            marks.insert(0, token_ids.pop())
+            if piece.startswith(" "):
+                break
+        if not marks:
+            return before
+        return *self._written(self.tokenizer.decode([*marks, *before[:-1]], skip_special_tokens=False)), before[-1]
+
     def _with_time(self, pair: ImageInput, seconds: float) -> Shown:
         if self.form is VideoForm.TIMESTAMPS:
             return Shown(pair, (*self._written(f"<{seconds:.1f} seconds>"), self.start_id), (self.end_id,))
@@ -198,6 +224,8 @@ class VisionPrompts:
         `known`: what other prompts of the same objects have prepared of them; it grows."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
+        if self.videos is not None and seen:
+            token_ids = self.videos.without_outer(token_ids)
         known = {} if known is None else known
         asked = self._with_bounded_frames(asked, [item for item, _ in seen])
         prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), asked, known))
@@ -258,7 +286,8 @@ class VisionPrompts:
 
     def _assemble(self, token_ids: list[int], seen: list[list[Shown]]) -> PromptInputs:
         placeholders = (self.image_token_id, self.video_token_id)
-        token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen)
+        written = None if self.videos is None else self.videos.written_behind
+        token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen, written)
         if not self._uses_mrope:
             return PromptInputs(token_ids, images, spans)
         merge_size = self.settings.merge_size if self.settings else 1
@@ -325,9 +354,11 @@ def _check_count(token_ids: list[int], token_id: int | None, token: str | None, 
             code=f"{kind}_count_mismatch")
 
 
-def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None],
-                         seen: list[list[Shown]]) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
-    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that."""
+def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]],
+                         written: Callable[[list[int], tuple[int, ...]], tuple[int, ...]] | None,
+                         ) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
+    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that. `written`:
+    VideoPrompts.written_behind."""
     if not seen:
         return token_ids, [], []
     expanded: list[int] = []
@@ -339,7 +370,7 @@ def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None
             expanded.append(token)
             continue
         for shown in next(waiting):
-            expanded.extend(shown.before)
+            expanded.extend(written(expanded, shown.before) if shown.before and written else shown.before)
             spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images), shown.later))
             images.append(shown.image)
             expanded.extend([token if shown.token is None else shown.token] * shown.image.num_tokens)

@@ -1,6 +1,6 @@
 """When an answer that repeats itself ends: vLLM's RepetitionDetectionParams. Knows no model and no text.
 
-One look at the last tokens for each token, on the host.
+It runs on the host. Its work for a token is one pass over `max_pattern_size` integers, whatever the answer is.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, given_fields, shown
 
 NAME = "repetition_detection"
+_NEVER = 1 << 40  # copies that no answer has; a larger number would not fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +58,36 @@ class RepetitionDetectionParams:
     def is_on(self) -> bool:
         return self.max_pattern_size > 0
 
-    @property
-    def longest_span(self) -> int:
-        """So many last tokens are looked at, at most."""
-        return self.max_pattern_size * self.min_count
-
     def is_repetition(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of `token_ids`, a list, are such a pattern. Most calls end after one pass over
-        `max_pattern_size` tokens."""
-        num_tokens = len(token_ids)
-        if num_tokens < 2:
-            return False
-        last = token_ids[-1]
-        longest = min(self.max_pattern_size, num_tokens // self.min_count)
-        # A pattern of that size ends where the same token stands that many places before.
-        before = token_ids[-1 - longest : -1]
-        for size in range(max(1, self.min_pattern_size), longest + 1):
-            if before[-size] == last and self._is_periodic(token_ids, size):
-                return True
-        return False
+        """Whether the last of `token_ids` are such a pattern. This is the rule by its definition, for a whole list; an
+        answer that grows has a RepetitionDetector."""
+        longest = min(self.max_pattern_size, len(token_ids) // self.min_count)
+        return any(
+            all(token_ids[-place] == token_ids[-place - size] for place in range(1, size * (self.min_count - 1) + 1))
+            for size in range(max(1, self.min_pattern_size), longest + 1))
 
-    def _is_periodic(self, token_ids: Sequence[int], size: int) -> bool:
-        span = size * self.min_count
-        if token_ids[size - span - 1] != token_ids[-1]:  # before slices are made
-            return False
-        return token_ids[-span:-size] == token_ids[size - span :]
+
+class RepetitionDetector:
+    """Looks at one answer, token by token, with `params` that are on.
+
+    Each pattern size has a run: the number of last tokens that equal the token `size` places before them. The answer is
+    a repetition when a run covers all copies of its pattern but the first.
+    """
+
+    def __init__(self, params: RepetitionDetectionParams):
+        least, most = max(1, params.min_pattern_size), params.max_pattern_size
+        self._first = least - 1
+        self._recent = np.full(most, -1, dtype=np.int64)  # the newest token first; -1 equals no token
+        self._runs = np.zeros(most - self._first, dtype=np.int64)
+        self._needed = np.arange(least, most + 1) * min(params.min_count - 1, _NEVER)
+
+    def append(self, token: int) -> bool:
+        """Add the next token. Returns whether the answer is a repetition now."""
+        self._runs += 1
+        self._runs *= self._recent[self._first :] == token
+        self._recent[1:] = self._recent[:-1]
+        self._recent[0] = token
+        return bool((self._runs >= self._needed).any())
 
 
 def _count(name: str, value: Any) -> int:

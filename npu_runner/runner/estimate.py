@@ -12,6 +12,7 @@ from functools import partial
 from torch import nn
 
 from npu_runner.checkpoint.formats.reader import open_weights
+from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.checkpoint.weight_files import weights_are_there
 from npu_runner.config import RunnerConfig
@@ -24,7 +25,7 @@ from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.kv_cache import KVCachePlan, cache_window, fit_states, memory_left, plan_kv_cache
 from npu_runner.runner.on_meta import NetworkOnMeta
 from npu_runner.runner.settings import Settings, resolve_settings, state_needs
-from npu_runner.runner.states import StatePlan, size
+from npu_runner.runner.states import StatePlan, plan_states, size
 from npu_runner.strategies import LoadStrategy
 from npu_runner.strategies.transformers_model import TransformersStrategy
 
@@ -122,6 +123,27 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
         states=None, plan=None,
         bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None)
     return _with_cache(_with_steps(found, config, network), config, network)
+
+
+def most_cached_tokens(strategy: LoadStrategy, config: RunnerConfig, model_config: ModelConfig, settings: Settings,
+                       platform: Platform) -> int | None:
+    """The max_model_len of a start whose KV cache has a size that its settings give; None where memory gives it."""
+    is_measured = platform.visible_devices is not None
+    if isinstance(strategy, TransformersStrategy) or (is_measured and config.cache.kv_cache_bytes is None):
+        return None
+    network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0, hold=hold_as_floats)
+    states = None
+    if network.state_shape is not None:
+        states = plan_states(network.state_shape, state_needs(config, settings, settings.max_num_seqs), budget=None)
+    try:
+        return plan_kv_cache(
+            network.kv_shape, MemoryProfile(), is_measured=is_measured, kv_cache_bytes=config.cache.kv_cache_bytes,
+            memory_utilization=config.cache.memory_utilization, reserved_bytes=0, states=states,
+            max_model_len=settings.max_model_len, max_model_len_is_given=settings.max_model_len_is_given,
+            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
+            windows=network.windows).max_model_len
+    except OutOfMemoryError as error:
+        raise ConfigError(str(error).partition("\n")[0]) from error
 
 
 def _hold(strategy: LoadStrategy, config: RunnerConfig, settings: Settings, model: nn.Module) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from npu_runner.errors import ConfigError
+from npu_runner.prompts.text.template_sandbox import TEMPLATE_FAULTS, BoundedEnvironment
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.records import Record, without_nan
 
 _RECORD = "record"
-_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What an expression of a template can raise."""
 _MAX_BYTES = 1 << 20
 
 
@@ -43,6 +41,8 @@ class PromptText:
             read = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"template {self._name}, line {error.lineno}: {error.message}") from error
+        except TEMPLATE_FAULTS as error:
+            raise ConfigError(f"template {self._name}: {error or type(error).__name__}") from error
         self.needed = None if _RECORD in read else frozenset(read)
 
     def of(self, record: Record) -> str:
@@ -53,7 +53,7 @@ class PromptText:
         columns = record.cells
         try:
             return self._template.render({**columns, _RECORD: columns})
-        except _FAULTS as error:
+        except TEMPLATE_FAULTS as error:
             known = ", ".join(map(repr, list(columns)[:20]))
             raise ConfigError(f"template {self._name}: {record.where}: {error or type(error).__name__}; its columns "
                               f"are {known}") from error
@@ -80,12 +80,11 @@ def read_schema(path: Path) -> Any:
         raise ConfigError(f"schema: {str(path)!r} is not JSON ({error})") from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
         trim_blocks=True, lstrip_blocks=True)
     environment.globals = {"range": environment.globals["range"]}
-    environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
     return environment
 
 
@@ -96,7 +95,3 @@ def _printed(value: Any) -> Any:
     if isinstance(value, bytes):
         raise ValueError("bytes are printed; an image goes with --image COLUMN")
     return value
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -108,7 +108,6 @@ LINES: list[tuple[str, bytes | dict[str, Any], str]] = [
     ("unknown role", row("a", messages=[{"role": "robot", "content": "x"}]), "invalid_value"),
     ("no user text", row("a", messages=[{"role": "system", "content": "x"}]), "no_user_text"),
     ("blank user text", row("a", " \n"), "no_user_text"),
-    ("image without a question", asks("fine.png", text=""), "no_user_text"),
     ("max_tokens 0", row("a", max_tokens=0), "invalid_sampling_parameter"),
     ("max_tokens negative", row("a", max_tokens=-5), "invalid_sampling_parameter"),
     ("unknown field", row("a", colour="red"), "unknown_parameter"),

@@ -100,6 +100,41 @@ def test_rows_beyond_the_length_that_memory_leaves_would_fail(folder: Path) -> N
     assert survey.failures["prompt_too_long"] == 1 + most.count(most[-1])  # no token of an answer has room behind it
 
 
+def test_settings_and_first_masks_decide_as_in_the_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The KV cache's size cuts the model's length; bans may leave no token of a rule, at once or at its end."""
+    const = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"const": "circle"}}}
+    rows = [
+        row("plain", "a", max_tokens=3), row("long", "circle " * 700, max_tokens=2),
+        row("banned", "a", max_tokens=5, guided_choice=["circle"], allowed_token_ids=[5]),
+        row("too short", "a", max_tokens=40, min_tokens=30, guided_choice=["circle", "square"]),
+        row("forced", "a", max_tokens=40, min_tokens=30, response_format=const),
+        row("one character", "a", max_tokens=40, min_tokens=3, guided_regex="a"),
+        row("long enough", "a", max_tokens=40, min_tokens=3, guided_regex="a{9}"),
+        row("free of it", "a", max_tokens=5, bad_words=["circle"], guided_choice=["square"]),
+    ]
+    write_rows(folder / "masks.jsonl", rows)
+    cache = ["--platform", "cpu", "--kv-cache-bytes", "1M"]
+    status = cli.main(["check", "masks.jsonl", "--json", *cache])
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(["batch", "-i", "masks.jsonl", "-o", "masks-out.jsonl", "--progress", "off", *cache]) == status == 3
+    job: dict[str, list[str]] = {}
+    for line in (folder / "masks-out.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        if answer["error"]:
+            job.setdefault(answer["error"]["code"], []).append(answer["custom_id"])
+    assert found["rows"]["failures_by_code"] == {code: len(names) for code, names in job.items()}
+    assert len(job["no_token_left"]) == 4
+    assert job["prompt_too_long"] == ["long"]
+    assert not found["memory_may_cut_max_model_len"]
+
+
+def test_what_only_memory_decides_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(folder / "one.jsonl", [row("a", "What is this?", max_tokens=5)])
+    for more, is_named in (([], True), (["--kv-cache-bytes", "1G"], False), (["--max-model-len", "512"], False)):
+        assert cli.main(["check", "one.jsonl", "--platform", "npu", *more]) == 0
+        assert ("only the device's memory decides" in capsys.readouterr().out) == is_named
+
+
 def test_a_sample_is_answered_and_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of too few rows no time is said."""
     before = set(folder.iterdir())

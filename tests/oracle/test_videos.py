@@ -95,7 +95,8 @@ def test_prompts_are_the_text_and_the_positions_of_transformers(
     text = processor.decode(prompt.token_ids)
     for data in (item for item in seen if isinstance(item, bytes)):
         written = video_text(data, video_inputs(path, [data])["video_grid_thw"][0].tolist())
-        assert f"<|vision_start|>{written}<|vision_end|>" in text
+        assert written in text
+        assert f"<|vision_start|>{written}" not in text, "the release's processor replaced the outer tokens, too"
         assert processor.tokenizer.encode(text, add_special_tokens=False).ids == prompt.token_ids
 
 
@@ -116,8 +117,8 @@ def test_chunks_may_cut_a_video(
 def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
     path: Path = checkpoint("qwen3_vl")
     per_block = 2 * 3 * 4 * 2 * 16 * 4  # k and v, layers, block_size, kv heads, head_dim, bytes
-    with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=30 * per_block, max_num_seqs=8,
-             max_model_len=110, dtype="float32", enable_prefix_caching=False, vision_cache_bytes=0) as llm:  # fmt: skip
+    with LLM(path, platform=platform_name, block_size=4, kv_cache_bytes=28 * per_block, max_num_seqs=8,
+             max_model_len=106, dtype="float32", enable_prefix_caching=False, vision_cache_bytes=0) as llm:  # fmt: skip
         prompts, seen = make_prompts(llm, ["0t", "3t", "t3"], videos)
         assert_equals_reference(path, llm, prompts, seen, num_tokens=MAX_NEW_TOKENS)
         assert llm.stats().num_preemptions > 0, "the test must force preemption"

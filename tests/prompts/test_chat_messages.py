@@ -73,7 +73,6 @@ def control_ids(processor: ChatProcessor, token_ids: list[int]) -> list[int]:
         ([user([text("x"), {"type": "image", "image": b"junk"}])], "image_not_recognised", "messages[0].content[1]"),
         ([user("")], "no_user_text", "messages"),
         ([user(" \n\t")], "no_user_text", "messages"),
-        ([user([IMAGE])], "no_user_text", "messages"),
         ([{"role": "system", "content": "x"}], "no_user_text", "messages"),
         ([user("x"), {"role": "assistant", "content": None}], "invalid_type", "messages[1].content"),
         ([{**user("x"), "tool_calls": []}], "unsupported_field", "messages[0].tool_calls"),

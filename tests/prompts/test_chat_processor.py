@@ -54,6 +54,8 @@ CONVERSATIONS = {
     "image first": [user([image(), text("What is this?")])],
     "image in the middle": [user([text("Look: "), image(width=333, height=90), text(" and say yes or no.")])],
     "image last": [user([text("Describe "), image(width=31, height=500)])],
+    "image alone": [user([image()])],
+    "image alone after instructions": [{"role": "system", "content": "Read the page."}, user([image(seed=2)])],
     "adjacent images": [user([image(seed=1), image(width=64, height=64), text("Alike?")])],
     "repeated images": [user([image(), text("a"), image(), text("b"), image()])],
     "images in two turns": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,54 @@ def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
         assert (shown == shown[..., :1]).all()
     pgm = b"P5 64 64 65535\n" + ramp.astype(">u2").tobytes()
     np.testing.assert_allclose(pixels(pgm)[..., 1], ramp / 257, atol=0.5001)
+
+
+def with_chunks(png_file: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """The PNG file with these in front of its pixels."""
+    at = png_file.index(b"IDAT") - 4
+    made = b"".join(struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+                    for kind, body in chunks)
+    return png_file[:at] + made + png_file[at:]
+
+
+def test_the_transparent_grey_is_white_as_with_eight_bits() -> None:
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    eight, sixteen = (encoded(Image.fromarray(values)) for values in (grey, grey.astype(np.uint16) * 257))
+    shown = [pixels(with_chunks(file, (b"tRNS", struct.pack(">H", value))))
+             for file, value in ((eight, 5), (sixteen, 5 * 257))]
+    np.testing.assert_array_equal(*shown)
+    assert shown[0][0, 5].tolist() == [255, 255, 255]
+
+
+LONG = b"a" * (2 << 20)
+ROTATED = b"<x:xmpmeta xmlns:x='adobe:ns:meta/'><a tiff:Orientation=\"6\"/></x:xmpmeta>"
+
+
+@pytest.mark.parametrize("chunk", [
+    (b"zTXt", b"Comment\0\0" + zlib.compress(LONG)), (b"iTXt", b"prompt\0\1\0\0\0" + zlib.compress(LONG)),
+    (b"iCCP", b"profile\0\0" + zlib.compress(LONG)), (b"tEXt", b"prompt\0" + LONG),
+    (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(LONG)), (b"zTXt", b"broken"),
+    (b"zTXt", b"Raw profile type exif\0\0broken"),
+], ids=lambda chunk: f"{chunk[0].decode()} {chunk[1][:8]!r}")  # fmt: skip
+def test_texts_and_profiles_of_any_size_cost_nothing(chunk: tuple[bytes, bytes]) -> None:
+    plain = encoded(photo())
+    file = with_chunks(plain, *[chunk] * 40)
+    tracemalloc.start()
+    try:
+        np.testing.assert_array_equal(pixels(file), pixels(plain))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_texts_that_turn_an_image_count() -> None:
+    turned = np.rot90(pixels(photo()), -1)
+    for chunk in ((b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + ROTATED),
+                  (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(ROTATED))):
+        file = with_chunks(encoded(photo()), chunk, (b"tEXt", b"prompt\0" + LONG))
+        np.testing.assert_array_equal(pixels(file), turned)
+        np.testing.assert_array_equal(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"), turned)
 
 
 def test_sixteen_bit_colour_keeps_its_brightness() -> None:

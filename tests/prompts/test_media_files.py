@@ -43,6 +43,9 @@ def test_data_urls_give_their_bytes(content: bytes) -> None:
     encoded = base64.b64encode(content).decode()
     for body in (encoded, encoded.rstrip("="), quote(encoded, safe=""), encoded[:7] + "\n " + encoded[7:]):
         assert load_media(f"data:image/png;base64,{body}", None) == content
+        for around in (" {} ", "\n{}", "\t{}\r\n"):
+            assert load_media(around.format(f"data:image/png;base64,{body}"), None) == content
+        assert load_media(f"data:image/png;charset=x; base64 ,{body}", None) == content
         assert load_media(f"DATA:image/png;charset=x;BASE64,{body}", None) == content
     assert load_media(f"data:,{quote(content)}", None) == content
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +221,18 @@ def test_a_video_of_a_raw_prompt_that_is_none_is_named(seeing: ChatProcessor) ->
     with pytest.raises(RequestError, match=r"videos\[1\]: the encoded bytes of a video are needed, not str") as caught:
         seeing.from_text("<|video_pad|>" * 2, videos=[video_of(moving_frames(4)), "a.mp4"])  # type: ignore[list-item]
     assert (caught.value.code, caught.value.param) == ("invalid_type", "videos[1]")
+
+
+@pytest.mark.parametrize("before", ["", "Look: (", "Look:", "Zahlen 1.", "这是：", "a <|im_end|", "x ..."])
+def test_pairs_stand_in_the_place_of_the_placeholder_and_what_is_around_it(before: str, seeing: ChatProcessor) -> None:
+    """As in the processor that Qwen3-VL was released with. The text is tokenized as a whole."""
+    video = video_of(moving_frames(6))
+    for text in (f"{before}<|vision_start|><|video_pad|><|vision_end|> end", f"{before}<|video_pad|> end"):
+        ids = seeing.from_text(text, videos=[video]).token_ids
+        written = seeing.tokenizer.decode(ids, skip_special_tokens=False)
+        pair = r"<\d+\.\d seconds><\|vision_start\|>(<\|video_pad\|>)+<\|vision_end\|>"
+        assert re.fullmatch(f"{re.escape(before)}({pair})+ end", written), written
+        assert seeing.tokenizer.encode(written, add_special_tokens=False).ids == ids
 
 
 def test_placeholders_are_counted_by_kind(seeing: ChatProcessor) -> None:

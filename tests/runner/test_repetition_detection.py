@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from npu_runner import LLM, RepetitionDetectionParams, SamplingParams
 from npu_runner.assets import SHAPES_VL
+from npu_runner.core.sequence import Sequence
+from npu_runner.engine.generation import Generation
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.repetition_detection import RepetitionDetector
 from tests.full_set import only_full
 
 SMALL: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_model_len": 192, "max_num_seqs": 4,
@@ -40,9 +47,39 @@ def test_the_rule_is_vllms(num_tokens: int) -> None:
         expected = repeats(tokens, most=most, least=max(1, least), count=count)
         params = RepetitionDetectionParams(max_pattern_size=most, min_pattern_size=least, min_count=count)
         assert params.is_repetition(tokens) == expected, (tokens, params)
-        assert params.is_repetition(tokens[-params.longest_span :]) == expected, "no more than that is looked at"
+        detector = RepetitionDetector(params)
+        assert [detector.append(token) for token in tokens] == [
+            repeats(tokens[:num], most=most, least=max(1, least), count=count)
+            for num in range(1, len(tokens) + 1)], (tokens, params)
         found += expected
     assert found > 300
+
+
+class ReadTokens(list[int]):
+    """Counts the tokens that are read from it."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_a_token_is_compared_with_as_many_as_the_longest_pattern_has() -> None:
+    """An answer that nearly repeats itself at all sizes costs no more than any other."""
+    params = SamplingParams(detokenize=False, repetition_detection={
+        "max_pattern_size": 64, "min_pattern_size": 24, "min_count": 60})  # fmt: skip
+    sequence = Sequence(0, 0, "0", 0, PromptInputs([1]), params, 0)
+    generation = Generation(sequence, Tokenizer(WordLevel()), frozenset())
+    tokens = sequence.output_token_ids = ReadTokens()
+    for place in range(6000):
+        tokens.num_read = 0
+        assert generation.append(6 if place % 1399 == 1 else 5, None, 0) is None
+        assert tokens.num_read <= 64, f"{tokens.num_read} tokens read for token {place}"
+    assert generation._detector is not None
+    sizes = [array.size for array in vars(generation._detector).values() if isinstance(array, np.ndarray)]
+    assert max(sizes) <= 64, "each is passed over once for a token"
 
 
 def first_end(tokens: list[int], *, least: int = 1, min_tokens: int = 0) -> int | None:

@@ -5,9 +5,10 @@ Writes nothing but a nameless copy of a compressed input, and takes no lock. Kno
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from npu_runner.batch.job.replica_plan import local_plan
 from npu_runner.batch.job.row_server import CheckpointSide
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class Checked:
 
     survey: Survey
     sample: Sample | None
+    memory_may_cut: bool
+    """The device's memory may leave less than `survey.max_model_len`."""
 
 
 def check_input(config: RunnerConfig, options: BatchOptions, *, num_sampled: int = 0, most_model_len: int | None = None,
@@ -41,23 +46,35 @@ def check_input(config: RunnerConfig, options: BatchOptions, *, num_sampled: int
         scan = file.scan()
         if not scan.num_rows:
             raise ConfigError(f"input {file.name}: it has no row")
-        survey, batch = _survey(config, options, file, RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source),
-                                most_model_len, seen)
+        book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
+        survey, batch, memory_may_cut = _survey(config, options, file, book, most_model_len, seen)
         sample = answer_sample(config, options, file, scan, survey, num_sampled, batch) if num_sampled else None
-    return Checked(survey=survey, sample=sample)
+    return Checked(survey=survey, sample=sample, memory_may_cut=memory_may_cut)
 
 
 def _survey(config: RunnerConfig, options: BatchOptions, file: InputFile, book: RowBook, most_model_len: int | None,
-            seen: Callable[[int], None]) -> tuple[Survey, int]:
-    """And the sequences that a replica decodes at a time."""
+            seen: Callable[[int], None]) -> tuple[Survey, int, bool]:
+    """And the sequences that a replica decodes at a time, and whether memory may cut the length."""
+    # Imported here: these import torch.
     from npu_runner.engine import bounds
+    from npu_runner.engine.first_mask import FirstMasks
 
     side = CheckpointSide(config)
     opened = side.checkpoint
     settings = bounds.known_limits(opened)
-    max_model_len = min(settings.max_model_len, most_model_len or settings.max_model_len)
-    check = functools.partial(bounds.check_request, processor=opened.processor, model_config=opened.model_config,
-                              max_model_len=max_model_len)
+    known = [most for most in (most_model_len, bounds.most_cached_tokens(opened, settings)) if most is not None]
+    max_model_len = min([settings.max_model_len, *known])
+    memory_may_cut = not known and not settings.max_model_len_is_given
+    masks = FirstMasks(opened)
+
+    def check(prompt: PromptInputs, params: Any) -> Any:
+        params = bounds.check_request(prompt, params, opened.processor, opened.model_config, max_model_len)
+        if isinstance(params, SamplingParams):
+            masks.check(prompt, params)
+        return params
+
     plan = local_plan(config, options, file.source, lambda config: side)
-    return survey_rows(plan, book, check, max_model_len, seen), settings.max_num_seqs
+    with contextlib.closing(masks):
+        survey = survey_rows(plan, book, check, max_model_len, seen)
+    return survey, settings.max_num_seqs, memory_may_cut
 

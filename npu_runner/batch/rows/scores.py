@@ -250,7 +250,7 @@ def _repeated(document: str | Parts) -> dict[str, Any]:
     parts: list[dict[str, Any]] = document.model_dump(exclude_none=True)["content"]
     for part in parts:
         value = part.get(part["type"])
-        if isinstance(value, dict) and value["url"][:5].lower() == "data:":
+        if isinstance(value, dict) and value["url"].lstrip()[:5].lower() == "data:":
             value["url"] = _DATA_SHOWN
     return {"text": None, "multi_modal": parts}
 

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import io
 import struct
+import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -52,6 +53,12 @@ FORMATS = tuple(
 )
 _ICON = b"\0\0\1\0"
 _CODESTREAM = b"\xff\x4f\xff\x51"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+# Texts of these names may say how an image is turned.
+_TURNING_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
+_MAX_TURNING_BYTES = 1 << 16
+_MAX_UNPACKED_BYTES = 1 << 20  # Pillow refuses a longer one
 _SUBFILE_TYPE = 254  # TIFF's NewSubfileType, of bits
 _REDUCED_OR_MASK = 1 | 4
 _MAX_DIRECTORIES = 64
@@ -61,6 +68,8 @@ def open_encoded(data: bytes | bytearray | memoryview, max_source_pixels: int) -
     """The image with its header read and nothing decoded, but for an icon that is a bitmap. Raises RequestError for
     one that declares too much, and whatever Pillow raises."""
     head = bytes(data[:12])
+    if head.startswith(_PNG):
+        data = _without_texts(data)
     if head.startswith(_ICON):
         return _open_icon(bytes(data), max_source_pixels)
     if head[4:8] == b"jP  " or head.startswith(_CODESTREAM):
@@ -106,10 +115,44 @@ def _open_icon(data: bytes, max_source_pixels: int) -> Image.Image:
         raise SyntaxError("an icon without images")
     frame = data[icon.entry[0].offset:]
     if frame.startswith(b"\x89PNG"):
-        return Image.open(io.BytesIO(frame), formats=["PNG"])
+        return Image.open(io.BytesIO(_without_texts(frame)), formats=["PNG"])
     width, height = BmpImagePlugin.DibImageFile(io.BytesIO(frame)).size
     check_pixels(width, height // 2, max_source_pixels)  # a mask as high as the image lies behind it
     return Image.open(io.BytesIO(data), formats=["ICO"])
+
+
+def _without_texts(data: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
+    """A PNG file without its texts and colour profile: Pillow would unpack them, and refuse the file for a large one.
+    The texts that may turn the image stay, up to `_MAX_TURNING_BYTES`."""
+    view, kept = memoryview(data), []
+    begin = at = len(_PNG)
+    room = _MAX_TURNING_BYTES
+    while at + 12 <= len(view):
+        length, kind = struct.unpack_from(">I4s", view, at)
+        end = at + 12 + length
+        if kind in _TEXTS and end <= len(view):
+            text = bytes(view[at + 8 : end - 4]) if length <= room else b""
+            if text.startswith(_TURNING_TEXTS) and _unpacks(kind, text):
+                room -= length
+            else:
+                kept.append(view[begin:at])
+                begin = end
+        at = end
+    return b"".join([_PNG, *kept, view[begin:]]) if begin > len(_PNG) else data
+
+
+def _unpacks(kind: bytes, text: bytes) -> bool:
+    """Whether this chunk's text is short once it is unpacked."""
+    _, _, body = text.partition(b"\0")
+    if kind == b"tEXt" or (kind == b"iTXt" and not body.startswith(b"\1")):
+        return True
+    packed = body[1:] if kind == b"zTXt" else body[2:].split(b"\0", 2)[-1]
+    unpacker = zlib.decompressobj()
+    try:
+        unpacker.decompress(packed, _MAX_UNPACKED_BYTES)
+    except zlib.error:
+        return False
+    return not unpacker.unconsumed_tail
 
 
 def _check_pages(data: bytes) -> None:

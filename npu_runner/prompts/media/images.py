@@ -211,7 +211,10 @@ def _check_grey16(image: Image.Image) -> None:
 def _grey16_to_rgb(strip: Image.Image) -> Image.Image:
     # Pillow's own conversion clips at 255, which turns a 16-bit scan white.
     pixels = np.asarray(strip).astype(np.uint32)
-    return Image.fromarray(((pixels * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+    grey = ((pixels * 255 + 32767) // 65535).astype(np.uint8)
+    if isinstance(transparent := strip.info.get("transparency"), int):
+        grey[pixels == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")
 
 
 def exif_orientation(image: Image.Image) -> int | None:

@@ -82,14 +82,15 @@ def _kind_of(url: Any) -> tuple[str, str]:
         raise RequestError(f"a URL must be text, not {type(url).__name__}", code="invalid_type")
     if not url.isascii() and _has_lone_surrogate(url):
         raise RequestError("a URL must be valid Unicode", code="invalid_unicode")
-    if url[:5].lower() == "data:":
-        return "data", url[5:]
+    stripped = url.strip()  # a file's own name may begin with a space
+    if stripped[:5].lower() == "data:":
+        return "data", stripped[5:]
     if len(url) > LIMITS.max_path_chars:
         raise RequestError(
             f"the address has {len(url)} characters, a file's name at most {LIMITS.max_path_chars}: {_shown(url)}",
             code="media_unreadable")
-    if url[:5].lower() == "file:":
-        return "file", _path_of_file_url(url)
+    if stripped[:5].lower() == "file:":
+        return "file", _path_of_file_url(stripped)
     if "://" in url:
         scheme = url.split("://", 1)[0][:20]
         raise RequestError(
@@ -192,7 +193,7 @@ def _decode_data_url(rest: str, max_bytes: int) -> bytes:
     head, comma, body = rest.partition(",")
     if not comma:
         raise RequestError("the data: URL has no comma before its data", code="media_bad_data_url")
-    if not head.lower().rstrip().endswith(";base64"):
+    if not "".join(head.split()).lower().endswith(";base64"):
         return _bounded(unquote_to_bytes(body), max_bytes)
     if len(body) > 4 * max_bytes:  # even percent-encoded, that is more than max_bytes
         raise _too_large(max_bytes)

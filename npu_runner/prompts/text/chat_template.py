@@ -6,7 +6,6 @@ Templates come from checkpoints, so they run in jinja2's sandbox and see plain s
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,16 +17,13 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from npu_runner.checkpoint.files import read_json, read_text
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.text.template_sandbox import TEMPLATE_FAULTS, BoundedEnvironment
 from npu_runner.prompts.text.tokenizer import read_special_tokens
 from npu_runner.request.limits import shown
 
-# What an expression of a faulty template can raise besides jinja2's own errors.
-_TEMPLATE_FAULTS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """What makes a prompt of a conversation, and is not for a request to set."""
 DEFAULT = "default"
@@ -35,6 +31,8 @@ DEFAULT = "default"
 _TOOL_USE = "tool_use"
 """The name of the one that counts where a request has tools."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_MAX_WORDS = 1000
+"""Characters of a template's own message, and of its pattern for a date."""
 _EFFORT = "reasoning_effort"
 """OpenAI's word for what some templates read beside a conversation."""
 
@@ -49,6 +47,8 @@ class ChatTemplate:
             self._template, self._syntax_tree, read = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
+        except TEMPLATE_FAULTS as error:
+            raise ModelError(f"the chat template does not compile: {error or type(error).__name__}") from error
         self.reads_tools = "tools" in read
         self.variables = read - _OURS - self.token_variables.keys()
         """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
@@ -76,10 +76,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**(kwargs or {}), **self.token_variables, **ours})
-        except _TEMPLATE_FAULTS as error:
+        except TEMPLATE_FAULTS as error:
             raise RequestError(
                 f"the model's chat template refuses these messages{' with these chat_template_kwargs' * bool(kwargs)}: "
-                f"{error or type(error).__name__}",
+                f"{str(error)[:_MAX_WORDS] or type(error).__name__}",
                 code="chat_template_error",
                 param="messages") from error
 
@@ -195,13 +195,13 @@ def _compiled(source: str) -> tuple[jinja2.Template, jinja2.nodes.Template, froz
     return environment.from_string(source), tree, frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json  # jinja2's own escapes HTML characters
+    environment.plain_types |= {_GuardedNamespace}
     environment.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=lambda pattern: datetime.now().strftime(pattern),
+        strftime_now=lambda pattern: datetime.now().strftime(pattern[:_MAX_WORDS]),
         dict=lambda *args, **kwargs: dict(*args, **kwargs),  # the function, not the class with its attributes
         namespace=_GuardedNamespace,
     )
@@ -210,11 +210,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
-             sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def kwargs_with_effort(kwargs: Mapping[str, Any] | None, effort: str | None,

@@ -48,8 +48,8 @@ class Conversation:
         return found
 
 
-def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_text: bool = True) -> Conversation:
-    """A checked conversation. Raises RequestError naming the field. `needs_text`: an image alone says nothing.
+def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conversation:
+    """A checked conversation. Raises RequestError naming the field. An image or a video needs no text.
 
     Without vision every content is one string (text parts joined by newlines), which is what such templates expect.
     """
@@ -72,8 +72,9 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int, needs_te
         conversation.messages.append({"role": role, "content": content, **others})
     _check_seen(conversation, has_vision, max_images)
     has_text = any(m["role"] == "user" and _joined(m["content"]).strip() for m in conversation.messages)
-    if not has_text and (needs_text or not conversation.seen):
-        raise RequestError("messages: no user message has any text; ask a question", "no_user_text", "messages")
+    if not has_text and not conversation.seen:
+        raise RequestError("messages: no user message has any text, image or video; ask a question", "no_user_text",
+                           "messages")
     return conversation
 
 

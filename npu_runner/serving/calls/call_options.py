@@ -110,8 +110,8 @@ def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwa
 
     def parse(messages: Any) -> PromptTask:
         return chat_task(
-            messages, kwargs_and_effort, rules, has_vision=processor.has_vision, needs_text=processor.pooling is None,
-            tools=checked_tools, add_generation_prompt=add_generation_prompt, chat_template=template,
+            messages, kwargs_and_effort, rules, has_vision=processor.has_vision, tools=checked_tools,
+            add_generation_prompt=add_generation_prompt, chat_template=template,
             continue_final_message=continue_final_message, mm_processor_kwargs=mm_processor_kwargs)
 
     return parse

@@ -117,9 +117,9 @@ def pair_task(pair: tuple[Any, Any], rules: MediaRules, *, has_vision: bool, opt
 def chat_task(messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
               tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
               continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
-              chat_template: str | None = None, needs_text: bool = True) -> ChatTask:
+              chat_template: str | None = None) -> ChatTask:
     """Raises RequestError for what can be seen without reading an address or decoding an image."""
-    conversation = checked_conversation(messages, rules, has_vision=has_vision, needs_text=needs_text)
+    conversation = checked_conversation(messages, rules, has_vision=has_vision)
     check_ending(conversation, add_generation_prompt, continue_final_message)
     asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
              "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs,
