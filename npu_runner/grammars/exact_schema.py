@@ -38,7 +38,7 @@ def exact_schema(schema: Mapping[str, Any]) -> _Node:
     has_plain_keys = _place_of_other_keys(schema) is None
     times = _times(has_offsets=_num_times(schema) <= _MOST_WITH_OFFSETS)
     changed: _Node = _mapped(schema, lambda node, _: _exact(node, times, has_plain_keys))
-    if not has_plain_keys:
+    if not has_plain_keys and isinstance(changed.get(OPTIONS, {}), Mapping):
         changed[OPTIONS] = {**changed.get(OPTIONS, {}), "json_allowed_escapes": _SHORT_ESCAPES}
     return changed
 
@@ -104,7 +104,8 @@ def _knows_escapes() -> bool:
 def _check_count(node: _Node, place: str) -> _Node:
     least, required, kinds = node.get("minProperties"), node.get("required"), node.get("type", "object")
     is_free = node.get("additionalProperties") is not False or bool(node.get("patternProperties"))
-    if is_free and isinstance(least, (int, float)) and "object" in kinds:
+    is_object = not isinstance(kinds, (str, list)) or "object" in kinds
+    if is_free and is_object and isinstance(least, (int, float)):
         num_required = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
         if least - num_required > 1:
             raise OutOfBounds(f"{place}/minProperties", (
