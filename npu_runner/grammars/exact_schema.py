@@ -51,8 +51,8 @@ def check_keys(schema: Any) -> None:
     if place is None:
         return
     if not _knows_escapes():
-        raise OutOfBounds(place, "patternProperties, and names with quotes, backslashes or control characters, need "
-                                 f"llguidance 1.8 or newer; {version('llguidance')} is installed")
+        raise OutOfBounds(place, "patternProperties, and names with quotes, backslashes or control characters beside "
+                                 f"free keys, need llguidance 1.8 or newer; {version('llguidance')} is installed")
     _mapped(schema, _check_values)
 
 
@@ -83,17 +83,23 @@ def _place_of_other_keys(schema: Any) -> str | None:
     """Where a schema says of keys what _PLAIN_KEY cannot; None: nowhere. Newer libraries check declared names against
     patternProperties, too, so free keys with a schema of their own belong here."""
     places: list[str] = []
+    escaped_names: list[str] = []
+    free_keys: list[str] = []
 
     def look(node: _Node, place: str) -> _Node:
         names = _named(node)
-        has_own = bool(names) and node.get("additionalProperties", True) not in (True, False, {})
-        if isinstance(node.get("patternProperties"), Mapping) or (has_own and _knows_escapes()) or any(
-                map(_NEEDS_ESCAPE.search, names)):
+        others = node.get("additionalProperties", True)
+        if isinstance(node.get("patternProperties"), Mapping) or (
+                names and others not in (True, False, {}) and _knows_escapes()):
             places.append(place)
+        if any(map(_NEEDS_ESCAPE.search, names)):
+            escaped_names.append(place)
+        if names and others is not False:
+            free_keys.append(place)
         return node
 
     _mapped(schema, look)
-    return places[0] if places else None
+    return next(iter([*places, *(escaped_names if free_keys else ())]), None)
 
 
 @functools.cache
