@@ -38,7 +38,7 @@ def exact_schema(schema: Mapping[str, Any]) -> _Node:
     has_plain_keys = _place_of_other_keys(schema) is None
     times = _times(has_offsets=_num_times(schema) <= _MOST_WITH_OFFSETS)
     changed: _Node = _mapped(schema, lambda node, _: _exact(node, times, has_plain_keys))
-    if not has_plain_keys:
+    if not has_plain_keys and isinstance(changed.get(OPTIONS, {}), Mapping):
         changed[OPTIONS] = {**changed.get(OPTIONS, {}), "json_allowed_escapes": _SHORT_ESCAPES}
     return changed
 
@@ -51,8 +51,8 @@ def check_keys(schema: Any) -> None:
     if place is None:
         return
     if not _knows_escapes():
-        raise OutOfBounds(place, "patternProperties, and names with quotes, backslashes or control characters, need "
-                                 f"llguidance 1.8 or newer; {version('llguidance')} is installed")
+        raise OutOfBounds(place, "patternProperties, and names with quotes, backslashes or control characters beside "
+                                 f"free keys, need llguidance 1.8 or newer; {version('llguidance')} is installed")
     _mapped(schema, _check_values)
 
 
@@ -83,17 +83,23 @@ def _place_of_other_keys(schema: Any) -> str | None:
     """Where a schema says of keys what _PLAIN_KEY cannot; None: nowhere. Newer libraries check declared names against
     patternProperties, too, so free keys with a schema of their own belong here."""
     places: list[str] = []
+    escaped_names: list[str] = []
+    free_keys: list[str] = []
 
     def look(node: _Node, place: str) -> _Node:
         names = _named(node)
-        has_own = bool(names) and node.get("additionalProperties", True) not in (True, False, {})
-        if isinstance(node.get("patternProperties"), Mapping) or (has_own and _knows_escapes()) or any(
-                map(_NEEDS_ESCAPE.search, names)):
+        others = node.get("additionalProperties", True)
+        if isinstance(node.get("patternProperties"), Mapping) or (
+                names and others not in (True, False, {}) and _knows_escapes()):
             places.append(place)
+        if any(map(_NEEDS_ESCAPE.search, names)):
+            escaped_names.append(place)
+        if names and others is not False:
+            free_keys.append(place)
         return node
 
     _mapped(schema, look)
-    return places[0] if places else None
+    return next(iter([*places, *(escaped_names if free_keys else ())]), None)
 
 
 @functools.cache
@@ -104,7 +110,8 @@ def _knows_escapes() -> bool:
 def _check_count(node: _Node, place: str) -> _Node:
     least, required, kinds = node.get("minProperties"), node.get("required"), node.get("type", "object")
     is_free = node.get("additionalProperties") is not False or bool(node.get("patternProperties"))
-    if is_free and isinstance(least, (int, float)) and "object" in kinds:
+    is_object = not isinstance(kinds, (str, list)) or "object" in kinds
+    if is_free and is_object and isinstance(least, (int, float)):
         num_required = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
         if least - num_required > 1:
             raise OutOfBounds(f"{place}/minProperties", (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import random
@@ -128,6 +129,22 @@ def test_keys_that_may_repeat_each_other_are_not_counted(schema: Any, place: str
 ])  # fmt: skip
 def test_a_count_that_one_free_key_meets_is_served(schema: Any) -> None:
     assert with_grammar(StructuredOutputsParams(json=schema)).compiled
+
+
+WRONG = (None, True, 5, 2.5, "x", [], [1], {}, {"a": 1}, [[]], ["a", None])
+KEYWORDS = ("type", "properties", "required", "patternProperties", "additionalProperties", "minProperties", "format",
+            "pattern", "allOf", "anyOf", "const", "enum", "maxItems", "$defs", "items", "$ref")  # fmt: skip
+
+
+def test_what_is_no_schema_is_refused_by_name_or_served() -> None:
+    rng = random.Random(6)
+    for _ in range(examples(800)):
+        schema: dict[str, Any] = {name: rng.choice(WRONG) for name in rng.sample(KEYWORDS, 3)}
+        schema = {"properties": {"a": schema}, "format": "date"} if rng.random() < 0.3 else schema
+        options = {"x-guidance": rng.choice(WRONG)} if rng.random() < 0.1 else {}
+        for asked in ({"json": schema}, {"grammar": f"start: %json {json.dumps(schema | options)}"}):
+            with contextlib.suppress(RequestError):
+                with_grammar(StructuredOutputsParams(**asked))
 
 
 # -- days and times ----------------------------------------------------------------------------------------------------
