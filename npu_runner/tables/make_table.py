@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.files.output_scan import places_of
 from npu_runner.errors import ConfigError
 from npu_runner.tables.answer_cells import Cells, cells_of
 from npu_runner.tables.answer_files import AnswerFiles

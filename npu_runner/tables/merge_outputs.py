@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.files.output_scan import places_of
 from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS

@@ -59,7 +59,8 @@ class Command:
         """Of a row. It says all that went into it."""
         name, text = self.rows[number]
         error = {"line": number + 1, "limit": self.limit} if name is None or len(text) > self.limit else None
-        return {"custom_id": name, "error": error, "answer": {"text": text, "seed": self.seed}}
+        response = {"status_code": 400 if error else 200}
+        return {"custom_id": name, "error": error, "response": response, "answer": {"text": text, "seed": self.seed}}
 
 
 def begin(folder: Path, command: Command, destination: Destination, file: InputFile) -> tuple[list[int], Writers]:

@@ -15,7 +15,8 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import RowCounts, RowsFile, counts_of, read_row, rows_in_order, scan_output
+from npu_runner.batch.files.output_file import RowsFile
+from npu_runner.batch.files.output_scan import RowCounts, counts_of, read_row, rows_in_order, scan_output
 from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError, OutputLostError
 

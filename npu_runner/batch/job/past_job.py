@@ -14,7 +14,8 @@ from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_file import counts_of, job_at_work, scan_output
+from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places

@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
+from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
 from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
 """Codes of completions that were given up for what was asked for."""
 _SERVED_FINISH_REASONS = ("stop", "length")
+UNPARSED = "unparsed"
+"""A member of an answer's body, true where a rule asked for JSON and a completion is none; else it is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,10 @@ def placed(error: RowError, form: AnswerForm, index: int | None) -> RowError:
     return replace(error, message=f"{where}: {error.message}", param=where)
 
 
-def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp) -> bytes:
-    """The result row of a request that was answered. `form`: how its endpoint writes a completion."""
+def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp,
+               is_unparsed: bool = False) -> bytes:
+    """The result row of a request that was answered. `form`: how its endpoint writes a completion. `is_unparsed`: a
+    rule asked for JSON, and a completion is none."""
     digest = row_digest(custom_id)
     start = {
         **({"id": f"{form.id_prefix}{digest}"} if form.id_prefix is not None else {}),
@@ -83,6 +88,8 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     end: dict[str, Any] = {"usage": _usage(output, form, stamp)}
     if form.has_text:
         end["system_fingerprint"] = stamp.system_fingerprint
+    if is_unparsed:
+        end[UNPARSED] = True
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = AnswerRow(out=io.BytesIO(), digest=digest, logprobs_json=LogprobsJson(),
                     splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
@@ -98,6 +105,34 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
         row.write(",")
     row.write(to_json(end).removeprefix("{") + '},"error":null}\n')
     return row.out.getvalue()
+
+
+FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
+"""The errors of reading a line that is no result row, or none of a known form."""
+
+
+def has_failed(answer: Mapping[str, Any]) -> bool:
+    """Whether a result row is a failure: it has an `error`, or a status code other than 200."""
+    response = answer.get("response")
+    status_code = response.get("status_code") if isinstance(response, dict) else None
+    return answer.get("error") is not None or status_code != 200
+
+
+def error_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The error of a failed row. OpenAI's own error files have it in the body alone. Empty where the row names none."""
+    response = answer.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    of_body = body.get("error") if isinstance(body, dict) else None
+    return next((error for error in (answer.get("error"), of_body) if isinstance(error, dict)), {})
+
+
+def key_of_answer(answer: Mapping[str, Any]) -> bytes:
+    """The 16 bytes by which a result row is known. Raises one of FAULTS for any other object."""
+    custom_id = answer["custom_id"]
+    line = 0 if custom_id is not None else answer["error"]["line"]
+    if not isinstance(custom_id, (str, type(None))) or type(line) is not int:
+        raise TypeError("a row is known by a text or by the number of its line")
+    return row_key(custom_id, line)
 
 
 def is_cut_off(body: Mapping[str, Any]) -> bool:

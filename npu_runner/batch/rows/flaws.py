@@ -1,0 +1,88 @@
+"""Tells whether a result row has failed, and whether an answer is whole: one place for everybody who counts.
+
+An answer is whole if it is not cut off, is no repetition and is not unparsed. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from npu_runner.batch.rows.endpoint import asks_for_json
+from npu_runner.batch.rows.openai_response import (
+    FAULTS,
+    UNPARSED,
+    has_failed,
+    is_cut_off,
+    is_json,
+    is_repetition,
+    texts_of,
+)
+
+
+class Flaw(enum.IntFlag):
+    """Why a result row is no whole answer; WHOLE: it is one. The names, in lower case, are those of `--retry`."""
+
+    ERRORS = 1
+    """The row has failed."""
+    CUT_OFF = 2
+    """A completion ended at its limit of tokens."""
+    REPETITION = 4
+    """A completion ended because it repeated itself."""
+    UNPARSED = 8
+    """A rule asked for JSON, and a completion is none."""
+
+    @classmethod
+    def where(cls, *, cut_off: bool, repetition: bool, unparsed: bool) -> Flaw:
+        """The flaws of an answer."""
+        return cls(cls.CUT_OFF * cut_off | cls.REPETITION * repetition | cls.UNPARSED * unparsed)
+
+    @classmethod
+    def parse(cls, names: Iterable[str]) -> Flaw:
+        """The union of these names. Raises ValueError for an unknown one."""
+        found = cls(0)
+        for name in names:
+            if name.upper() not in cls.__members__ or name != name.lower():
+                raise ValueError(f"{name!r} is none of {', '.join(cls.all_names())}")
+            found |= cls[name.upper()]
+        return found
+
+    @classmethod
+    def all_names(cls) -> list[str]:
+        return [name.lower() for name in cls.__members__]
+
+    @property
+    def names(self) -> list[str]:
+        return [name.lower() for name, flaw in type(self).__members__.items() if flaw in self]
+
+
+WHOLE = Flaw(0)
+
+
+def flaws_of(answer: Mapping[str, Any]) -> Flaw:
+    """The flaws of a result row, as its line tells them."""
+    if has_failed(answer):
+        return Flaw.ERRORS
+    with contextlib.suppress(*FAULTS):  # the answer is none of ours
+        body = answer["response"]["body"]
+        return Flaw.where(cut_off=is_cut_off(body), repetition=is_repetition(body), unparsed=UNPARSED in body)
+    return WHOLE
+
+
+def flaws_of_row(request: Mapping[str, Any], answer: Mapping[str, Any], *, has_rule_of_job: bool) -> Flaw:
+    """The same, of an answer that an earlier version may have written: its line does not say that it is unparsed, but
+    what was asked and the text do. An echo of token ids cannot be told from the text.
+
+    `has_rule_of_job`: the job has a schema for rows without a rule of their own.
+    """
+    flaws, asked = flaws_of(answer), request.get("body")
+    if flaws & (Flaw.ERRORS | Flaw.UNPARSED) or not isinstance(asked, dict):
+        return flaws
+    body = answer["response"]["body"]
+    if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_rule_of_job):
+        return flaws
+    echo = asked["prompt"] if asked.get("echo") else ""
+    is_parsed = not isinstance(echo, str) or all(is_json(text.removeprefix(echo)) for text in texts_of(body))
+    return flaws if is_parsed else flaws | Flaw.UNPARSED
