@@ -15,6 +15,7 @@ import numpy as np
 
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.output_scan import OutputScan, read_row, rows_in_order, scan_output
+from npu_runner.batch.rows.flaws import Flaw, flaws_of_row
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import RequestError
 from npu_runner.serving.replica import RawRow
@@ -64,6 +65,13 @@ class Joined:
             return read_json(self._file.source.read(row))
         except RequestError:
             return {}
+
+
+def unparsed_keys(joined: Joined, rows: InputScan, has_rule_of_job: bool) -> np.ndarray:
+    """Keys of the answers that a rule asked to be JSON and that are none, whether their lines say so or not."""
+    found = [place for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True)
+             if Flaw.UNPARSED in flaws_of_row(request, answer, has_rule_of_job=has_rule_of_job)]
+    return rows.keys[found]
 
 
 def _keys_of(scans: list[OutputScan]) -> np.ndarray:
