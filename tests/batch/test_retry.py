@@ -15,6 +15,8 @@ from npu_runner.batch.files.names import lock_path, manifest_path, replaced_path
 from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, TooManyFailuresError
+from npu_runner.tables.merge_outputs import merge
+from npu_runner.tables.options import MergeOptions
 from tests.batch.job_folder import LEFT, Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.batch.test_cut_off import ROWS, Cutting
@@ -126,6 +128,9 @@ def test_where_the_second_try_fails_the_old_answer_is_not_lost(job: Job) -> None
     write_rows(job.input, [row("a", "bad")])
     assert job.run(Cutting, retry="cut_off").tally.num_failed == 1
     assert lines(replaced_path(job.output)) == [old]
+    merged = MergeOptions(output=str(job.folder / "all.jsonl"))
+    merge(str(job.output), str(replaced_path(job.output)), merged)
+    assert lines(job.folder / "all.jsonl") == [old], "the documented way back"
     write_rows(job.input, [row("a", "abcdefgh", max_tokens=3)])
     for _ in range(2):
         job.run(Cutting, retry="errors,cut_off")
