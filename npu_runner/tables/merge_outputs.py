@@ -16,7 +16,8 @@ import numpy as np
 
 from npu_runner.batch.files.input_identity import changed_rows
 from npu_runner.batch.files.output_scan import places_of
-from npu_runner.batch.rows.flaws import WHOLE, flaws_of
+from npu_runner.batch.rows.flaw import WHOLE
+from npu_runner.batch.rows.flaws import flaws_of
 from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS

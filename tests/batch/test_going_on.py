@@ -28,7 +28,7 @@ from npu_runner.batch.files.place import find_place
 from npu_runner.batch.job.manifest_check import manifest_of, refuse_another_input
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import answer_defaults
-from npu_runner.batch.rows.flaws import Flaw
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings

@@ -18,7 +18,7 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.output_file import RowsFile
 from npu_runner.batch.files.output_scan import RowCounts, has_any, read_row, rows_in_order, rows_of, scan_output
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.rows.flaws import Flaw
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
 
 

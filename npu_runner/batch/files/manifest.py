@@ -20,7 +20,7 @@ from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
-from npu_runner.batch.rows.flaws import WHOLE, Flaw
+from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 
 FORMAT = 3

@@ -15,7 +15,7 @@ from npu_runner.batch.files.destination import Destination, FileDestination
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
 from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences, start_time
-from npu_runner.batch.rows.flaws import Flaw
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.rows.flaws import WHOLE, Flaw
+from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.config import check_choices, from_keywords, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS

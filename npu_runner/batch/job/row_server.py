@@ -18,7 +18,7 @@ from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.flaws import Flaw
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor

@@ -42,7 +42,7 @@ from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
 from npu_runner.batch.report.joined import Joined, unparsed_keys
-from npu_runner.batch.rows.flaws import Flaw
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import RunnerConfig

@@ -15,7 +15,8 @@ import numpy as np
 
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.output_scan import OutputScan, read_row, rows_in_order, scan_output
-from npu_runner.batch.rows.flaws import Flaw, flaws_of_row
+from npu_runner.batch.rows.flaw import Flaw
+from npu_runner.batch.rows.flaws import flaws_of_row
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import RequestError
 from npu_runner.serving.replica import RawRow

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from npu_runner.batch.rows.flaws import Flaw, flaws_of_row
+from npu_runner.batch.rows.flaw import Flaw
+from npu_runner.batch.rows.flaws import flaws_of_row
 from npu_runner.batch.rows.openai_response import answer_of, is_as_expected, texts_of
 from npu_runner.batch.rows.scores import sides_of
 
