@@ -17,7 +17,7 @@ Commands: typing.TypeAlias = "argparse._SubParsersAction[Parser]"
 FIRST: dict[str, tuple[str, ...]] = {
     "rows": ("sources", "output", "prompt", "template", "image", "schema", "max_tokens", "id", "keep", "system",
              "media_dir", "sample"),
-    "batch": ("input", "output", "model", "allowed_media_dir", "response_schema", "retry_errors", "overwrite",
+    "batch": ("input", "output", "model", "allowed_media_dir", "response_schema", "retry", "overwrite",
               "report", "platform", "data_parallel_size", "tensor_parallel_size", "max_model_len"),
     "check": ("input", "model", "allowed_media_dir", "response_schema", "sample", "device_memory", "platform",
               "input_price", "output_price", "max_model_len", "json"),
@@ -39,8 +39,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "batch": (
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures",
          "answer the rows; the same command resumes a job that was killed"),
-        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures --retry-errors",
-         "try the failed rows again"),
+        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures "
+         "--retry errors,cut_off", "try failed rows and cut-off answers again"),
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --data-parallel-size auto --report report.html",
          "use every device of this host, and make a page of the answers"),
     ),

@@ -15,6 +15,7 @@ import numpy as np
 
 from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.output_scan import places_that_count
 from npu_runner.batch.rows.openai_response import FAULTS, has_failed, key_of_answer
 from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
@@ -98,7 +99,7 @@ class AnswerFiles:
         self._starts_A = np.frombuffer(starts, dtype=np.uint64) if starts else np.zeros(0, np.uint64)
         self._files_A = np.frombuffer(files, dtype=np.uint8)
         if has_twins(self.keys_A):
-            self._keep(_first_of_each(self.keys_A, self.failed_A))
+            self._keep(places_that_count(self.keys_A, self.failed_A))
 
     def _keep(self, places: np.ndarray) -> None:
         is_left = np.ones(len(self.keys_A), dtype=bool)
@@ -138,12 +139,3 @@ def _looked_at(line: bytes, look: Callable[[Answer], int]) -> tuple[bytes, bool,
 def has_twins(keys: np.ndarray) -> bool:
     ordered = np.sort(keys)
     return bool((ordered[1:] == ordered[:-1]).any())
-
-
-def _first_of_each(keys: np.ndarray, failed: np.ndarray) -> np.ndarray:
-    """Places of the rows that count, in order: of several with one name an answered one, else the first."""
-    order = np.lexsort((np.arange(len(keys)), failed, keys))
-    ordered = keys[order]
-    is_first = np.ones(len(keys), dtype=bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    return np.sort(order[is_first])

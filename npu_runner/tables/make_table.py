@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.output_file import places_of
+from npu_runner.batch.files.output_scan import places_of
 from npu_runner.batch.files.taken_names import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED

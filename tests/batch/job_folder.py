@@ -26,7 +26,7 @@ class Job:
         self.folder = folder
         self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
         self.model = folder / "model"
-        self.model.mkdir()
+        self.model.mkdir(parents=True)
         (self.model / "config.json").write_text("{}")
         self.engines: list[ScriptedEngine] = []
 

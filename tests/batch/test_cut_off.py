@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.output_file import counts_of, scan_output
+from npu_runner.batch.files.names import status_path
+from npu_runner.batch.files.output_scan import counts_of, scan_output
+from npu_runner.batch.job.job_status import status_of
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.past_job import PastJob
 from npu_runner.batch.job.summary import Tally
@@ -85,17 +87,24 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
     repetition = {name for name, (_, body, *_) in ROWS.items() if "repetition_detection" in body}
     unparsed = {name for name, (*_, of_row, of_both) in ROWS.items() if (of_both if has_schema else of_row)}
 
+    num_whole = len(ROWS) - len(cut_off | repetition | unparsed)  # the echo is whole, and one row has failed
+
     tally = summary.tally
+    assert tally.num_whole == num_whole
     assert (tally.num_failed, tally.num_cut_off, tally.num_unparsed) == (1, len(cut_off), len(unparsed))
     assert tally.num_repetition == len(repetition)
     sums = json.loads((job.folder / "sums.json").read_text())
     for rows in (sums["rows"], sums["this_run"]["rows"]):
         assert (rows["cut_off"], rows["repetition"], rows["unparsed"]) == tuple(
             map(len, (cut_off, repetition, unparsed)))
+        assert rows["whole"] == num_whole
     counts = counts_of([scan_output(job.output)])
     assert (counts.num_cut_off, counts.num_repetition) == (len(cut_off), len(repetition)), "what a later run finds"
+    assert (counts.num_unparsed, counts.num_answered - counts.num_not_whole) == (len(unparsed), num_whole)
+    assert_status_agrees(job, cut_off, repetition, unparsed, num_whole)
     assert summary.to_lines()[0] == (f"rows      {len(ROWS)} answered, 1 failed (1 generation_failed), "
-                                     f"cut off {len(cut_off)}, repetition {len(repetition)}, unparsed {len(unparsed)}")
+                                     f"cut off {len(cut_off)}, repetition {len(repetition)}, unparsed {len(unparsed)}, "
+                                     f"whole {num_whole}")
     page = (job.folder / "page.html").read_text()
     first = names(page)
     ranked = [{"the engine's fault"}, cut_off, repetition, unparsed, set(first)]
@@ -111,6 +120,19 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
     later = BatchOptions(input=str(job.input), output=str(job.output), report=job.folder / "later.html")
     PastJob(str(job.output)).report(later)
     assert (job.folder / "later.html").read_text() == page, "the manifest knows of the job's schema"
+
+
+def assert_status_agrees(job: Job, cut_off: set[str], repetition: set[str], unparsed: set[str], num_whole: int
+                         ) -> None:
+    told = status_of(str(job.output))
+    rows = told.to_json()["rows"]
+    assert (rows["cut_off"], rows["repetition"], rows["unparsed"], rows["whole"]) == (
+        len(cut_off), len(repetition), len(unparsed), num_whole)
+    assert f", unparsed {len(unparsed)}, whole {num_whole}" in told.to_lines()[1]
+    status_path(job.output).unlink()
+    counted = status_of(str(job.output)).to_json()["rows"]
+    assert {name: rows[name] for name in ("answered", "failed", "cut_off", "repetition", "unparsed", "whole")}.items() \
+        <= counted.items(), "counted in the rows, without the status"
 
 
 def test_of_no_flaws_nobody_says_a_word() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.files.output_file import OutputLock
+from npu_runner.batch.job.past_job import PastJob
 from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
 from tests import zygote
 from tests.batch.job_folder import Job, numbered
@@ -214,3 +215,23 @@ def test_the_manifest_of_an_output_without_one_is_as_it_was(job: Job) -> None:
     assert "error_file" not in manifest
 
 
+@pytest.mark.parametrize("failure_is_first", [False, True])
+def test_an_answer_counts_more_than_a_failure_in_whichever_file_they_stand(
+    job: Job, errors: Path, failure_is_first: bool
+) -> None:
+    """Somebody has put lines together: the job keeps what tables show, and answers no row again."""
+    job.run(error_file=errors)
+    whole = lines_of(job.output), lines_of(errors)
+    failed = json.loads(errors.read_bytes().splitlines()[0])
+    failure, of_r0 = (json.dumps({**failed, "custom_id": name}).encode() for name in ("r2", "r0"))
+    moved = next(line for line in job.output.read_bytes().splitlines() if b'"custom_id":"r0"' in line)
+    others = [line for line in job.output.read_bytes().splitlines() if line != moved]
+    made = [failure, of_r0, *others] if failure_is_first else [*others, failure, of_r0]
+    job.output.write_bytes(b"".join(line + b"\n" for line in made))
+    with open(errors, "ab") as file:
+        file.write(failure + b"\n" + moved + b"\n")
+    totals = PastJob(str(job.output)).totals(None)
+    assert (totals.rows.num_answered, totals.rows.num_failed) == (20, 21)
+    assert job.run(error_file=errors).num_resumed == 41
+    assert len(job.engines) == 1, "no row is answered again"
+    assert (lines_of(job.output), lines_of(errors)) == whole

@@ -6,6 +6,7 @@ be cut everywhere: of each state in which it leaves the folder there is a copy, 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -22,10 +23,14 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest
-from npu_runner.batch.files.names import manifest_path, rows_path
+from npu_runner.batch.files.names import manifest_path, replaced_path, rows_path
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.manifest_check import manifest_of, refuse_another_input
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.row_server import answer_defaults
+from npu_runner.batch.rows.flaw import Flaw
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.serving.replica import ReplicaFacts
@@ -33,7 +38,7 @@ from tests.batch.scripted import read_rows
 from tests.full_set import only_full, some_of
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-LIMIT = "prompts.max_images_per_prompt"
+LIMIT, LENGTH = "prompts.max_images_per_prompt", "max_model_len"
 Row = tuple[str | None, str]
 """Name and text. A text fails if it is longer than the limit; so does a row without a name."""
 ROWS: list[Row] = [("a", "one"), ("b", "too long"), ("c", "two"), (None, "broken"), ("d", "three"),
@@ -47,8 +52,10 @@ class Command:
 
     rows: list[Row]
     limit: int = 6
+    length: int = 4
+    """A longer text is answered, and cut off."""
     seed: str = "0"
-    retry_errors: bool = False
+    retry: str = ""
     accept: tuple[str, ...] = ()
     overwrite: bool = False
     has_error_file: bool = False
@@ -60,25 +67,32 @@ class Command:
         """Of a row. It says all that went into it."""
         name, text = self.rows[number]
         error = {"line": number + 1, "limit": self.limit} if name is None or len(text) > self.limit else None
-        return {"custom_id": name, "error": error, "answer": {"text": text, "seed": self.seed}}
+        choice = {"finish_reason": "length" if len(text) > self.length else "stop"}
+        response = {"status_code": 400 if error else 200, "body": {} if error else {"choices": [choice]}}
+        return {"custom_id": name, "error": error, "response": response, "answer": {"text": text, "seed": self.seed}}
+
+    @property
+    def flaws(self) -> Flaw:
+        return Flaw.parse(self.retry.split(",") if self.retry else ())
 
 
 def begin(folder: Path, command: Command, destination: Destination, file: InputFile) -> tuple[list[int], Writers]:
     """As `npu_runner.batch.job.run` does it. Returns the numbers of the rows that are wanted."""
     destination.look()
     rows = file.scan(destination.earlier.input if destination.earlier else None)
-    refuse_another_input(destination, file, rows, retry_errors=command.retry_errors)
-    settings = {"seed": command.seed, LIMIT: command.limit}
+    destination.decide(destination.retry(command.flaws, rows))
+    refuse_another_input(destination, file, rows, retry=command.flaws)
+    settings = {"seed": command.seed, LIMIT: command.limit, LENGTH: str(command.length)}
     facts = ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)
     manifest = manifest_of(destination, facts, model_name="m", model_files={"w": "1 bytes"}, weights={},
-                           input=rows.identity, accept=command.accept, retry_errors=command.retry_errors)
+                           input=rows.identity, accept=command.accept, is_retry=bool(command.retry))
     wanted = ~destination.finished(rows)
     return [int(line) - 1 for line in rows.lines[wanted]], destination.begin(manifest)
 
 
 def run(folder: Path, command: Command, *, num_rows: int | None = None) -> None:
     """The whole job, or as far as so many rows."""
-    with begun(folder, command) as (wanted, writers):
+    with begun(folder, command, is_whole=num_rows is None) as (wanted, writers):
         for number in wanted[:num_rows]:
             result = command.result(number)
             to = writers.errors if writers.errors is not None and result["error"] else writers.answers
@@ -86,17 +100,20 @@ def run(folder: Path, command: Command, *, num_rows: int | None = None) -> None:
 
 
 @contextmanager
-def begun(folder: Path, command: Command) -> Iterator[tuple[list[int], Writers]]:
+def begun(folder: Path, command: Command, *, is_whole: bool = False) -> Iterator[tuple[list[int], Writers]]:
+    """`is_whole`: the job comes to its end."""
     (folder / "in.jsonl").write_text("\n".join(command.lines()) + "\n")
     errors = find_place("error_file", folder / "errors.jsonl") if command.has_error_file else None
     destination = open_destination(find_place("output", folder / "out.jsonl"), overwrite=command.overwrite,
-                                   retry_errors=command.retry_errors, errors=errors)
+                                   errors=errors)
     with destination, InputFile(str(folder / "in.jsonl"), folder) as file:
         wanted, writers = begin(folder, command, destination, file)
         try:
             yield wanted, writers
         finally:
             writers.close()
+        if is_whole:
+            destination.end_retry()
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -109,13 +126,15 @@ def assert_finished(folder: Path, command: Command) -> None:
     found = {item["custom_id"] or item["error"]["line"]: item for item in results(folder)}
     assert len(found) == len(results(folder)) == len(command.rows)
     manifest = json.loads(manifest_path(folder / "out.jsonl").read_text())
-    assert manifest["settings"] == {"seed": command.seed, LIMIT: command.limit}
-    seeds = {manifest["settings"]["seed"], *(change["was"] for change in manifest.get("changes", []))}
+    assert manifest["settings"] == {"seed": command.seed, LIMIT: command.limit, LENGTH: str(command.length)}
+    assert "retry" not in manifest
+    seeds = {manifest["settings"]["seed"],
+             *(change["was"] for change in manifest.get("changes", []) if change["name"] == "seed")}
     for number, (name, _) in enumerate(command.rows):
         item = found[name or number + 1]
         assert item["answer"]["seed"] in seeds
         assert item == replace(command, seed=item["answer"]["seed"]).result(number)
-        assert item["answer"]["seed"] == command.seed or not (command.retry_errors and item["error"])
+        assert item["answer"]["seed"] == command.seed or not ("errors" in command.retry and item["error"])
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
@@ -133,7 +152,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-AGAIN = Command(rows=CORRECTED, limit=20, retry_errors=True)
+AGAIN = Command(rows=CORRECTED, limit=20, retry="errors")
 
 
 def test_failed_rows_are_tried_again_corrected_and_with_a_higher_limit(folder: Path) -> None:
@@ -142,6 +161,7 @@ def test_failed_rows_are_tried_again_corrected_and_with_a_higher_limit(folder: P
     assert_finished(folder, AGAIN)
     assert all(item["error"] is None for item in results(folder))
     assert results(folder)[:3] == before
+    assert not replaced_path(folder / "out.jsonl").exists(), "nothing was paid for a failure"
     manifest = Manifest.load(folder / "out.jsonl")
     assert manifest is not None
     assert earlier is not None
@@ -149,20 +169,20 @@ def test_failed_rows_are_tried_again_corrected_and_with_a_higher_limit(folder: P
     assert manifest.changes == ({"name": LIMIT, "was": 6, "is": 20, "time": 1700000000,
                                  "system_fingerprint_before": earlier.system_fingerprint},)
     assert manifest.system_fingerprint != earlier.system_fingerprint
-    run(folder, replace(AGAIN, retry_errors=False))
+    run(folder, replace(AGAIN, retry=""))
     assert Manifest.load(folder / "out.jsonl") == manifest
 
 
 def test_a_lower_limit_leaves_answers_as_they_are(folder: Path) -> None:
     before = answers(folder)
-    run(folder, Command(rows=ROWS, limit=2, retry_errors=True))
+    run(folder, Command(rows=ROWS, limit=2, retry="errors"))
     assert answers(folder) == before
     assert len(results(folder)) == len(ROWS)
 
 
 def test_a_limit_and_a_row_may_differ_only_when_failed_rows_are_tried_again(folder: Path) -> None:
     refused(folder, Command(rows=ROWS, limit=20), rf"other settings.*Changed: {LIMIT}: was 6, is 20.*--accept-changed "
-            rf"{LIMIT}\. With --retry-errors {LIMIT} may differ")
+            rf"{LIMIT}\. With --retry {LIMIT} may differ")
     refused(folder, Command(rows=CORRECTED), r"row 2 \(custom_id 'b'\), line 2, was changed; it has no answer, so with "
             "--retry-errors it may be")
     refused(folder, Command(rows=put(ROWS, 3, ("x", "mended"))), r"row 4 \(custom_id 'x'\), line 4, was changed; it "
@@ -178,7 +198,7 @@ def refused(folder: Path, command: Command, match: str) -> None:
 
 def test_a_row_that_was_not_reached_may_be_corrected(tmp_path: Path) -> None:
     run(tmp_path, Command(rows=ROWS), num_rows=4)
-    command = Command(rows=[*ROWS[:4], ("d", "other"), ROWS[5]], retry_errors=True)
+    command = Command(rows=[*ROWS[:4], ("d", "other"), ROWS[5]], retry="errors")
     run(tmp_path, command)
     assert_finished(tmp_path, command)
 
@@ -213,10 +233,10 @@ def test_the_message_that_people_quote_stands_in_one_piece_in_the_source() -> No
 
 
 @pytest.mark.parametrize("name", NOT_ALLOWED)
-@pytest.mark.parametrize("retry_errors", [False, True])
-def test_any_other_change_of_the_input_is_refused_with_its_row(folder: Path, name: str, retry_errors: bool) -> None:
+@pytest.mark.parametrize("retry", ["", "errors", "cut_off"])
+def test_any_other_change_of_the_input_is_refused_with_its_row(folder: Path, name: str, retry: str) -> None:
     rows, match = NOT_ALLOWED[name]
-    refused(folder, Command(rows=rows, retry_errors=retry_errors),
+    refused(folder, Command(rows=rows, retry=retry),
             f"in.jsonl: it is not the input that .*out.jsonl was begun with: {match}.*choose another output, or --over")
 
 
@@ -268,6 +288,29 @@ def test_digests_that_an_earlier_output_of_the_name_left_are_not_taken_for_its_o
     refused(folder, Command(rows=ROWS), "the version that began the output kept no digests")
 
 
+def test_answers_that_were_cut_off_are_tried_again_with_a_longer_limit_and_the_change_is_recorded(folder: Path) -> None:
+    before = answers(folder)
+    shorter = Command(rows=ROWS, length=3, retry="cut_off")
+    refused(folder, shorter, r'Changed: max_model_len: was "4", is "3"\..*--accept-changed max_model_len$')
+    refused(folder, replace(shorter, length=8, retry=""), "With --retry max_model_len may differ: it changes no whole")
+    command = Command(rows=put(ROWS, 4, ("d", "longer")), length=8, retry="cut_off")
+    run(folder, command)
+    assert_finished(folder, command)
+    assert [item["custom_id"] for item in results(folder)][-1] == "d", "new lines are appended"
+    assert answers(folder)[:2] == [item for item in before if item["custom_id"] != "d"]
+    manifest = Manifest.load(folder / "out.jsonl")
+    assert manifest is not None
+    assert [(change["name"], change["was"], change["is"]) for change in manifest.changes] == [(LENGTH, "4", "8")]
+    assert read_rows(replaced_path(folder / "out.jsonl")) == [item for item in before if item["custom_id"] == "d"]
+
+
+def test_a_failed_row_may_not_change_where_only_answers_are_tried_again(folder: Path) -> None:
+    for row, name in ((1, "b"), (3, "x")):
+        rows = put(put(ROWS, row, (name, "short")), 4, ("d", "thr"))
+        refused(folder, Command(rows=rows, retry="cut_off"), rf"row {row + 1} \(custom_id '{name}'\), line {row + 1}, "
+                "was changed; it has no answer, so with --retry-errors it may be")
+
+
 # -- settings that are accepted ----------------------------------------------------------------------------------------
 
 
@@ -311,12 +354,14 @@ def test_a_setting_that_is_new_or_gone_is_accepted_once_and_for_all(folder: Path
             "--accept-changed old --accept-changed seed")
     for _ in range(2):
         run(folder, replace(command, accept=("old", "seed")))
-        assert json.loads(path.read_text())["settings"] == {"seed": "0", LIMIT: 6}
+        assert json.loads(path.read_text())["settings"] == {"seed": "0", LIMIT: 6, LENGTH: "4"}
 
 
 def test_every_limit_in_the_table_is_a_setting_of_manifests() -> None:
     identity = ChatProcessor(str(SHAPES_VL), ProcessorSettings(limit_mm_per_prompt={"image": 1})).identity()
-    assert {f"prompts.{name}" for name in identity} >= LIMITS_OF_ROWS.keys()
+    options = BatchOptions(input="i", output="o", repetition_detection={"max_pattern_size": 9, "min_count": 3})
+    named = {*(f"prompts.{name}" for name in identity), *(f"answers.{name}" for name in answer_defaults(options))}
+    assert {*named, *(field.name for field in dataclasses.fields(RunnerConfig))} >= LIMITS_OF_ROWS.keys()
 
 
 # -- a kill at every step ----------------------------------------------------------------------------------------------
@@ -347,11 +392,16 @@ COMMANDS = {
     "rows and limit": (AGAIN, 8),
     "rows, limit and a first error file": (replace(AGAIN, has_error_file=True), 8),
     "a first error file": (Command(rows=ROWS, has_error_file=True), 7),
+    "cut-off rows": (Command(rows=[*put(ROWS, 4, ("d", "thr")), ("f", "more")], length=8, retry="cut_off"), 8),
+    "cut-off rows, and a first error file": (
+        Command(rows=put(ROWS, 4, ("d", "thr")), length=8, retry="cut_off", has_error_file=True), 8),
+    "cut-off and failed rows": (
+        replace(AGAIN, rows=put(CORRECTED, 4, ("d", "mended")), length=8, retry="errors,cut_off"), 8),
     "an accepted seed": (Command(rows=[*ROWS, ("f", "more")], seed="1", accept=("seed",)), 4),
     "all at once": (replace(AGAIN, seed="1", accept=("seed",)), 8),
     "overwrite": (Command(rows=CORRECTED, seed="1", limit=20, overwrite=True), 5),
 }
-IN_EACH_RUN = ("all at once",)
+IN_EACH_RUN = ("all at once", "cut-off rows")
 
 
 @pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(
@@ -362,12 +412,17 @@ def test_a_job_killed_at_any_step_of_its_beginning_goes_on(folder: Path, name: s
     before = answers(folder)
     images = images_of(folder, command)
     assert len(images) >= least
-    corrected_again = [replace(command, rows=put(command.rows, 1, ("b", "brief")))] if command.retry_errors else []
+    corrected_again = [replace(command, rows=put(command.rows, 1, ("b", "brief")))] if "err" in command.retry else []
+    for image in images:
+        lines = [json.loads(line) for line in image.get("out.jsonl", b"").splitlines()]
+        assert len(lines) == len({item["custom_id"] for item in lines}), "no row has two lines at any moment"
     for image, following in itertools.product(some_of(images, 6), [command, *corrected_again]):
         again = restored(image, tmp_path_factory.mktemp("again"))
         run(again, following)
         assert_finished(again, following)
-        assert command.overwrite or [item for item in before if item not in results(again)] == []
+        there = [*results(again), *(read_rows(replaced) if (replaced := replaced_path(again / "out.jsonl")).exists()
+                                    else [])]
+        assert command.overwrite or [item for item in before if item not in there] == []
 
 
 @pytest.mark.parametrize("name", [*IN_EACH_RUN, *only_full(
@@ -379,8 +434,9 @@ def test_a_job_killed_there_and_gone_on_with_otherwise_mixes_nothing(
     """With the rows, the limit or the seed of before, without --retry-errors: refused, or each row once and of now."""
     command, _ = COMMANDS[name]
     others: list[Command] = []
-    for rows, limit, seed in itertools.product((ROWS, command.rows), (6, command.limit), ("0", command.seed)):
-        other = Command(rows=rows, limit=limit, seed=seed, has_error_file=command.has_error_file)
+    for rows, limit, length, seed in itertools.product(
+            (ROWS, command.rows), (6, command.limit), {4, command.length}, ("0", command.seed)):
+        other = Command(rows=rows, limit=limit, length=length, seed=seed, has_error_file=command.has_error_file)
         others += [other] if other not in others else []
     num_finished = 0
     for image, other in itertools.product(some_of(images_of(folder, command), 6), others):

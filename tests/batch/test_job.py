@@ -44,8 +44,8 @@ def test_every_row_is_answered_with_a_chat_completion(job: Job) -> None:
     assert written == summary.to_json()
     assert written["start_phases"] == {"learning the script": 0.5}
     assert written["rows"] | {"failures_by_code": None} == {
-        "total": 30, "resumed": 0, "answered": 30, "cut_off": 0, "repetition": 0, "unparsed": 0, "failed": 0,
-        "failed_in_output": 0, "unfinished": 0, "failures_by_code": None,
+        "total": 30, "resumed": 0, "answered": 30, "cut_off": 0, "repetition": 0, "unparsed": 0, "whole": 30,
+        "failed": 0, "failed_in_output": 0, "unfinished": 0, "failures_by_code": None,
     }  # fmt: skip
 
 

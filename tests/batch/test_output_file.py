@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
@@ -17,13 +18,15 @@ from hypothesis import strategies as st
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
-from npu_runner.batch.files.output_file import OutputLock, OutputScan, keep_rows, rewrite_rows, scan_output
+from npu_runner.batch.files.output_file import OutputLock, keep_rows, rewrite_rows
+from npu_runner.batch.files.output_scan import OutputScan, counts_of, scan_output
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import ConfigError, JobError
+from npu_runner.tables.answer_files import AnswerFiles
 from tests import zygote
 
-ANSWER = b'{"id":"x","custom_id":"%s","response":{},"error":null}\n'
+ANSWER = b'{"id":"x","custom_id":"%s","response":{"status_code":200},"error":null}\n'
 
 
 def a_row(index: int, failed: bool) -> bytes:
@@ -82,6 +85,39 @@ def test_failed_rows_are_dropped_when_they_are_tried_again(
     assert list(scan_output(path).failed) == flags
     assert repaired(path, drops_failed=True).num_rows == flags.count(False)
     assert path.read_bytes() == b"".join(a_row(i, failed) for i, failed in enumerate(flags) if not failed)
+
+
+STATUS_500 = b'{"custom_id":"a","response":{"status_code":500,"body":{"error":{"code":"down"}}},"error":null}\n'
+OF_A = {"answer": ANSWER % b"a", "later answer": (ANSWER % b"a").replace(b'"x"', b'"y"'), "status": STATUS_500,
+        "failure": error_row(RowError(code="c", message="m"), custom_id="a", line=1)}
+
+
+@pytest.mark.parametrize("names", [*itertools.permutations(OF_A, 3)], ids=" ".join)
+def test_of_several_lines_of_a_row_an_answer_counts_else_the_first(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """A failure has an error, or a status code other than 200. The job keeps the line that tables show."""
+    path, lines = tmp_path / "out.jsonl", [OF_A[name] for name in names]
+    expected = next((line for name, line in zip(names, lines, strict=True) if "answer" in name), lines[0])
+    path.write_bytes(b"".join(lines))
+    with AnswerFiles(str(path), 1 << 20) as shown:
+        shown.scan(lambda answer: 1)
+        assert [shown.line(place) for place in range(len(shown.keys_A))] == [expected]
+    scan = repaired(path)
+    assert path.read_bytes() == expected
+    assert (scan.num_rows, scan.num_failed) == (1, int("answer" not in "".join(names)))
+
+
+def test_the_code_of_a_failure_is_in_its_error_or_its_response(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(STATUS_500 + a_row(1, True) + STATUS_500.replace(b'"a"', b'"b"').replace(b'"code"', b'"kind"'))
+    assert counts_of([scan_output(path)]).failures_by_code == {"down": 1, "c": 1, "unknown": 1}
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-1e999", '"x"', "[]"])
+def test_a_line_number_that_is_none_makes_no_result_row(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"custom_id": null, "response": null, "error": {"code": "x", "line": NUMBER}}\n'.replace(
+        "NUMBER", number))
+    assert scan_output(path).num_broken_lines == 1
 
 
 def test_rows_are_named_as_the_input_names_them(tmp_path: Path) -> None:

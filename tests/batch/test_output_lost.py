@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.output_file import scan_output
+from npu_runner.batch.files.output_scan import scan_output
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, JobError, OutputLostError
 from tests.batch.job_folder import Job

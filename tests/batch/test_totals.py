@@ -20,7 +20,8 @@ from PIL import Image
 
 from npu_runner.batch.files.destination import FileDestination
 from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_file import RowCounts, counts_of, job_at_work, scan_output
+from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_scan import RowCounts, counts_of, scan_output
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
 from npu_runner.batch.job.options import BatchOptions
@@ -207,7 +208,8 @@ def test_device_seconds_are_those_that_replicas_held(monkeypatch: pytest.MonkeyP
 
 def answer(name: str, *reasons: str) -> bytes:
     choices = [{"finish_reason": reason} for reason in reasons]
-    return json.dumps({"custom_id": name, "response": {"body": {"choices": choices}}, "error": None}).encode() + b"\n"
+    response = {"status_code": 200, "body": {"choices": choices}}
+    return json.dumps({"custom_id": name, "response": response, "error": None}).encode() + b"\n"
 
 
 def failure(name: str | None, line: int, code: str) -> bytes:
@@ -218,10 +220,10 @@ def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     output.write_bytes(answer("a", "stop", "length") + answer("b", "stop") + failure("c", 3, "bad") + answer("d"))
     errors.write_bytes(failure("c", 3, "bad") + failure("b", 2, "was_mended") + failure(None, 9, "not_json"))
-    expected = RowCounts(num_answered=3, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
+    expected = RowCounts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
     assert counts_of([scan_output(output), scan_output(errors)]) == expected
     told = Totals(output="o", num_rows=5, rows=expected, runs=[]).to_lines()[1]
-    assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, 0 not finished"
+    assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, whole 2, 0 not finished"
 
 
 def test_runs_of_other_versions_add_up(job: Job) -> None:

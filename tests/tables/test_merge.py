@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from npu_runner.errors import ConfigError
 from npu_runner.tables.merge_outputs import merge
 from npu_runner.tables.options import MergeOptions
 from tests.batch.job_folder import Job
-from tests.batch.scripted import read_rows, row, write_rows
-from tests.full_set import examples
+from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+from tests.full_set import examples, only_full
 from tests.tables.made import answered, begun, completion, failed
 
 EASY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -89,7 +90,7 @@ def test_outputs_of_jobs_with_their_error_files(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         job = Job(tmp_path / name)
-        texts = ["bad" if number == 1 and name == "a" else str(number) for number in range(4)]
+        texts = ["bad" if number == 1 else f"{number} {name}" if number == 2 else str(number) for number in range(4)]
         write_rows(job.input, [row(str(number), text) for number, text in enumerate(texts)])
         job.run(error_file=job.folder / "errors.jsonl")
         jobs.append(job)  # type: ignore[arg-type]
@@ -97,7 +98,8 @@ def test_outputs_of_jobs_with_their_error_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="their manifests say that their inputs differ"):
         merge(first, second, MergeOptions(output=str(tmp_path / "c.jsonl")))
     write_rows(
-        tmp_path / "b" / "in.jsonl", [row(str(number), "bad" if number == 1 else str(number)) for number in range(5)]
+        tmp_path / "b" / "in.jsonl",
+        [row(str(number), "bad" if number == 1 else "2 a" if number == 2 else str(number)) for number in range(5)],
     )
     (tmp_path / "b" / "out.jsonl").unlink()
     for path in (tmp_path / "b").glob("out.jsonl.*"):
@@ -178,3 +180,60 @@ def test_outputs_whose_input_is_not_known_are_merged_and_that_is_said(tmp_path: 
     assert [words for words in said if words.startswith("inputs")] == (
         [f"inputs    {' and '.join(names)}: no manifest says that both outputs are of one input; what two rows of one "
          "name asked was not compared"] if names else [])  # fmt: skip
+
+
+# What the rows ask in the second input, by name; "three" and "threes" are cut off, "broken" fails.
+ASKED_OTHERWISE: dict[str, tuple[dict[str, str], str | None]] = {
+    "a cut-off answer": ({"b": "two"}, "b"),
+    "a failure": ({"c": "fine"}, "c"),
+    "both are cut off": ({"b": "threes"}, None),
+    "one row has no answer yet": ({"d": "four"}, "d"),
+    "two whole answers": ({"a": "eno"}, "refused"),
+    "a cut-off answer, and two whole ones": ({"b": "two", "a": "eno"}, "refused"),
+    "the answer that was whole is cut off": ({"a": "sixsix"}, None),
+}
+
+
+class Cutting(ScriptedEngine):
+    """More than four characters are cut off, and "broken" is given up."""
+
+    def _output(self, request_id: str, text: str, params: Any) -> Any:
+        text = "engine error" if text == "broken" else text
+        found = super()._output(request_id, text, params)
+        is_cut = len(text) > 4 and text != "engine error"
+        return replace(found, completions=[replace(found.completions[0], finish_reason="length")]) if is_cut else found
+
+
+@pytest.mark.parametrize("order", ["the old one first", *only_full("the new one first; the old one first stays",
+                                                                   "the new one first")])
+@pytest.mark.parametrize("case", ASKED_OTHERWISE)
+def test_outputs_of_two_inputs_merge_where_at_most_one_of_two_answers_is_whole(
+    case: str, order: str, tmp_path: Path, tmp_path_factory: Any
+) -> None:
+    job = Job(tmp_path)
+    changed, better = ASKED_OTHERWISE[case]
+    texts = {"a": "one", "b": "three", "c": "broken"}
+    write_rows(job.input, [row(name, text) for name, text in texts.items()])
+    job.run(Cutting)
+    new = Job(tmp_path_factory.mktemp("new"))
+    write_rows(new.input, [row(name, text) for name, text in {**texts, **changed}.items()])
+    new.run(Cutting)
+    outputs = [job, new] if order == "the old one first" else [new, job]
+    options = MergeOptions(output=str(job.folder / "all.jsonl"), dropped=job.folder / "dropped.jsonl")
+    if better == "refused":
+        with pytest.raises(ConfigError, match="not only in rows of which at most one answer is whole"):
+            merge(*[str(each.output) for each in outputs], options)
+        return
+    lines = merge(*[str(each.output) for each in outputs], options).to_lines()
+    found = {item["custom_id"]: item for item in read_rows(job.folder / "all.jsonl")}
+    assert found.keys() == texts.keys() | changed.keys()
+    by_name = [{item["custom_id"]: item for item in read_rows(each.output)} for each in (job, new)]
+    for name, item in found.items():
+        if name == better:
+            assert item == by_name[1][name]
+        elif name in changed and case == "the answer that was whole is cut off":
+            assert item == by_name[0][name]
+    differing = [name for name in changed if name in texts]
+    assert any("1 rows ask otherwise in the two" in line for line in lines) == bool(differing)
+    dropped = read_rows(job.folder / "dropped.jsonl")
+    assert sorted([item["custom_id"] for item in dropped]) == sorted(texts), "each line is kept or dropped"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,11 @@ from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.output_file import RowCounts, RowsFile, counts_of, read_row, rows_in_order, scan_output
+from npu_runner.batch.files.names import replaced_path
+from npu_runner.batch.files.output_file import RowsFile
+from npu_runner.batch.files.output_scan import RowCounts, has_any, read_row, rows_in_order, rows_of, scan_output
 from npu_runner.batch.files.place import Place
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
 
 
@@ -56,10 +58,20 @@ class StreamDestination:
     def look(self) -> None:
         """There is nothing to see."""
 
+    def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
+        """There is no row to be tried again."""
+        return Flaw(0)
+
+    def decide(self, flaws: Flaw, unparsed: np.ndarray | None = None) -> None:
+        """Likewise."""
+
     def finished(self, rows: InputScan) -> np.ndarray:
         return np.zeros(rows.num_rows, dtype=bool)
 
-    def num_failed(self) -> int:
+    def num_retried_failures(self) -> int:
+        return 0
+
+    def num_replaced(self) -> int:
         return 0
 
     def kept_counts(self) -> RowCounts:
@@ -70,6 +82,9 @@ class StreamDestination:
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
         """Rows went out in order already, if that was asked for."""
+
+    def end_retry(self) -> None:
+        """There was none."""
 
     def counts_now(self) -> RowCounts:
         """What went out cannot be looked at again."""
@@ -82,7 +97,7 @@ class FileDestination:
     Nothing is changed before `begin`. A row is in one of the two; both are looked at, repaired and put in order alike.
     """
 
-    def __init__(self, place: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None):
+    def __init__(self, place: Place, *, overwrite: bool, errors: Place | None = None):
         self._answers = RowsFile(place)
         self._errors = None if errors is None else RowsFile(errors)
         self.path: Path = self._answers.path
@@ -90,7 +105,8 @@ class FileDestination:
         self.name = place.name
         self.earlier: Manifest | None = None
         self._overwrite = overwrite
-        self._retry_errors = retry_errors
+        self._retry = Flaw(0)
+        self._manifest: Manifest | None = None
 
     @property
     def _files(self) -> list[RowsFile]:
@@ -109,9 +125,13 @@ class FileDestination:
     def look(self) -> None:
         for file in self._files:
             file.look()
-        if self._overwrite:
-            self._kept = self._answers.scan.keys[:0]
-            return
+        if not self._overwrite:
+            self._look_at_earlier()
+        scans = [] if self._overwrite else [file.scan for file in self._files]
+        self._rows = rows_of(scans)
+        self._is_retried = np.zeros(self._rows.num_rows, dtype=bool)
+
+    def _look_at_earlier(self) -> None:
         for file in self._files:
             file.try_to_append()
         self.earlier = Manifest.load(self.path)
@@ -120,9 +140,6 @@ class FileDestination:
                 f"output {self.name}: the file has content but no {manifest_path(self.path).name}, so it is no job's "
                 "output to resume; choose another name, or --overwrite to replace it")
         self._refuse_another_error_file()
-        scan = self._answers.scan
-        answered = scan.keys[~scan.failed]
-        self._kept = answered if self._retry_errors else np.union1d(answered, self._failed_keys())
 
     def _refuse_another_error_file(self) -> None:
         begun_with = None if self.earlier is None else self.earlier.error_file
@@ -140,18 +157,40 @@ class FileDestination:
         """As the manifest has it: both files may be moved together."""
         return None if self._errors is None else os.path.relpath(self._errors.path, self.path.parent)
 
-    def _failed_keys(self) -> np.ndarray:
-        """Of failed rows, wherever they are: a job that was killed while it moved them has left some in both files."""
-        found = [file.scan.keys[file.scan.failed] for file in self._files]
-        return np.setdiff1d(np.concatenate(found), self._answers.scan.keys[~self._answers.scan.failed])
+    def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
+        """Which of the flaws `asked` for nobody has decided upon yet: rows with one of them are tried again by
+        `decide`.
+
+        The manifest names those of a run that was cut short. Their rows have left the files, and those that have a line
+        since are not tried once more. That holds while the input is the same, or has grown.
+        """
+        earlier = self.earlier
+        if earlier is None:
+            return asked
+        standing = earlier.retry if rows.continues_earlier else Flaw(0)
+        self._retry = standing | asked
+        return asked & ~standing
+
+    def decide(self, flaws: Flaw, unparsed: np.ndarray | None = None) -> None:
+        """Have rows with one of these flaws tried again. `unparsed`: keys of more that are, though their lines do not
+        say so."""
+        self._is_retried |= has_any(self._rows.flaws, flaws)
+        if unparsed is not None:
+            self._is_retried |= np.isin(self._rows.keys, unparsed)
+
+    @property
+    def _kept(self) -> np.ndarray:
+        """Keys of the rows that stay as they are."""
+        return self._rows.keys[~self._is_retried]
 
     def finished(self, rows: InputScan) -> np.ndarray:
         """Which of the input's rows need no work any more."""
         return np.isin(rows.keys, self._kept)
 
-    def answered(self, rows: InputScan) -> np.ndarray:
-        """Which of the input's rows have an answer."""
-        return np.isin(rows.keys, self._answers.scan.keys[~self._answers.scan.failed])
+    def flaws_of(self, key: bytes) -> Flaw | None:
+        """Of the row in the files with this key; None: there is none."""
+        (found,) = np.nonzero(self._rows.keys == np.bytes_(key))
+        return Flaw(int(self._rows.flaws[found[0]])) if len(found) else None
 
     def custom_id(self, name: bytes) -> str | None:
         """Of the row in the files whose key begins with this; None: there is none, or it has none."""
@@ -163,14 +202,17 @@ class FileDestination:
                     return custom_id
         return None
 
-    def num_failed(self) -> int:
-        """Failed rows of earlier runs."""
-        return 0 if self._overwrite else len(self._failed_keys())
+    def num_retried_failures(self) -> int:
+        """Failed rows of earlier runs that are tried again."""
+        return int((self._rows.failed & self._is_retried).sum())
+
+    def num_replaced(self) -> int:
+        """Answers of earlier runs that are tried again."""
+        return int((~self._rows.failed & self._is_retried).sum())
 
     def kept_counts(self) -> RowCounts:
         """Of the rows that stay as they are."""
-        counts = RowCounts() if self._overwrite else counts_of([file.scan for file in self._files])
-        return replace(counts, failures_by_code=Counter()) if self._retry_errors else counts
+        return self._rows.only(np.flatnonzero(~self._is_retried)).counts()
 
     def begin(self, manifest: Manifest) -> Writers:
         """Leave what is kept, whole, and open the files for more."""
@@ -181,15 +223,17 @@ class FileDestination:
                 else:
                     file.refuse_changes()
             if self._overwrite:
-                manifest_path(self.path).unlink(missing_ok=True)
+                for path in (manifest_path(self.path), replaced_path(self.path)):
+                    path.unlink(missing_ok=True)
                 sync_folder(self.path.parent)
-            elif self._retry_errors:
-                # First: an input and settings that are new on disk never have failures of the old ones beside them.
-                self._repair()
-            replace(manifest, error_file=self._error_name).save(self.path)
-            if not (self._overwrite or self._retry_errors):
+            else:
+                # First: an input and settings that are new on disk never have rows of the old ones beside them.
+                self._drop_retried()
+            self._manifest = replace(manifest, error_file=self._error_name, retry=self._retry)
+            self._manifest.save(self.path)
+            if not self._overwrite:
                 # Second: the manifest knows the error file before a row is in it.
-                self._repair()
+                self._move_failed()
             answers = self._answers.open()
             try:
                 errors = None if self._errors is None else self._errors.open()
@@ -198,19 +242,35 @@ class FileDestination:
                 raise
         return Writers(answers, errors)
 
-    def _repair(self) -> None:
-        """Whole rows alone, failed ones where they belong: in the other file before they leave this one."""
-        failed = self._answers.scan.failed
+    def _drop_retried(self) -> None:
+        """Leave whole rows alone that are not tried again. Answers that leave are copied before."""
+        files, rows = self._files, self._rows
+        stays = [np.ones(file.scan.num_rows, dtype=bool) for file in files]
+        if self._is_retried.any():
+            replaced = rows.keys[self._is_retried & ~rows.failed]
+            for number, file in enumerate(files):
+                file.copy_rows(replaced_path(self.path), np.isin(file.scan.keys, replaced) & ~file.scan.failed)
+                stays[number] = np.isin(file.scan.keys, self._kept)
         if self._errors is not None:
-            scan = self._errors.scan
-            # Who was answered since, or is tried again, has failed no more.
-            stays = np.isin(scan.keys, self._kept) & scan.failed
-            stays &= ~np.isin(scan.keys, self._answers.scan.keys[~failed])
-            self._errors.keep(stays)
-            if not self._retry_errors:
-                self._errors.append_from(self._answers, failed & ~np.isin(self._answers.scan.keys, scan.keys[stays]))
-        drop_failed = self._retry_errors or self._errors is not None
-        self._answers.keep(~failed if drop_failed else np.ones(len(failed), dtype=bool))
+            # A failure may stand beside its answer, in either file: the answer counts.
+            answered = rows.keys[~rows.failed]
+            for number, file in enumerate(files):
+                stays[number] &= ~(file.scan.failed & np.isin(file.scan.keys, answered))
+        self._answers.keep(stays[0])
+        if self._errors is not None:
+            errors = self._errors.scan
+            moved = stays[1] & ~errors.failed & ~np.isin(errors.keys, self._answers.scan.keys)
+            if moved.any():
+                self._answers.append_from(self._errors, moved)
+                self._answers.look()
+            self._errors.keep(stays[1] & errors.failed)
+
+    def _move_failed(self) -> None:
+        """Failed rows go where they belong: they are in the other file before they leave this one."""
+        failed = self._answers.scan.failed
+        if self._errors is not None and failed.any():
+            self._errors.append_from(self._answers, failed & ~np.isin(self._answers.scan.keys, self._errors.scan.keys))
+            self._answers.keep(~failed)
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
         """Bring the files, in which every row is, into the order of the input where that was asked for.
@@ -231,21 +291,27 @@ class FileDestination:
             for file, scan, found in zip(self._files, scans, places, strict=True):
                 file.put_in_order(scan, found)
 
+    def end_retry(self) -> None:
+        """Every row has its new line: the next job with --retry decides anew."""
+        if self._manifest is not None and self._manifest.retry:
+            with late_file_errors(f"manifest of {self.name}"):
+                replace(self._manifest, retry=Flaw(0)).save(self.path)
+
     def counts_now(self) -> RowCounts:
         """Of the rows that are in the files now."""
         with late_file_errors(f"output {self.name}"):
-            return counts_of([scan_output(file.path) for file in self._files])
+            return rows_of([scan_output(file.path) for file in self._files]).counts()
 
 
 Destination = StreamDestination | FileDestination
-"""Entered while a job runs. First `look` (`earlier`, `finished`), then write (`begin`), then `finish`."""
+"""Entered while a job runs. First `look` and `retry` (`earlier`, `finished`), then write (`begin`), then `finish`."""
 
 
-def open_destination(output: Place, *, overwrite: bool, retry_errors: bool, errors: Place | None = None) -> Destination:
+def open_destination(output: Place, *, overwrite: bool, errors: Place | None = None) -> Destination:
     """`errors`: where failed rows go instead."""
     if output.is_stream:
         if errors is not None:
             raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
                               "other; name a file as output, or leave it out")
         return StreamDestination(output)
-    return FileDestination(output, overwrite=overwrite, retry_errors=retry_errors, errors=errors)
+    return FileDestination(output, overwrite=overwrite, errors=errors)

@@ -95,11 +95,12 @@ class RowChange(NamedTuple):
     """The first NAME_BYTES of its key."""
 
 
-def first_change(earlier: bytes, now: bytes, may_change: np.ndarray, lines: np.ndarray) -> RowChange | None:
+def first_change(earlier: bytes, now: bytes, may_change: np.ndarray, lines: np.ndarray, *, may_be_named: bool
+                 ) -> RowChange | None:
     """Compare the records of two inputs. None: the later one begins with the rows of the earlier one.
 
-    `may_change`: rows of the later one whose bytes may be others, under the same name; `lines`: where its rows stand. A
-    row that had no usable name, and was named by its line, may have got one.
+    `may_change`: rows of the later one whose bytes may be others, under the same name; `lines`: where its rows stand.
+    `may_be_named`: a row that had no usable name, and was named by its line, may have got one.
     """
     before, after = _table(earlier), _table(now)
     num_common = min(len(before), len(after))
@@ -109,9 +110,19 @@ def first_change(earlier: bytes, now: bytes, may_change: np.ndarray, lines: np.n
     for place in np.flatnonzero(~is_same & ~(has_name & may_change[:num_common])):
         was_nameless = before[place, _NAME].tobytes() == row_key(None, int(lines[place]))[:NAME_BYTES]
         is_named_now = was_nameless and bool(is_new_name[place])
-        if not (is_named_now and may_change[place]):
+        if not (is_named_now and may_change[place] and may_be_named):
             return _change(before, after, int(place), is_there=is_named_now)
     return None if len(before) <= len(after) else _change(before, after, num_common, is_there=False)
+
+
+def changed_rows(earlier: bytes, now: bytes) -> np.ndarray | None:
+    """The names (the first NAME_BYTES of keys, as uint64) of the rows whose bytes differ between the records of two
+    inputs. None: the later one does not begin with the rows of the earlier one, by name."""
+    before, after = _table(earlier), _table(now)[: len(earlier) // (2 * NAME_BYTES)]
+    if len(before) != len(after) or (before[:, _NAME] != after[:, _NAME]).any():
+        return None
+    names: np.ndarray = before[before[:, _BYTES] != after[:, _BYTES], _NAME]
+    return names
 
 
 def _change(before: np.ndarray, after: np.ndarray, place: int, *, is_there: bool) -> RowChange:

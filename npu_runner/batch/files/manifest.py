@@ -20,6 +20,7 @@ from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
+from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
 
@@ -28,14 +29,19 @@ FORMAT = 3
 on."""
 DECODERS = "prompts.decoders"
 """Versions of the libraries that decode images and videos, among the settings."""
+_LENGTH = "max_model_len"
+RULE_OF_JOB = "answers.structured_outputs"
+"""The schema for rows without a rule of their own, among the settings."""
 LIMITS_OF_ROWS = {
     "prompts.max_images_per_prompt": "a prompt with more fails as too_many_images; any other is the same prompt",
     "prompts.limit_mm_per_prompt": "a prompt with more of one kind fails as too_many_images; any other is the same",
     "prompts.max_source_pixels": "a larger image fails as image_too_large, before it is decoded; any other is the same",
+    "answers.repetition_detection": "it ends an answer as a repetition; one that does not repeat itself is the same",
+    _LENGTH: "a longer prompt fails as prompt_too_long, an answer is cut off there; a higher one leaves whole answers",
 }
-"""Settings that can only make a row fail, each with the reason: neither a higher nor a lower value changes an answer.
-max_model_len is none of them, because it ends answers, too. Limits that no manifest names may differ in any run."""
-_NUMBERS = {"max_model_len", "prompts.max_source_pixels"}
+"""Settings that can only make a row fail, or its answer end, each with the reason: no value changes a whole answer. So
+they may differ with --retry; max_model_len may only be higher. Limits that no manifest names may differ in any run."""
+_NUMBERS = {_LENGTH, "prompts.max_source_pixels"}
 """Settings that a later run, or a report, takes from here."""
 _READABLE = (1, 2, FORMAT)
 _MAX_EPOCH_DIGITS = 11
@@ -52,6 +58,14 @@ class SettingChange(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}: was {_as_json(self.was)}, is {_as_json(self.now)}"
+
+    @property
+    def leaves_whole_answers(self) -> bool:
+        """Whether it changes no whole answer: it is a limit of rows, and one that ends answers is higher."""
+        if self.name != _LENGTH:
+            return self.name in LIMITS_OF_ROWS
+        values = (str(self.was), str(self.now))
+        return all(map(str.isdecimal, values)) and int(values[0]) < int(values[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +86,9 @@ class Manifest:
     """Where failed rows are, as seen from the output's folder; None: in the output."""
     changes: tuple[dict[str, Any], ...] = ()
     """Settings that were changed knowingly while the output went on, in order."""
+    retry: Flaw = WHOLE
+    """Rows that had one of these flaws are tried again. They have left the output, so those of them that have no line
+    yet are the rows that it lacks. It lasts until the job has ended with a line for every row."""
 
     @property
     def has_served(self) -> bool:
@@ -145,6 +162,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "input": manifest.input.to_json(),
         **({"error_file": manifest.error_file} if manifest.error_file is not None else {}),
         **({"changes": manifest.changes} if manifest.changes else {}),
+        **({"retry": manifest.retry.names} if manifest.retry else {}),
     }
 
 
@@ -173,6 +191,7 @@ class _File(_Fields):
     input: _Input
     error_file: str | None = None
     changes: list[_Change] = []
+    retry: list[str] = []
 
     @model_validator(mode="after")
     def _has_numbers(self) -> _File:
@@ -192,7 +211,8 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         settings=fields["settings"],
         input=identity_from_json(fields["input"]),
         error_file=fields.get("error_file"),
-        changes=tuple(fields.get("changes", ())))
+        changes=tuple(fields.get("changes", ())),
+        retry=Flaw.parse(fields.get("retry", ())))
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:

@@ -16,6 +16,7 @@ rows_path = _beside(".rows")
 suspects_path = _beside(".suspects.json")
 runs_path = _beside(".runs.jsonl")
 status_path = _beside(".status.json")
+replaced_path = _beside(".replaced.jsonl")
 # Always the same name: what a killed process leaves is found by the next one.
 new_version_path = _beside(".new", ".")
 
@@ -27,7 +28,8 @@ def own_files(option: str, file: Path) -> dict[Path, str]:
         found[lock_path(file)] = "lock"
     if option == "output":
         others = ((manifest_path(file), "manifest"), (rows_path(file), "rows"), (suspects_path(file), "suspects"),
-                  (runs_path(file), "record of runs"), (status_path(file), "status"))
+                  (runs_path(file), "record of runs"), (status_path(file), "status"),
+                  (replaced_path(file), "replaced answers"))
         for path, name in others:
             found |= {path: name, new_version_path(path): f"next version of the {name}"}
     return found

@@ -1,6 +1,6 @@
-"""The file of answers: what it holds already, how it is repaired, and how rows are added so that none is lost.
+"""The file of answers: how it is locked and repaired, and how rows are added so that none is lost.
 
-Knows nothing of what an answer says, beyond its name, whether it is an error, and how it ended.
+Knows nothing of what an answer says.
 """
 
 from __future__ import annotations
@@ -8,17 +8,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
+import hashlib
 import os
 import stat
-import sys
 import time
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -30,74 +25,14 @@ from npu_runner.batch.files.durable import (
     replacing,
     sync_folder,
 )
-from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.names import lock_path
+from npu_runner.batch.files.output_scan import OutputScan, scan_output
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.rows.openai_response import FAULTS, is_cut_off, is_repetition, key_of_answer
 from npu_runner.errors import ConfigError, JobError, OutputLostError
 
-_UNNAMED = "unknown"
 # A process that is gone may have left a child that is not another program yet and holds what it held.
 _LEAVING_SECONDS = 5.0
 _LOOKING_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class OutputScan:
-    """The rows of an output file. `starts`: where each row begins, in bytes; `failed`: which are errors."""
-
-    keys: np.ndarray
-    starts: np.ndarray
-    failed: np.ndarray
-    num_broken_lines: int
-    """Lines that are no result row, or repeat one. A crash tears at most the last line; a power cut may leave more."""
-    num_bytes: int
-    codes: list[str]
-    """Of the failed rows, in order."""
-    num_cut_off: int
-    """Answers of which a completion ended at its limit of tokens."""
-    num_repetition: int
-    """Answers of which a completion ended because it repeated itself."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.keys)
-
-    @property
-    def num_failed(self) -> int:
-        return int(self.failed.sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowCounts:
-    """What the rows of an output are."""
-
-    num_answered: int = 0
-    num_cut_off: int = 0
-    num_repetition: int = 0
-    failures_by_code: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def num_failed(self) -> int:
-        return self.failures_by_code.total()
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_answered + self.num_failed
-
-
-def counts_of(scans: Sequence[OutputScan]) -> RowCounts:
-    """Of an output, and of its error file behind it, where it has one.
-
-    A failed row that stands in both, because a job was killed while it moved them, counts once; one that is answered
-    does not count as failed.
-    """
-    answered = scans[0].keys[~scans[0].failed]
-    codes = [code for scan in scans for code in scan.codes]
-    failed, places = np.unique(np.concatenate([scan.keys[scan.failed] for scan in scans]), return_index=True)
-    return RowCounts(
-        num_answered=len(answered), num_cut_off=scans[0].num_cut_off, num_repetition=scans[0].num_repetition,
-        failures_by_code=Counter(codes[place] for place in places[~np.isin(failed, answered)]))
 
 
 class OutputLock:
@@ -177,68 +112,31 @@ def _is_gone(holder: str) -> bool:
     return False
 
 
-def scan_output(path: Path, end: int | None = None) -> OutputScan:
-    """Read an output file once, to its end or so many bytes. One that does not exist has no rows."""
-    keys, starts, failed = bytearray(), array("Q"), bytearray()
-    codes: list[str] = []
-    seen: set[bytes] = set()
-    position = num_broken = num_cut_off = num_repetition = 0
-    for line in _lines_of(path):
-        if end is not None and position + len(line) > end:
-            break
-        row = _row_of(line)
-        if row is None or row.key in seen:
-            num_broken += 1
-        else:
-            seen.add(row.key)
-            keys += row.key
-            starts.append(position)
-            failed.append(row.code is not None)
-            codes += [] if row.code is None else [row.code]
-            num_cut_off += row.is_cut_off
-            num_repetition += row.is_repetition
-        position += len(line)
-    return OutputScan(
-        keys_array(keys), np.frombuffer(starts, dtype=np.uint64) if starts else np.zeros(0, np.uint64),
-        np.frombuffer(failed, dtype=bool), num_broken, position, codes, num_cut_off, num_repetition)
+def keep_rows(path: Path, scan: OutputScan, wanted: np.ndarray) -> OutputScan:
+    """Leave only these rows in the file, and whole ones. Returns what is in it then."""
+    if not scan.num_broken_lines and wanted.all():
+        return scan
+    return rewrite_rows(path, scan, np.flatnonzero(wanted))
 
 
-def keep_rows(path: Path, scan: OutputScan, wanted: np.ndarray) -> None:
-    """Leave only these rows in the file, and whole ones."""
-    if scan.num_broken_lines or not wanted.all():
-        rewrite_rows(path, scan, np.flatnonzero(wanted))
-
-
-def rewrite_rows(path: Path, scan: OutputScan, order: Iterable[int]) -> None:
+def rewrite_rows(path: Path, scan: OutputScan, order: np.ndarray) -> OutputScan:
     """Replace the file by these of its rows in this order. Killed at any moment, the old or the new file is there."""
+    starts, num_bytes = np.zeros(len(order), dtype=np.uint64), 0
     with open(path, "rb") as file, replacing(path) as copy:
-        for index in order:
-            file.seek(int(scan.starts[index]))
-            row = file.readline()
-            if not row.endswith(b"\n"):
-                raise OutputLostError(f"output {path}: was cut while it was rewritten; run the same command again")
+        for place, index in enumerate(order):
+            row = whole_row(path, file, int(scan.starts[index]))
             copy.write(row)
+            starts[place] = num_bytes
+            num_bytes += len(row)
+    return scan.only(order, starts, num_bytes)
 
 
-def rows_in_order(scan: OutputScan, keys: np.ndarray) -> np.ndarray:
-    """For every key the number of its row in the output; -1 where there is none."""
-    return places_of(keys, scan.keys)
-
-
-def places_of(keys: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """For every key its place among others, each of which is there once; -1 where it is not."""
-    if not len(among):
-        return np.full(len(keys), -1, dtype=np.int64)
-    by_key = np.argsort(among, kind="stable")
-    places = np.searchsorted(among, keys, sorter=by_key)
-    found = by_key[np.minimum(places, len(among) - 1)]
-    return np.where(among[found] == keys, found, -1)
-
-
-def read_row(file: BinaryIO, start: int) -> dict[str, Any]:
-    """The result row that begins there."""
+def whole_row(path: Path, file: BinaryIO, start: int) -> bytes:
+    """The line that begins there. Raises OutputLostError where it has no end any more."""
     file.seek(start)
-    row: dict[str, Any] = json.loads(file.readline())
+    row = file.readline()
+    if not row.endswith(b"\n"):
+        raise OutputLostError(f"output {path}: was cut while it was rewritten; run the same command again")
     return row
 
 
@@ -266,44 +164,6 @@ def _is_still_there(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _lines_of(path: Path) -> Iterator[bytes]:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        yield from file
-
-
-class _Row(NamedTuple):
-    key: bytes
-    code: str | None
-    """Of its error; None: it is an answer."""
-    is_cut_off: bool
-    is_repetition: bool
-
-
-def _row_of(line: bytes) -> _Row | None:
-    """None where the line is not a whole result row."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-        key, error = key_of_answer(row), row["error"]
-        if error is not None:
-            return _Row(key, _code_of(error), is_cut_off=False, is_repetition=False)
-        return _Row(key, None, _is_so(row, is_cut_off), _is_so(row, is_repetition))
-    except FAULTS:
-        return None
-
-
-def _code_of(error: Any) -> str:
-    code = error.get("code") if isinstance(error, dict) else None
-    return sys.intern(code) if isinstance(code, str) else _UNNAMED  # a million failed rows have few codes
-
-
-def _is_so(row: dict[str, Any], of_body: Callable[[Any], bool]) -> bool:
-    with contextlib.suppress(KeyError, TypeError, AttributeError):  # no answer of ours
-        return of_body(row["response"]["body"])
-    return False
 
 
 class RowsFile:
@@ -360,9 +220,30 @@ class RowsFile:
         remove_torn_version(self.path)
 
     def keep(self, wanted: np.ndarray) -> None:
-        """Leave only these of the rows that `look` has found, and whole ones."""
+        """Leave only these of the rows in `scan`, and whole ones."""
         remove_torn_version(self.path)
-        keep_rows(self.path, self.scan, wanted)
+        self.scan = keep_rows(self.path, self.scan, wanted)
+
+    def copy_rows(self, path: Path, wanted: np.ndarray) -> None:
+        """Add these rows to another file, whole and on disk, each line that is not there yet. A killed copy leaves at
+        most a part of a line, which goes."""
+        if not wanted.any():
+            return
+        with clear_file_errors(f"replaced answers {path}"), open(self.path, "rb") as source, \
+                open(_open(path, os.O_CREAT | os.O_RDWR), "r+b") as copy:
+            known, end = set(), 0
+            for line in copy:
+                if line.endswith(b"\n"):
+                    known.add(hashlib.blake2b(line, digest_size=16).digest())
+                    end += len(line)
+            copy.truncate(end)
+            for index in np.flatnonzero(wanted):
+                line = whole_row(self.path, source, int(self.scan.starts[index]))
+                if hashlib.blake2b(line, digest_size=16).digest() not in known:
+                    copy.write(line)
+            copy.flush()
+            os.fsync(copy.fileno())
+            sync_folder(path.parent)
 
     def append_from(self, other: RowsFile, wanted: np.ndarray) -> None:
         """Add these rows of another file, whole and on disk."""
@@ -389,7 +270,8 @@ class RowsFile:
 
 def _open(path: Path, create: int = os.O_CREAT) -> int:
     """For more rows. Links were followed when the place was found: one that stands there now is somebody else's."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o666)
+    access = 0 if create & os.O_RDWR else os.O_WRONLY
+    return os.open(path, access | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o666)
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:

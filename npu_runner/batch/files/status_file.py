@@ -75,6 +75,9 @@ class Rows(_Part):
     failed: _Count
     cut_off: _Count
     repetition: _Count
+    unparsed: _Count = 0
+    whole: _Count | None = None
+    """Answers without a flaw; None: the version that wrote it did not count them."""
     failures_by_code: dict[_Text, _Count]
 
 

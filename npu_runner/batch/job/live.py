@@ -159,7 +159,8 @@ class Live:
         rows = self._record.rows
         codes = sorted((printable(code), count) for code, count in rows.failures_by_code.items())
         return Rows(total=self._record.num_rows, answered=rows.num_answered, failed=rows.num_failed,
-                    cut_off=rows.num_cut_off, repetition=rows.num_repetition, failures_by_code=dict(codes))
+                    cut_off=rows.num_cut_off, repetition=rows.num_repetition, unparsed=rows.num_unparsed,
+                    whole=rows.num_answered - rows.num_not_whole, failures_by_code=dict(codes))
 
     def _pace(self, engine: EngineStats) -> Pace:
         record, num_done = self._record, self._record.tally.num_done

@@ -14,7 +14,8 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination, FileDestination
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
-from npu_runner.batch.files.manifest import DECODERS, LIMITS_OF_ROWS, Manifest, SettingChange, differences, start_time
+from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences, start_time
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts
@@ -35,8 +36,8 @@ def _changed_files(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[S
     return differences(opened, now)
 
 
-def refuse_another_input(destination: Destination, file: InputFile, rows: InputScan, *, retry_errors: bool) -> None:
-    """Rows may be added at the end. With `retry_errors` one without an answer may be another one of the same name."""
+def refuse_another_input(destination: Destination, file: InputFile, rows: InputScan, *, retry: Flaw) -> None:
+    """Rows may be added at the end. With `retry` one that is to be served may be another one of the same name."""
     earlier = destination.earlier
     if earlier is None or rows.continues_earlier:
         return
@@ -47,17 +48,16 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
         what = ("rows may be added at its end, not changed: the version that began the output kept no digests of rows, "
                 "so nobody knows which of them were")
     else:
-        is_answered = destination.answered(rows)
-        change = first_change(known, now, ~is_answered & retry_errors, rows.lines)
+        may_change = ~destination.finished(rows) & bool(retry)
+        change = first_change(known, now, may_change, rows.lines, may_be_named=Flaw.ERRORS in retry)
         if change is None:
             return
-        what = _changed_row(destination, file, rows, change, is_answered)
+        what = _changed_row(destination, file, rows, change)
     raise ConfigError(f"input {file.name}: it is not the input that {destination.name} was begun with: {what}. Restore "
                       "it, choose another output, or --overwrite to start afresh")
 
 
-def _changed_row(destination: FileDestination, file: InputFile, rows: InputScan, change: RowChange,
-                 is_answered: np.ndarray) -> str:
+def _changed_row(destination: FileDestination, file: InputFile, rows: InputScan, change: RowChange) -> str:
     """Which row it is, and what may be done about it."""
     here = change.place_now
     custom_id = destination.custom_id(change.name)
@@ -70,18 +70,21 @@ def _changed_row(destination: FileDestination, file: InputFile, rows: InputScan,
     if here != change.place:
         return f"{name} is row {here + 1} now (line {rows.lines[here]}); rows keep their order, new ones go to the end"
     name = f"{name}, line {rows.lines[here]},"
-    if is_answered[here]:
-        return f"{name} was changed and has an answer; ask it under a new custom_id at the end"
-    return f"{name} was changed; it has no answer, so with --retry-errors it may be"
+    flaws = destination.flaws_of(rows.keys[here])
+    if flaws is None or Flaw.ERRORS in flaws:
+        return f"{name} was changed; it has no answer, so with --retry-errors it may be"
+    if flaws:
+        return f"{name} was changed, and its answer is not whole; with --retry {','.join(flaws.names)} it may be"
+    return f"{name} was changed and has an answer; ask it under a new custom_id at the end"
 
 
 def refuse_other_settings(destination: Destination, known: Mapping[str, Any], *, accept: Collection[str],
-                          retry_errors: bool) -> None:
+                          is_retry: bool) -> None:
     """Before the weights are loaded. `known`: settings that are known by then, all that have a dot in their names."""
     earlier = destination.earlier
     if earlier is not None and earlier.has_served:
         before = {name: value for name, value in earlier.settings.items() if "." in name or name in known}
-        accepted_changes(destination.name, before, known, accept=accept, retry_errors=retry_errors)
+        accepted_changes(destination.name, before, known, accept=accept, is_retry=is_retry)
 
 
 def config_to_go_on_with(config: RunnerConfig, earlier: Manifest | None) -> RunnerConfig:
@@ -110,7 +113,7 @@ def loading(given: RunnerConfig, taken: RunnerConfig, destination: Destination) 
 
 def manifest_of(destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
                 weights: dict[str, str], input: InputIdentity, accept: Collection[str] = (),
-                retry_errors: bool = False) -> Manifest:
+                is_retry: bool = False) -> Manifest:
     """The manifest of this output: the earlier one, and what may have changed since (`accepted_changes`)."""
     settings = json.loads(json.dumps(dict(facts.settings)))
     if facts.weights is not None and (changes := differences({**model_files, **weights}, dict(facts.weights))):
@@ -122,23 +125,23 @@ def manifest_of(destination: Destination, facts: ReplicaFacts, *, model_name: st
             input=input)
     if earlier.weights:
         _refuse_model(destination, _changed_files(earlier.weights, weights))
-    changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, retry_errors=retry_errors)
+    changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, is_retry=is_retry)
     _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
     return replace(earlier, input=input).changed(_with_decoders(settings, earlier.settings), changes)
 
 
 def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str],
-                     retry_errors: bool) -> list[SettingChange]:
+                     is_retry: bool) -> list[SettingChange]:
     """The settings that differ, where they may. Raises ConfigError for one that may not.
 
     The two may be parts of the settings, as long as they have the same names. `accept`: names that the user has given.
     """
     changes = differences(_with_decoders(earlier, now), _with_decoders(now, earlier))
     refused = [change for change in changes
-               if change.name not in accept and not (retry_errors and change.name in LIMITS_OF_ROWS)]
+               if change.name not in accept and not (is_retry and change.leaves_whole_answers)]
     if refused:
-        limits = " and ".join(change.name for change in refused if change.name in LIMITS_OF_ROWS)
-        also = f". With --retry-errors {limits} may differ: it makes rows fail and changes no answer" if limits else ""
+        limits = " and ".join(change.name for change in refused if change.leaves_whole_answers)
+        also = f". With --retry {limits} may differ: it changes no whole answer" if limits else ""
         flags = " ".join(f"--accept-changed {change.name}" for change in refused)
         raise ConfigError(
             f"output {output}: was begun with other settings; answers of both would be mixed. Changed: "

@@ -58,6 +58,10 @@ def _rows(status: Status) -> Iterator[_Family]:
                   [({"code": code}, count) for code, count in rows.failures_by_code.items()])
     yield _counter("rows_cut_off", "Answered rows that ended at their limit of tokens.", rows.cut_off)
     yield _counter("rows_repetition", "Answered rows that were ended because they repeat themselves.", rows.repetition)
+    yield _counter("rows_unparsed", "Answered rows that a rule asked for JSON and that are none.", rows.unparsed)
+    if rows.whole is not None:
+        yield _counter("rows_whole", "Answered rows that are neither cut off, nor a repetition, nor unparsed.",
+                       rows.whole)
     yield _gauge("rows_per_second", "Rows that this run has finished, over its seconds of serving.",
                  pace.rows_per_second)
     yield _gauge("rows_per_second_lately", "The same over the last half minute.", pace.lately)

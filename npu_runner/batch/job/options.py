@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.config import READ, WRITTEN, check_choices, from_keywords, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
@@ -69,10 +70,14 @@ class BatchOptions:
     ordered: bool = False
     """Answers in the order of the input instead of the order in which they finish. A file is put in order once it is
     whole."""
+    retry: tuple[str, ...] = field(default=(), metadata={"values": "KIND,..."})
+    """When resuming, try rows again that are of these kinds: errors (failed rows), cut_off, repetition and unparsed
+    (answers that are not whole); with commas between them. These rows may be corrected in the input, under the same
+    custom_id. Limits that only make rows fail or end answers may differ: max_images_per_prompt, limit_mm_per_prompt,
+    max_source_pixels, repetition_detection, and a higher max_model_len. Answers that are replaced are first copied to
+    OUTPUT.replaced.jsonl."""
     retry_errors: bool = False
-    """When resuming, try failed rows again. Rows of the input that have no answer may be corrected, under the same
-    custom_id, and limits that only make rows fail may be others: max_images_per_prompt, limit_mm_per_prompt and
-    max_source_pixels. If preprocessing refuses all of them again, no model is loaded."""
+    """The same as retry errors. If preprocessing refuses all failed rows again, no model is loaded."""
     accept_changed: tuple[str, ...] = field(default=(), metadata={"values": "NAME"})
     """When resuming, go on although this setting of the manifest is another one than before; may be repeated. Answers
     of before stay, and system_fingerprint tells them from later ones. A model's files are no settings."""
@@ -132,6 +137,8 @@ class BatchOptions:
     def __post_init__(self) -> None:
         check_choices(self)
         object.__setattr__(self, "accept_changed", tuple(self.accept_changed))
+        object.__setattr__(self, "retry", (self.retry,) if isinstance(self.retry, str) else tuple(self.retry))
+        _ = self.retried  # raises ConfigError for an unknown kind
         if self.shared_input and self.ray is None:
             raise ConfigError("shared_input: replicas of this host read the input as it is; it goes with ray")
         if self.workers.preprocessing_workers == 0:
@@ -150,6 +157,15 @@ class BatchOptions:
         _ = self.failure_limit  # raises ConfigError for one that cannot be read
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
+
+    @property
+    def retried(self) -> Flaw:
+        """The kinds of rows that are tried again. Raises ConfigError."""
+        names = [name.strip() for item in self.retry for name in item.split(",")]
+        try:
+            return Flaw.parse(names) | (Flaw.ERRORS if self.retry_errors else WHOLE)
+        except ValueError as error:
+            raise ConfigError(f"retry: {error}") from None
 
     @property
     def failure_limit(self) -> FailureLimit | None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
 from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_file import counts_of, job_at_work, scan_output
+from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places
@@ -26,7 +27,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 
 NO_INPUT = os.devnull
-_LIMIT_OF_IMAGES, _RULE_OF_JOB = "prompts.max_source_pixels", "answers.structured_outputs"
+_LIMIT_OF_IMAGES = "prompts.max_source_pixels"
 
 
 class PastJob:
@@ -71,7 +72,7 @@ class PastJob:
         place = find_places(options).report
         assert place is not None, "the caller names a page"
         most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
-        has_schema = _RULE_OF_JOB in self._manifest.settings
+        has_schema = RULE_OF_JOB in self._manifest.settings
         about = about_job(self._manifest, read_runs(self._output))
         with place:
             if options.input == NO_INPUT:

@@ -18,6 +18,7 @@ from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import Outcome, answered
 from npu_runner.batch.rows.endpoint import AnswerForm
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
@@ -187,8 +188,9 @@ class RowEndpoint(Endpoint):
         if error is not None:
             return _failed(of.row, name, error)
         assert self._stamp is not None, "no row is answered before the job begins"
-        data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp)
         outcome = answered(output, of.form.answer_of(output), of.expected, has_json_rule=of.has_json_rule)
+        data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp,
+                          is_unparsed=Flaw.UNPARSED in outcome.flaws)
         return FinishedRow(flight.number, outcome, data)
 
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:

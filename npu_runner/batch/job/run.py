@@ -20,7 +20,8 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.manifest import Manifest, start_time
+from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
+from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
@@ -38,6 +39,8 @@ from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
+from npu_runner.batch.report.joined import Joined, unparsed_keys
+from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import RunnerConfig
@@ -108,13 +111,12 @@ class _Job:
         self.accounts = Accounts(self.record, places.output, places.summary, progress.say)
         self.live = Live(self.record, self.accounts, places.output, places.metrics_file, progress.say)
         self._failure_limit = options.failure_limit
-        self._fails_too_often = False
+        self._fails_too_often = self._retries_errors = False
 
     def run(self) -> None:
         """With the output locked: look, plan, answer."""
         places, options = self._places, self._options
-        destination = open_destination(places.output, overwrite=options.overwrite, retry_errors=options.retry_errors,
-                                       errors=places.error_file)
+        destination = open_destination(places.output, overwrite=options.overwrite, errors=places.error_file)
         try:
             with destination, self.live.of_this_run(), self._signals.interrupting():
                 destination.look()
@@ -157,7 +159,8 @@ class _Job:
         if not rows.num_rows:
             raise ConfigError(f"input {file.name}: it has no row; whatever was to write it has written nothing, or not "
                               "there")
-        manifest_check.refuse_another_input(destination, file, rows, retry_errors=self._options.retry_errors)
+        self._decide_retry(file, rows, destination)
+        manifest_check.refuse_another_input(destination, file, rows, retry=self._options.retried)
         folder = resolve_checkpoint(self._config.model, self._config.revision)
         files = fingerprint_model(folder)
         manifest_check.refuse_another_model(destination, files)
@@ -166,6 +169,21 @@ class _Job:
         self.record.num_rows = rows.num_rows
         return _Work(rows=rows, wanted=~finished, model_folder=folder, model_files=files)
 
+    def _decide_retry(self, file: InputFile, rows: InputScan, destination: Destination) -> None:
+        """Which rows of earlier runs are tried again."""
+        asked = self._options.retried
+        decided = destination.retry(asked, rows)
+        kept, limit = destination.kept_counts(), self._failure_limit
+        if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_rows):
+            decided |= Flaw.ERRORS  # a run that was cut short by its failures has to try them again
+        unparsed = None
+        if Flaw.UNPARSED in decided and destination.earlier is not None and destination.path is not None:
+            outputs = [path for path in (destination.path, destination.error_path) if path is not None]
+            has_rule = RULE_OF_JOB in destination.earlier.settings
+            unparsed = unparsed_keys(Joined(file, rows, outputs, self._options.max_row_bytes), rows, has_rule)
+        destination.decide(decided, unparsed)
+        self._retries_errors = Flaw.ERRORS in decided
+
     def _all_are_refused_again(self, file: InputFile, work: _Work, destination: Destination) -> bool:
         """Whether only failed rows are left, to be tried again, and preprocessing refuses all: their errors are written
         without a model.
@@ -173,8 +191,8 @@ class _Job:
         Where rows are read on other hosts, only those know what is refused.
         """
         earlier, options = destination.earlier, self._options
-        are_left = int(work.wanted.sum()) == destination.num_failed()
-        if earlier is None or not (options.retry_errors and are_left) or options.ray is not None:
+        are_left = int(work.wanted.sum()) == destination.num_retried_failures()
+        if earlier is None or not are_left or options.ray is not None:
             return False
         book = RowBook(work.rows, work.wanted, file.source)
         config = manifest_check.config_to_go_on_with(self._config_of(work), earlier)
@@ -203,7 +221,7 @@ class _Job:
     def _check(self, destination: Destination) -> Callable[[Mapping[str, Any]], None]:
         """Of settings that are known before the weights load."""
         return functools.partial(manifest_check.refuse_other_settings, destination, accept=self._options.accept_changed,
-                                 retry_errors=self._options.retry_errors)
+                                 is_retry=bool(self._options.retried))
 
     def _config_of(self, work: _Work) -> RunnerConfig:
         """Of the folder that was looked at, whatever a hub id stands for a moment later."""
@@ -215,11 +233,14 @@ class _Job:
         self.accounts.announce()
         if record.num_resumed:
             self._progress.say(f"resuming: {record.num_resumed} of {work.rows.num_rows} rows are finished")
+        if num_replaced := destination.num_replaced():
+            self._progress.say(f"retry: {num_replaced} answers are replaced; copies go to "
+                               f"{replaced_path(Path(destination.name)).name}")
         self._loading(f"opening {work.model_folder.name}")
         given = self._config_of(work)
         taken = manifest_check.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
-        suspects = Suspects(destination.path, overwrite=options.overwrite, retry_errors=options.retry_errors)
+        suspects = Suspects(destination.path, overwrite=options.overwrite, retry_errors=self._retries_errors)
         queue = RowQueue(book.num_rows)
         with planned_replicas(taken, options, file.source, self._open_model) as plan:
             record.num_workers = round(plan.workers_each * len(plan.replicas))
@@ -266,7 +287,7 @@ class _Job:
             return manifest_check.manifest_of(
                 destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
                 weights=digests.lines(), input=work.rows.identity, accept=self._options.accept_changed,
-                retry_errors=self._options.retry_errors)
+                is_retry=bool(self._options.retried))
 
     def _begin(self, destination: Destination, manifest: Manifest) -> Writers:
         if self._options.overwrite:
@@ -377,6 +398,7 @@ class _Job:
         file.refuse_changes()
         self.live.enter("ordering")
         destination.finish(work.rows, is_ordered=self._options.ordered)
+        destination.end_retry()
         if self._places.report is not None:
             self.live.enter("reporting")
             most_pixels = self._config.prompts.max_source_pixels

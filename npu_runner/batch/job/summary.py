@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.files.output_file import RowCounts
+from npu_runner.batch.files.output_scan import RowCounts
+from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.batch.rows.openai_response import is_as_expected, is_json
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
 from npu_runner.request.outputs import EngineStats, RequestOutput
@@ -31,12 +32,8 @@ class Outcome:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
-    is_cut_off: bool = False
-    """A completion ended at its limit of tokens."""
-    is_repetition: bool = False
-    """A completion ended because it repeated itself."""
-    is_unparsed: bool = False
-    """A rule asked for JSON, and a completion is none."""
+    flaws: Flaw = WHOLE
+    """Why the answer is not whole."""
     is_as_expected: bool | None = None
     """None: nobody said what to expect."""
 
@@ -44,9 +41,10 @@ class Outcome:
 def answered(output: RequestOutput, answer: str, expected: str | None, *, has_json_rule: bool) -> Outcome:
     """`answer`: what `expected` is compared with. `has_json_rule`: it is to be JSON, by a schema or without one."""
     return Outcome(
-        is_cut_off=any(completion.is_cut_off for completion in output.completions),
-        is_repetition=any(completion.is_repetition for completion in output.completions),
-        is_unparsed=has_json_rule and not all(is_json(completion.text) for completion in output.completions),
+        flaws=Flaw.where(
+            cut_off=any(completion.is_cut_off for completion in output.completions),
+            repetition=any(completion.is_repetition for completion in output.completions),
+            unparsed=has_json_rule and not all(is_json(completion.text) for completion in output.completions)),
         num_prompt_tokens=output.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
         num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
@@ -66,12 +64,11 @@ class Tally:
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
     """Those of the completion tokens that are reasoning."""
+    num_not_whole: int = 0
+    """Answered rows that have at least one of the three flaws that follow."""
     num_cut_off: int = 0
-    """Answered rows of which a completion ended at its limit of tokens."""
     num_repetition: int = 0
-    """Answered rows of which a completion ended because it repeated itself. They may be cut off as well."""
     num_unparsed: int = 0
-    """Answered rows that a rule asked for JSON, and of which a completion is none. They may be cut off as well."""
     num_expected: int = 0
     """Answered rows whose metadata holds the expected answer."""
     num_as_expected: int = 0
@@ -79,6 +76,10 @@ class Tally:
     @property
     def num_done(self) -> int:
         return self.num_answered + self.num_failed
+
+    @property
+    def num_whole(self) -> int:
+        return self.num_answered - self.num_not_whole
 
     def add(self, outcome: Outcome) -> None:
         if outcome.failure_code is not None:
@@ -90,19 +91,26 @@ class Tally:
         self.num_cached_tokens += outcome.num_cached_tokens
         self.num_completion_tokens += outcome.num_completion_tokens
         self.num_reasoning_tokens += outcome.num_reasoning_tokens
-        self.num_cut_off += outcome.is_cut_off
-        self.num_repetition += outcome.is_repetition
-        self.num_unparsed += outcome.is_unparsed
+        self.num_not_whole += bool(outcome.flaws)
+        self.num_cut_off += Flaw.CUT_OFF in outcome.flaws
+        self.num_repetition += Flaw.REPETITION in outcome.flaws
+        self.num_unparsed += Flaw.UNPARSED in outcome.flaws
         if outcome.is_as_expected is not None:
             self.num_expected += 1
             self.num_as_expected += outcome.is_as_expected
 
     def shortcomings(self, *, with_codes: bool = True) -> list[str]:
-        """What a person has to see: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1"."""
+        """What a person has to see: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1", "whole 9"."""
         codes = listed_codes(self.failures_by_code) if with_codes else ""
-        counts = (("cut off", self.num_cut_off), ("repetition", self.num_repetition), ("unparsed", self.num_unparsed))
-        return [f"{self.num_failed} failed{codes}",
-                *(f"{name} {count}" for name, count in counts if count)]
+        return [f"{self.num_failed} failed{codes}", *listed_flaws(
+            self.num_whole, self.num_cut_off, self.num_repetition, self.num_unparsed)]
+
+
+def listed_flaws(num_whole: int, num_cut_off: int, num_repetition: int, num_unparsed: int) -> list[str]:
+    """How many answers have each flaw, and how many are whole; empty if all are."""
+    counts = (("cut off", num_cut_off), ("repetition", num_repetition), ("unparsed", num_unparsed))
+    found = [f"{name} {count}" for name, count in counts if count]
+    return [*found, f"whole {num_whole}"] if found else []
 
 
 def listed_codes(failures_by_code: Mapping[str, int]) -> str:
@@ -193,11 +201,7 @@ class JobRecord:
     def rows(self) -> RowCounts:
         """Of all runs, as far as they are in the output."""
         kept, tally = self.kept, self.tally
-        return RowCounts(
-            num_answered=kept.num_answered + tally.num_answered,
-            num_cut_off=kept.num_cut_off + tally.num_cut_off,
-            num_repetition=kept.num_repetition + tally.num_repetition,
-            failures_by_code=kept.failures_by_code + tally.failures_by_code)
+        return RowCounts(**{name: count + getattr(tally, name) for name, count in vars(kept).items()})
 
     @property
     def rows_done(self) -> tuple[int, int]:
@@ -322,6 +326,7 @@ class JobSummary:
             "cut_off": self.tally.num_cut_off,
             "repetition": self.tally.num_repetition,
             "unparsed": self.tally.num_unparsed,
+            "whole": self.tally.num_whole,
             "failures_by_code": dict(sorted(self.tally.failures_by_code.items())),
         }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from npu_runner import __version__
-from npu_runner.batch.files.output_file import RowCounts
+from npu_runner.batch.files.output_scan import RowCounts
 from npu_runner.batch.files.run_record import Line
 from npu_runner.batch.job.summary import JobRecord, Tally
 from npu_runner.request.outputs import EngineStats
@@ -61,6 +61,9 @@ def tally_of(runs: Sequence[Line], rows: RowCounts) -> Tally:
     """`rows` as they stand, and what the runs have counted beside that. A version may know fewer names than a line has,
     or more."""
     found = {**_added(run["tally"] for run in runs), **vars(rows), "num_failed": rows.num_failed}
+    # Lines of earlier versions do not say that they are unparsed: only the record of their run does.
+    found["num_unparsed"] += sum(run["tally"].get("num_unparsed", 0) for run in runs
+                                 if "num_not_whole" not in run["tally"])
     return Tally(**{field.name: found[field.name] for field in fields(Tally) if field.name in found})
 
 
@@ -111,14 +114,15 @@ class Totals:
 
     def to_json(self) -> dict[str, Any]:
         counts = {name.removeprefix("num_"): count for name, count in vars(tally_of(self.runs, self.rows)).items()}
-        codes = counts.pop("failures_by_code")
+        codes, num_not_whole = counts.pop("failures_by_code"), counts.pop("not_whole")
         tokens = {name.removesuffix("_tokens"): counts.pop(name) for name in list(counts) if name.endswith("_tokens")}
         computed = _added(run["computed"] for run in self.runs)
         return {
             "output": self.output,
             "state": self.state,
-            "rows": {"total": self.num_rows, **counts, "unfinished": self.num_unfinished,
-                     "unrecorded": self.num_unrecorded, "failures_by_code": dict(sorted(codes.items()))},
+            "rows": {"total": self.num_rows, **counts, "whole": counts["answered"] - num_not_whole,
+                     "unfinished": self.num_unfinished, "unrecorded": self.num_unrecorded,
+                     "failures_by_code": dict(sorted(codes.items()))},
             "tokens": {**tokens, **{name if name.startswith("draft_") else f"{name}_computed": count
                                     for name, count in computed.items()}},
             "seconds": {name: round(value, 3) for name, value in self._seconds.items()},

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.output_file import OutputScan, read_row, rows_in_order, scan_output
+from npu_runner.batch.files.output_scan import OutputScan, read_row, rows_in_order, scan_output
+from npu_runner.batch.rows.flaw import Flaw
+from npu_runner.batch.rows.flaws import flaws_of_row
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import RequestError
 from npu_runner.serving.replica import RawRow
@@ -35,11 +37,15 @@ class Joined:
         self.num_rows = len(keys)
         self._starts = np.zeros(len(keys), dtype=np.int64)
         self._output_of = np.full(len(keys), -1, dtype=np.int8)
+        failed = np.zeros(len(keys), dtype=bool)
         for number, scan in enumerate(scans):
             found = rows_in_order(scan, keys)
             here = np.flatnonzero(found >= 0)
+            # Of a row in both files an answer counts more than a failure, else the first.
+            here = here[(self._output_of[here] < 0) | (failed[here] & ~scan.failed[found[here]])]
             self._starts[here] = scan.starts[found[here]]
             self._output_of[here] = number
+            failed[here] = scan.failed[found[here]]
         self.places = np.flatnonzero(self._output_of >= 0)
         """Numbers of the rows that have an answer."""
 
@@ -64,6 +70,13 @@ class Joined:
             return read_json(self._file.source.read(row))
         except RequestError:
             return {}
+
+
+def unparsed_keys(joined: Joined, rows: InputScan, has_rule_of_job: bool) -> np.ndarray:
+    """Keys of the answers that a rule asked to be JSON and that are none, whether their lines say so or not."""
+    found = [place for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True)
+             if Flaw.UNPARSED in flaws_of_row(request, answer, has_rule_of_job=has_rule_of_job)]
+    return rows.keys[found]
 
 
 def _keys_of(scans: list[OutputScan]) -> np.ndarray:

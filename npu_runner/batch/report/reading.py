@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from npu_runner.batch.rows.endpoint import asks_for_json
-from npu_runner.batch.rows.endpoints import answer_of, answers_of, is_understood, texts_of
-from npu_runner.batch.rows.openai_response import has_failed, is_as_expected, is_cut_off, is_json, is_repetition
+from npu_runner.batch.rows.endpoints import answer_of, answers_of, is_understood
+from npu_runner.batch.rows.flaws import flaws_of_row
+from npu_runner.batch.rows.openai_response import has_failed, is_as_expected
 from npu_runner.batch.rows.scores import sides_of
 
 MAX_TEXT = 4000
@@ -91,19 +91,8 @@ def outcome_of(request: dict[str, Any], answer: dict[str, Any]) -> str:
 
 
 def flaws_of(request: dict[str, Any], answer: dict[str, Any], outcome: str, *, has_schema: bool) -> list[str]:
-    """What the job counts of an answered row beside its outcome. Prompts of token ids have no text that an echo could
-    be told by."""
-    if outcome in (FAILED, UNKNOWN):
-        return []
-    body = answer["response"]["body"]
-    flaws = [flaw for flaw, is_so in ((CUT_OFF, is_cut_off), (REPETITION, is_repetition)) if is_so(body)]
-    asked = request.get("body", {})
-    if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_schema):
-        return flaws
-    echo = asked["prompt"] if asked.get("echo") else ""
-    if isinstance(echo, str) and not all(is_json(text.removeprefix(echo)) for text in texts_of(body)):
-        flaws.append(UNPARSED)
-    return flaws
+    """What the job counts of an answered row beside its outcome."""
+    return [] if outcome in (FAILED, UNKNOWN) else flaws_of_row(request, answer, has_rule_of_job=has_schema).names
 
 
 def asked_by(request: dict[str, Any]) -> Asked:

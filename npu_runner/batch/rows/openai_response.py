@@ -23,6 +23,8 @@ from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
 """Codes of completions that were given up for what was asked for."""
 _SERVED_FINISH_REASONS = ("stop", "length")
+UNPARSED = "unparsed"
+"""A member of an answer's body, true where a rule asked for JSON and a completion is none; else it is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,10 @@ def placed(error: RowError, form: AnswerForm, index: int | None) -> RowError:
     return replace(error, message=f"{where}: {error.message}", param=where)
 
 
-def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp) -> bytes:
-    """The result row of a request that was answered. `form`: how its endpoint writes a completion."""
+def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp,
+               is_unparsed: bool = False) -> bytes:
+    """The result row of a request that was answered. `form`: how its endpoint writes a completion. `is_unparsed`: a
+    rule asked for JSON, and a completion is none."""
     digest = row_digest(custom_id)
     start = {
         **({"id": f"{form.id_prefix}{digest}"} if form.id_prefix is not None else {}),
@@ -82,6 +86,8 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     end: dict[str, Any] = {"usage": _usage(output, form, stamp)}
     if form.has_text:
         end["system_fingerprint"] = stamp.system_fingerprint
+    if is_unparsed:
+        end[UNPARSED] = True
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = AnswerRow(out=io.BytesIO(), digest=digest, logprobs_json=LogprobsJson(),
                     splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
