@@ -27,7 +27,7 @@ from npu_runner.cli.tables import add_merge, add_rows, add_table
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
 from npu_runner.processes.log_level import LEVELS, VARIABLE, show_log
-from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr, plain_stdout
+from npu_runner.processes.patient_streams import PlainStream, hold_standard_descriptors, patient_stderr, plain_stdout
 from npu_runner.threads import wait_briefly
 
 _EXIT_STATUSES = """\
@@ -307,7 +307,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     answer = answer_question(
         config, arguments.question, arguments.seen, system=arguments.system,
         max_tokens=arguments.max_tokens, temperature=arguments.temperature)
-    print(answer)
+    assert isinstance(sys.stdout, PlainStream), "main has made it so"
+    sys.stdout.write_data(answer + "\n")
     return 0
 
 

@@ -37,6 +37,10 @@ class PlainStream:
         self._stream.write(plain(text))
         return len(text)
 
+    def write_data(self, text: str) -> None:
+        """Write `text` as it is, unless a terminal reads it."""
+        self._stream.write(plain(text) if self._stream.isatty() else text)
+
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
