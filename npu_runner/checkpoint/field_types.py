@@ -69,7 +69,7 @@ class NumbersFields(Fields):
     strategy: str | None = None
     group_size: GroupSize | None = None
     symmetric: bool = True
-    dynamic: bool | str = False
+    dynamic: bool | str | None = False
     actorder: bool | str | None = None
     block_structure: str | list[int] | None = None
 

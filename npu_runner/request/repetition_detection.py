@@ -1,6 +1,6 @@
 """When an answer that repeats itself ends: vLLM's RepetitionDetectionParams. Knows no model and no text.
 
-It runs on the host. Its work for a token is one pass over `max_pattern_size` integers, whatever the answer is.
+`RepetitionDetector` (repetition_detector.py) follows an answer token by token.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, given_fields, shown
 
 NAME = "repetition_detection"
-_NEVER = 1 << 40  # copies that no answer has; a larger number would not fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,29 +62,6 @@ class RepetitionDetectionParams:
         return any(
             all(token_ids[-place] == token_ids[-place - size] for place in range(1, size * (self.min_count - 1) + 1))
             for size in range(max(1, self.min_pattern_size), longest + 1))
-
-
-class RepetitionDetector:
-    """Looks at one answer, token by token, with `params` that are on.
-
-    Each pattern size has a run: the number of last tokens that equal the token `size` places before them. The answer is
-    a repetition when a run covers all copies of its pattern but the first.
-    """
-
-    def __init__(self, params: RepetitionDetectionParams):
-        least, most = max(1, params.min_pattern_size), params.max_pattern_size
-        self._first = least - 1
-        self._recent = np.full(most, -1, dtype=np.int64)  # the newest token first; -1 equals no token
-        self._runs = np.zeros(most - self._first, dtype=np.int64)
-        self._needed = np.arange(least, most + 1) * min(params.min_count - 1, _NEVER)
-
-    def append(self, token: int) -> bool:
-        """Add the next token. Returns whether the answer is a repetition now."""
-        self._runs += 1
-        self._runs *= self._recent[self._first :] == token
-        self._recent[1:] = self._recent[:-1]
-        self._recent[0] = token
-        return bool((self._runs >= self._needed).any())
 
 
 def _count(name: str, value: Any) -> int:

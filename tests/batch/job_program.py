@@ -55,6 +55,7 @@ def interrupt_after_locking() -> None:
     lock = fcntl.flock
 
     def lock_and_interrupt(*arguments: Any) -> None:
+        fcntl.flock = lock  # a second signal would end the job at once
         lock(*arguments)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -321,6 +321,7 @@ def test_files_that_no_loader_opens_do_not_hold_an_earlier_output_back(folder: P
     path.write_text(json.dumps({**manifest, "weights": {"consolidated.safetensors": "9 bytes, sha256 0"}}))
     run(folder, AGAIN)
     assert_finished(folder, AGAIN)
+    manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "weights": {"model.bin": "9 bytes, sha256 0"}}))
     with pytest.raises(ConfigError, match=r"begun with another model.*model\.bin"):
         run(folder, AGAIN)

@@ -73,7 +73,6 @@ def test_a_job_that_goes_on_counts_and_ends_as_an_undisturbed_one(finished: Path
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ([*GUARDS[2:]], "answers.repetition_detection: was "),
     ([*GUARDS[:2], "--no-repeat-ngram-size", "13", *GUARDS[4:]], "answers.no_repeat_ngram_size: was 12"),
     (["--overwrite", "--no-repeat-ngram-size", "1"], "no_repeat_ngram_size: 1 lets no token come twice"),
     (["--overwrite", "--repetition-detection", '{"max_pattern_size": 4}'],

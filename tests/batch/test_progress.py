@@ -24,7 +24,8 @@ from npu_runner.request.outputs import EngineStats
 from tests.batch.job_folder import Job
 from tests.batch.scripted import row, write_rows
 
-TALLY = Tally(num_answered=300, num_failed=3, failures_by_code=Counter(media_missing=2, not_json=1), num_cut_off=7)
+TALLY = Tally(num_answered=300, num_failed=3, failures_by_code=Counter(media_missing=2, not_json=1), num_cut_off=7,
+              num_not_whole=7)
 STATS = EngineStats(num_prefill_tokens=40_000, num_decode_tokens=9_000, num_running=128, num_waiting=44)
 
 
@@ -44,7 +45,7 @@ def test_a_line_has_a_rate_over_all_and_lately_and_the_time_left(monkeypatch: py
         "1100/1100 rows, 5.00 rows/s (lately 5.00)",
     ]
     shown.update(TALLY, lambda: STATS, is_last=True)
-    assert "3 failed (2 media_missing, 1 not_json), cut off 7, decode " in out.getvalue()
+    assert "3 failed (2 media_missing, 1 not_json), cut off 7, whole 293, decode " in out.getvalue()
 
 
 def steps(num_rows: int, num_slots: int, num_samples: int) -> Iterator[tuple[int, Tally, EngineStats, float, float]]:

@@ -268,7 +268,7 @@ def test_settings_of_llm_are_those_of_the_job(thinker: Thinker) -> None:
         LLM(thinker.path, platform="cpu", chat_template_kwargs={"tools": 1})
     with pytest.raises(ConfigError, match="chat_template_kwargs: 'x' is no object"):
         LLM(thinker.path, platform="cpu", chat_template_kwargs="x")
-    with pytest.raises(ConfigError, match="reasoning_parser: 'qwen3' is not one of auto, none"):
+    with pytest.raises(ConfigError, match="reasoning_parser='qwen3' is not served: auto reads the tags"):
         LLM(thinker.path, platform="cpu", reasoning_parser="qwen3")
 
 

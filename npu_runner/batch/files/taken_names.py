@@ -23,7 +23,7 @@ from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 
 Named: TypeAlias = tuple[str, str | Path | None]
 """An option, and what it names; None: nothing."""
-_ADAPTER = "adapter_config.json"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _HEAD_BYTES = 64
 _STANDARD = {1: "standard output", 2: "standard error"}
 
@@ -101,8 +101,8 @@ def _with_files_of_folders(read: Iterable[Named]) -> Iterator[tuple[str, str | P
         folder = Path(name)
         if not folder.is_dir():
             yield option, name
-        elif any((folder / config).is_file() for config in ("config.json", _ADAPTER)):
-            for path in (*files_that_count(folder), folder / _ADAPTER):
+        elif any((folder / config).is_file() for config in ("config.json", _ADAPTER[0])):
+            for path in (*files_that_count(folder), *(folder / name for name in _ADAPTER)):
                 yield f"{option}'s {path.name}", path
 
 
