@@ -102,7 +102,7 @@ def _declared_kinds(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
 
 
 def _kind_of(feature: Any) -> Any:
-    """Of a list of images it is Image."""
+    """A list of images is of the kind Image."""
     if isinstance(feature, list):
         return _kind_of(feature[0]) if feature else None
     inner = feature.get("feature")

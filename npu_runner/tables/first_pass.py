@@ -38,7 +38,7 @@ MAX_FIELDS = 256
 MAX_METADATA = 256
 """Names of metadata that get columns: those of most rows. The others are in one column of JSON."""
 _MAX_CANDIDATES = 4096
-"""Names of metadata that are counted, the first ones: so many rows may not fill the memory with theirs."""
+"""Only this many names of metadata are counted, the first ones, so that rows cannot fill the memory."""
 _MAX_NAME_CHARS = 256
 _POOLED = {VECTOR: VECTOR32, SCORE: DOUBLE, LABEL: TEXT, PROBS: LIST + DOUBLE}
 
@@ -53,7 +53,7 @@ class FirstPass:
         self.has_more_metadata = False
         self._size_of = ""
         self._names: set[str] = set()
-        """Of the cells of all answers."""
+        """The names of the cells of all answers."""
         self._metadata: dict[str, Seen] = {}
         self._declared: dict[str, str | None] = declared_types(schema)
         self._has_schema = schema is not None

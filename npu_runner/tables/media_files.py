@@ -35,7 +35,7 @@ class MediaFolder:
         """Some address leads to a file in it."""
         self.num_written = 0
         self.missing: list[str] = []
-        """Of the first paths that records name, those that are not there."""
+        """The missing ones among the first paths that records name."""
         self._num_looked = 0
         self._is_named = is_named
         self._used: set[str] = set()

@@ -18,7 +18,7 @@ _COLUMN = {"values": "COLUMN"}
 _FORMATS = ("parquet", "csv", "jsonl", "npy")
 ALL = "*"
 TYPES = ("text", "int", "float", "bool")
-"""Of kept columns."""
+"""The types of kept columns."""
 RESERVED = {"expected": "the right answer, with which the job compares", "kind": "the group on the report's page"}
 """Names in metadata that mean something to a job, and what."""
 

@@ -279,8 +279,7 @@ def test_a_strip_is_refused_by_its_shape_before_decoding() -> None:
 
 def test_a_bomb_is_refused_by_its_declared_size_before_decoding() -> None:
     for side in (14_000, 30_000, 2**31 - 1):
-        refused = refusal(png(side, side))
-        assert refused.code == "image_too_large"
+        assert (refused := refusal(png(side, side))).code == "image_too_large"
         assert str(side * side) in refused.message, "the number of pixels that are declared"
     assert refusal(png(3000, 1000), max_source_pixels=2_999_999).code == "image_too_large"
     assert refusal(Image.new("1", (300, 300)), max_source_pixels=300 * 300 - 1).code == "image_too_large"

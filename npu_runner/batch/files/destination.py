@@ -158,7 +158,7 @@ class FileDestination:
         return None if self._errors is None else os.path.relpath(self._errors.path, self.path.parent)
 
     def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
-        """Which of the flaws `asked` for nobody has decided upon yet: rows with one of them are tried again by
+        """The flaws in `asked` for which no earlier run has chosen rows: rows with one of them are tried again by
         `decide`.
 
         The manifest names those of a run that was cut short. Their rows have left the files, and those that have a line
@@ -188,7 +188,7 @@ class FileDestination:
         return np.isin(rows.keys, self._kept)
 
     def flaws_of(self, key: bytes) -> Flaw | None:
-        """Of the row in the files with this key; None: there is none."""
+        """The flaws of the row with this key in the files; None: there is no such row."""
         (found,) = np.nonzero(self._rows.keys == np.bytes_(key))
         return Flaw(int(self._rows.flaws[found[0]])) if len(found) else None
 

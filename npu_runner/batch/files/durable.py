@@ -88,7 +88,7 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
-            if not _is_at(file.fileno(), new):  # somebody who takes no lock has removed it
+            if not _is_at(file.fileno(), new):  # a writer without a lock has removed it
                 raise _two_writers(path)
             os.replace(new, path)
         except BaseException:

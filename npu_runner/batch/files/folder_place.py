@@ -64,7 +64,7 @@ class FolderPlace(Place):
             self.path.mkdir()
             sync_folder(self.path.parent)
         self._refuse_foreign()
-        with sole_writer(self.path):  # whoever ends first would remove the pages of the other
+        with sole_writer(self.path):  # the first to end would remove the pages of the other
             number = 1 + max((number for number, _ in self._versions()), default=0)
             version = Version(self, f"pages-{number}")
             version.path.mkdir()

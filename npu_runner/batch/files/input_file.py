@@ -168,7 +168,7 @@ class InputFile:
     first unpacked into one; that raises JobError before less than 1 GiB is left free there."""
 
     def __init__(self, source: str, spool_folder: Path | None = None):
-        """`spool_folder`: None is the system's folder for temporary files, for whoever only looks."""
+        """`spool_folder`: None is the system's folder for temporary files, for commands that only read."""
         self.name = source
         opened = _open(source, spool_folder)
         self._file = _unpacked(opened, source, spool_folder)
@@ -338,7 +338,7 @@ def _spool(stream: BinaryIO, name: str, spool_folder: Path | None) -> BinaryIO:
 
 
 class _Copy:
-    """What is written to a nameless file, which ends with us. It leaves room for others on its disk."""
+    """Writes to a nameless file, which ends with this process, and leaves 1 GiB free on its disk."""
 
     def __init__(self, file: BinaryIO, title: str, remedy: str):
         self.file = file

@@ -89,7 +89,7 @@ def places_that_count(keys: np.ndarray, failed: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """What the rows of an output are. An answer may be cut off, a repetition and unparsed at once."""
+    """Counts of the rows of an output. An answer may be cut off, a repetition and unparsed at once."""
 
     num_answered: int = 0
     num_not_whole: int = 0
@@ -132,7 +132,7 @@ _NO_ROWS = OutputScan(
 
 
 def scan_output(path: Path, end: int | None = None) -> OutputScan:
-    """Read an output file once, to its end or so many bytes. One that does not exist has no rows."""
+    """Read an output file once, up to `end` bytes or whole. A file that does not exist has no rows."""
     keys, starts, flaws = bytearray(), array("Q"), bytearray()
     codes: list[str | None] = []
     position = num_broken = 0
@@ -180,7 +180,7 @@ class _Row(NamedTuple):
     key: bytes
     flaws: Flaw
     code: str | None
-    """Of its error; None: it is an answer."""
+    """The code of its error; None: the row is an answer."""
 
 
 def _row_of(line: bytes) -> _Row | None:

@@ -33,7 +33,7 @@ class Packing:
 
 
 class Target(Protocol):
-    """What takes the unpacked bytes."""
+    """The file that receives the unpacked bytes."""
 
     def write(self, piece: bytes, /) -> object: ...
 

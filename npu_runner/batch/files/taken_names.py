@@ -29,7 +29,7 @@ _STANDARD = {1: "standard output", 2: "standard error"}
 
 
 def read_by(*settings: Any) -> list[Named]:
-    """What these settings read: each option that says so in its metadata."""
+    """The files that these settings read: of each option that says so in its metadata."""
     found: list[Named] = []
     for each in settings:
         fields, values = flat_fields(type(each)), flat_values(each)

@@ -100,7 +100,7 @@ class Tally:
             self.num_as_expected += outcome.is_as_expected
 
     def shortcomings(self, *, with_codes: bool = True) -> list[str]:
-        """What a person has to see: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1", "whole 9"."""
+        """The counts to show: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1", "whole 9"."""
         codes = listed_codes(self.failures_by_code) if with_codes else ""
         return [f"{self.num_failed} failed{codes}", *listed_flaws(
             self.num_whole, self.num_cut_off, self.num_repetition, self.num_unparsed)]

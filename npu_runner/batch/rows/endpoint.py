@@ -246,7 +246,7 @@ class RowBody(Strict):
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    """Of the caller alone: no row fails for what stands in it."""
+    """Belongs to the caller alone: no row fails for its contents."""
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
