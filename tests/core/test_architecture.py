@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,9 +32,57 @@ FLOORS = [
     {"ray_data", "tables"},
     {"cli"},
 ]
-# Of all pairs of rooms so many may know each other. A new arrow is a decision: raise this with its reason.
+# The most pairs of rooms of which one imports the other. A new arrow is a decision: raise this with its reason.
 # 111: tables makes rows of files and reads answers (batch, with request, prompts, config and errors), cli calls it.
 MOST_ARROWS = 111
+# The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
+# raise a number only with its reason beside it, and lower it whenever the room gets lighter.
+MOST_LINES = {
+    "platforms": 13359, "batch": 11372, "prompts": 5848, "runner": 4739, "serving": 3875, "checkpoint": 3858,
+    "tables": 2614, "engine": 2489, "core": 2171, "grammars": 2003, "cli": 1949, "models": 1919, "layers": 1884,
+    "sampling": 1773, "request": 1718, "strategies": 1600, "front": 1379, "processes": 748, "assets": 11,
+}
+# The most imports of this package in one file. A file above it has more than one job.
+MOST_OWN_IMPORTS = 20
+# Files that still have more. No file joins them.
+MANY_OWN_IMPORTS = {
+    "npu_runner/batch/job/row_server.py",
+    "npu_runner/batch/job/run.py",
+    "npu_runner/cli/main.py",
+    "npu_runner/engine/llm_engine.py",
+    "npu_runner/llm.py",
+    "npu_runner/platforms/npu/platform.py",
+    "npu_runner/prompts/processor.py",
+    "npu_runner/runner/model_runner.py",
+    "npu_runner/runner/on_meta.py",
+    "npu_runner/runner/step.py",
+}
+# The most methods and attributes that a vendor's platform has to know: all public members of these classes together.
+CONTRACT = {
+    "platform": ["Platform"], "attention": ["AttentionBackend"], "devices": ["Memory", "Devices", "Communicators"],
+    "gated_delta": ["GatedDeltaBackend", "RingedGatedDelta"], "graphs": ["GraphCompiler"], "ops": ["Ops"],
+}
+MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 98, 39
+# Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
+# the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
+MOST_OF_A_WORD = {
+    r"\bso (many|much)\b": 69,
+    r"\bnobody\b": 47,
+    r"\bwhoever\b": 20,
+    r"\bsomebody\b": 12,
+    r"\bpictures?\b": 47,
+    r"\bfew[_ ]rows\b": 24,
+    r"(\b|_)products?(\b|_)": 436,
+    r"\bdef of\b": 23,
+    r"\bdef look\b": 7,
+    r"\bdef begin\b": 14,
+    r"\bdef note\b": 2,
+    r"\b(_?settles?|settled)\b": 38,
+    r"\bdef _?takes?\b|\btakes_\w+": 64,
+    r"\b(draws?|drawn?|drew)\b": 137,
+}
+# Openings of docstrings without a subject, with the most docstrings that still have them.
+MOST_OF_AN_OPENING = {"What": 408, "Of": 209, "How": 86, "Those": 43, "That": 13, "So": 100, "Likewise": 9, "Such": 9}
 
 
 @functools.cache
@@ -182,3 +232,68 @@ def test_no_file_is_too_long_to_read() -> None:
     long = {str(path.relative_to(ROOT)): count for path in sources()
             if (count := len(path.read_text().splitlines())) > 500}
     assert not long
+
+
+def lines_of_rooms() -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for path in all_sources():
+        room = room_of(path)
+        folder = ROOT / ("strategies" if room == "strategies" else f"npu_runner/{room}")
+        counts[room if folder.is_dir() else "front"] += len(path.read_text().splitlines())
+    return counts
+
+
+def test_no_room_gets_heavier() -> None:
+    heavy = {room: count for room, count in lines_of_rooms().items() if count > MOST_LINES[room]}
+    assert not heavy, "leave something out, or raise MOST_LINES with the reason beside the number"
+
+
+def test_no_file_imports_half_the_house() -> None:
+    own = {str(path.relative_to(ROOT)): len({name for name in imports(path) if name.startswith("npu_runner.")})
+           for path in sources()}
+    many = {path for path, count in own.items() if count > MOST_OWN_IMPORTS}
+    assert many == MANY_OWN_IMPORTS, "a file that joins is to be split; one that left is to be struck from the list"
+
+
+def contract_members() -> tuple[int, int]:
+    """The public methods and attributes of the classes that a vendor implements."""
+    num_methods = num_attributes = 0
+    for module, classes in CONTRACT.items():
+        body = ast.parse((ROOT / "npu_runner" / "platforms" / f"{module}.py").read_text()).body
+        found = [node for node in body if isinstance(node, ast.ClassDef) and node.name in classes]
+        assert len(found) == len(classes), f"a class of {module} has another name now"
+        for node in found:
+            num_methods += sum(isinstance(each, ast.FunctionDef) and each.name[0] != "_" for each in node.body)
+            num_attributes += sum(isinstance(each, ast.AnnAssign) for each in node.body)
+    return num_methods, num_attributes
+
+
+def test_a_vendor_has_few_members_to_write() -> None:
+    num_methods, num_attributes = contract_members()
+    assert num_methods <= MOST_CONTRACT_METHODS
+    assert num_attributes <= MOST_CONTRACT_ATTRIBUTES
+
+
+@functools.cache
+def text_of_the_house() -> str:
+    kernels = (ROOT / "npu_runner").rglob("*.cu")
+    return "\n".join(path.read_text() for path in (*all_sources(), *kernels))
+
+
+@pytest.mark.parametrize("pattern", MOST_OF_A_WORD)
+def test_the_fields_words_replace_our_own(pattern: str) -> None:
+    assert len(re.findall(pattern, text_of_the_house(), re.IGNORECASE)) <= MOST_OF_A_WORD[pattern]
+
+
+@functools.cache
+def docstring_openings() -> Counter[str]:
+    """The first words of all docstrings of the house, also of those under a field."""
+    strings = [node.value.value for path in all_sources() for node in ast.walk(ast.parse(path.read_text()))
+               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+               and isinstance(node.value.value, str)]
+    return Counter(string.split(maxsplit=1)[0] for string in strings if string.strip())
+
+
+@pytest.mark.parametrize("opening", MOST_OF_AN_OPENING)
+def test_a_docstring_has_a_subject(opening: str) -> None:
+    assert docstring_openings()[opening] <= MOST_OF_AN_OPENING[opening]
