@@ -20,6 +20,7 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.row_book import RowBook
@@ -39,7 +40,6 @@ from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
-from npu_runner.batch.report.joined import Joined, unparsed_keys
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint

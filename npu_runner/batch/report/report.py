@@ -15,11 +15,11 @@ import numpy as np
 
 from npu_runner.batch.files.folder_place import FolderPlace, Version
 from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.report.cards import MAX_MEDIA_PER_ROW, Card, card_of
 from npu_runner.batch.report.choice import CARDS_PER_LEAF, MAX_CARDS_OF_ONE_FILE, Leaf, choose, cut, places_of
 from npu_runner.batch.report.head import About
-from npu_runner.batch.report.joined import Joined
 from npu_runner.batch.report.pages import Address, Book, ShownPicture, data_url
 from npu_runner.batch.report.reading import Medium, anchor_of
 from npu_runner.batch.report.survey import survey

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.report.fields import FieldTable
-from npu_runner.batch.report.joined import Joined
 from npu_runner.batch.report.reading import (
     ANSWERED,
     CUT_OFF,
