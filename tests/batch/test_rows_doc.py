@@ -1,4 +1,4 @@
-"""docs/rows.md: every row in it does what it says, through a real job, and every field of a row is there."""
+"""docs/rows.md and example_rows/: every row does what its name says, through a real job, and no field is missing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from tests.oracle.classifiers import make_classifier
 
 DOC = (Path(__file__).parents[2] / "docs" / "rows.md").read_text()
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-JOBS = {"": [], " pooling": ["--runner", "pooling"], " ranking": ["--task", "score"], " classes": []}
-"""What stands behind a block's language, and the options of the job that runs it; classes are a classifier's."""
-BLOCKS = re.findall(r"```jsonl([a-z ]*)\n(.*?)```", DOC, re.DOTALL)
-ROWS_OF = {job: [line for mark, block in BLOCKS if mark == job for line in block.splitlines()] for job in JOBS}
+JOBS = {"text": [], "pooling": ["--runner", "pooling"], "ranking": ["--task", "score"], "classes": []}
+"""The options of each job. A job runs one file, and the blocks of the page that are marked with its name."""
+BLOCKS = re.findall(r"```jsonl ?([a-z]*)\n(.*?)```", DOC, re.DOTALL)
+ROWS_OF = {job: [line for mark, block in BLOCKS if (mark or "text") == job for line in block.splitlines()]
+           + (Path(__file__).parent / "example_rows" / f"{job}.jsonl").read_text().splitlines() for job in JOBS}
 EXAMPLES = [line for rows in ROWS_OF.values() for line in rows]
 FIELDS = {"custom_id", "method", "url", "body", *ChatBody.model_fields, *CompletionBody.model_fields,
           *EmbeddingBody.model_fields, *ClassifyBody.model_fields, *ScoreBody.model_fields, *RerankBody.model_fields,
@@ -38,9 +39,9 @@ def answers(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("rows")
     of_classes = ["--model", str(make_classifier(checkpoint("qwen3_5"), folder / "classifier"))]
     found = {}
-    for job, options in (JOBS | {" classes": of_classes}).items():
+    for job, options in (JOBS | {"classes": of_classes}).items():
         (folder / "rows.jsonl").write_text("\n".join(ROWS_OF[job]) + "\n")
-        output = folder / f"answers{job}.jsonl"
+        output = folder / f"answers-{job}.jsonl"
         files = ["-i", str(folder / "rows.jsonl"), "-o", str(output), "--allowed-media-dir", str(folder)]
         assert cli.main(["batch", *files, *SMALL, *options]) == 3, "some rows are there to fail"
         found.update({item["custom_id"]: item for item in read_rows(output)})
