@@ -1,4 +1,4 @@
-"""What one step runs, as plain arrays that cross to every rank unchanged. Knows nothing of devices or policies."""
+"""The work of one step, as plain arrays that cross to every rank unchanged. Knows nothing of devices or policies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SamplingEntry:
     thinking: Thinking | None = None
     """Where the prompt ends, in a chat with a model that thinks."""
     pooling: PoolingParams | None = None
-    """Of a row that returns a vector and no token."""
+    """Set for a row that returns a vector and no token."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ScheduledBatch:
         return np.flatnonzero(self.context_lens_B % block_size == 0).tolist()
 
     def describe(self) -> str:
-        """What the step is, for messages."""
+        """The kind and size of the step, for messages."""
         kind = "prefill" if self.is_prefill else "decode"
         return f"{kind} of {self.batch_size} sequences, {self.num_tokens} tokens"
 
@@ -156,7 +156,7 @@ class RunningTable:
         self.position_deltas = np.zeros(num_slots, dtype=np.int32)
         self.block_size = block_size
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
-        """Of each slot's table, as sent by steps so far."""
+        """The number of blocks of each slot's table that earlier steps have sent."""
         self._num_null_blocks = np.zeros(num_slots, dtype=np.int32)
         self._loses_blocks = loses_blocks
         self.states = None if state_spares is None else StateSlots(num_slots, state_spares)
@@ -211,7 +211,7 @@ class RunningTable:
         self._num_blocks[seq.slot] = min(int(self._num_blocks[seq.slot]), len(seq.block_table))
 
     def without_room(self, running: list[Sequence]) -> list[Sequence]:
-        """Those of `running` whose blocks do not hold their next token yet."""
+        """The sequences of `running` whose blocks have no room for their next token."""
         return [seq for _, seq in self._unknown(running) if seq.num_tokens > len(seq.block_table) * self.block_size]
 
     def tell(self, sequences: Iterable[Sequence]) -> np.ndarray:
@@ -374,7 +374,7 @@ def _prompt_score(seq: Sequence, num: int, row: int, token_row: int) -> PromptSc
 
 
 def _state_loads(chunks: SequenceOf[tuple[Sequence, int]], state_slots_B: np.ndarray) -> list[tuple[int, int]]:
-    """Of the sequences that begin behind a cached prefix."""
+    """The state loads of sequences that start after a cached prefix."""
     return [(seq.state_source, slot) for (seq, _), slot in zip(chunks, state_slots_B.tolist(), strict=True)
             if seq.state_source is not None and seq.is_at_its_start]
 

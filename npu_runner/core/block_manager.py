@@ -170,7 +170,7 @@ class BlockManager:
         return self.enable_prefix_caching and not seq.is_computed_whole
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
-        """Those that `seq` starts with; null behind the sliding window of what comes after them."""
+        """The cached blocks of the prefix of `seq`; blocks outside the sliding window of its next token are null."""
         window = self.sliding_window
         blocks: list[int] = []
         for index in range((seq.num_tokens - 1) // self.block_size):

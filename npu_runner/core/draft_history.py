@@ -1,4 +1,4 @@
-"""What is remembered of one sequence's drafts: its tokens as an array, what a grammar forces, and how few were kept.
+"""The draft history of one sequence: its tokens as an array, the tokens that a grammar forces, and the acceptance rate.
 
 Knows no sequence, no scheduling.
 
@@ -20,21 +20,21 @@ _LEAST_ROOM = 256
 
 @dataclass(eq=False)
 class DraftHistory:
-    """Of one sequence, from its first draft on.
+    """The drafts of one sequence, from its first draft on.
 
-    Looked-up drafts, and those of a head, are judged by count: once 24 of them were drafted, a quarter must have been
-    kept. Otherwise there are none for the next 16 tokens. Each such judgement doubles that, up to 256, and a good one
-    ends it.
+    Looked-up drafts and drafts of a head pause when too few are accepted. After 24 drafts, at least a quarter must have
+    been accepted. Otherwise the next 16 tokens have no such drafts. Each further failure doubles the pause, up to 256
+    tokens, and a success resets it.
     """
 
     forced: list[int] = field(default_factory=list)
-    """The text that its grammar forces next."""
+    """The tokens that the grammar forces next."""
     proposed: list[int] = field(default_factory=list)
-    """What a head proposes behind that."""
+    """The tokens that a head proposes after the forced ones."""
     num_tokens: int = 0
-    """Of the sequence, when these were proposed."""
+    """The length of the sequence when these were proposed, in tokens."""
     num_forced: int = 0
-    """Of its drafts in the step under way."""
+    """The number of forced drafts in the current step."""
     _tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     _num_read: int = 0
     _num_judged: int = 0
@@ -44,7 +44,7 @@ class DraftHistory:
 
     def look_up(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int],
                 find: Callable[[np.ndarray], list[int]]) -> list[int]:
-        """What `find` says that follows the sequence's `num_tokens` tokens and `behind` them, if it is asked at all.
+        """The drafts that `find` returns for the sequence's `num_tokens` tokens and `behind`; none during a pause.
         `tokens(start, end)` reads the sequence."""
         if self.pauses_at(num_tokens):
             return []
@@ -55,11 +55,11 @@ class DraftHistory:
         return find(self._tokens[:end])
 
     def pauses_at(self, num_tokens: int) -> bool:
-        """Whether the sequence, with so many tokens, has none but forced drafts for now."""
+        """Whether a sequence of `num_tokens` tokens currently has only forced drafts."""
         return num_tokens < self._paused_until
 
     def judge(self, num_drafts: int, num_kept: int, num_tokens: int) -> None:
-        """A step has kept so many of these looked-up drafts; the sequence has `num_tokens` tokens now."""
+        """Record that a step accepted `num_kept` of `num_drafts` looked-up drafts and left `num_tokens` tokens."""
         self._num_judged += num_drafts
         self._num_kept += num_kept
         if self._num_judged < _JUDGED_TOKENS:
@@ -72,7 +72,7 @@ class DraftHistory:
         self._num_judged = self._num_kept = 0
 
     def _read(self, num_tokens: int, tokens: Callable[[int, int], list[int]]) -> None:
-        """Tokens only ever come: what was read stays. A sequence that loses some begins a history anew."""
+        """Read the new tokens. Earlier ones never change; a sequence that loses tokens gets a new history."""
         self._make_room(num_tokens)
         self._tokens[self._num_read : num_tokens] = tokens(self._num_read, num_tokens)
         self._num_read = num_tokens

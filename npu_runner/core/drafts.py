@@ -33,8 +33,8 @@ class _Drafted(NamedTuple):
 
 
 class Drafter:
-    """Of one engine. Steps with drafts are made with nothing else under way; others also with one step under way, where
-    `may_draft` says no."""
+    """The drafter of one engine. A step with drafts is scheduled only when no other step is in flight. A step without
+    drafts may follow one in flight if `may_draft` returns False."""
 
     def __init__(self, config: SpeculativeConfig):
         self._config = config
@@ -50,18 +50,18 @@ class Drafter:
             self.counters.suffix_cache_bytes = self._suffixes.num_bytes
 
     def reset(self) -> None:
-        """No step is under way, whatever stood here."""
+        """Forget the steps in flight."""
         self._under_way = []
 
     def note_answer(self, seq: Sequence) -> None:
-        """`seq` has ended as it should: later ones may repeat it."""
+        """Add the answer of a sequence that has finished normally; later sequences may repeat it."""
         if self._suffixes is not None:
             self._suffixes.add(seq.output_token_ids)
 
     def note_next(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]],
                   num_forced: SequenceOf[int]) -> None:
-        """What may come behind the tokens that a step has brought to its sequences: what grammars force, so many of
-        each, then what a head proposes."""
+        """Record the tokens that may follow each sequence of a finished step: `num_forced` tokens that its grammar
+        forces, then the tokens that a head proposes."""
         for seq, tokens, num in zip(sequences, spec_token_ids, num_forced, strict=False):
             if seq is not None and (tokens or seq.drafting is not None):
                 history = _history(seq)
@@ -70,11 +70,11 @@ class Drafter:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step with drafts is."""
+        """Whether a step with drafts is in flight."""
         return bool(self._under_way)
 
     def may_draft(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the next step of `running` may have drafts, whatever steps under way bring."""
+        """Whether the next step of `running` may have drafts, for any outcome of the steps in flight."""
         return self._config.most_drafts(len(running)) > 0 and any(map(self._may_have_drafts, running))
 
     def _may_have_drafts(self, seq: Sequence) -> bool:
@@ -84,9 +84,9 @@ class Drafter:
             seq.drafting is not None and seq.drafting.pauses_at(seq.num_tokens))
 
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
-        """Drafts of each, maybe none; `room` of them in all. Empty where steps of so many rows have none.
+        """The drafts of each sequence, at most `room` in all; an empty list if a step of this size has no drafts.
 
-        The last token that a sequence may have is no draft: nothing is drawn behind it.
+        The last token that a sequence may have is never a draft, because no token is sampled after it.
         """
         most = self._config.most_drafts(len(running))
         if not most:

@@ -42,17 +42,17 @@ class Joining:
         self._num_arrivals += 1
 
     def note_step(self, *, is_prefill: bool) -> None:
-        """A step was planned."""
+        """Record that a step was scheduled."""
         self._steps_since_arrival += 1
         self._steps_since_prefill = 0 if is_prefill else self._steps_since_prefill + 1
 
     def note_refusal(self, num_running: int) -> None:
-        """The head of the queue got no blocks, beside so many that run."""
+        """Record that the head of the queue got no blocks beside `num_running` sequences."""
         self._refused = self._blocks.num_given_back, num_running
 
     def is_due(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, *, max_num_seqs: int,
                max_num_tokens: int) -> bool:
-        """Whether a prefill comes before the next decode step. `num_slots`: of those that wait so many may start."""
+        """Whether a prefill is scheduled before the next decode step. `num_slots`: slots that are free."""
         if not waiting:
             return False
         if not num_running:
@@ -71,7 +71,7 @@ class Joining:
 
     @property
     def _is_quiet(self) -> bool:
-        """Nothing has arrived for a step, and for twice as many as lay between the last two arrivals."""
+        """Whether no request has arrived for at least one step and twice the gap of the last two arrivals."""
         return self._steps_since_arrival >= max(1, 2 * self._last_gap)
 
     def _look(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,

@@ -281,8 +281,8 @@ class Scheduler(SequenceQueues):
         return self.running[:]
 
     def _drafts(self, drafter: Drafter, running: list[Sequence]) -> list[list[int]]:
-        """Of each of `running`, with blocks for them; empty where none has any. Drafts take no block that a running
-        sequence may need for its next token, and no state but spare ones, so they preempt nothing."""
+        """The drafts of each sequence of `running`, with their blocks; an empty list if there are none. Drafts use no
+        block that a running sequence may need for its next token and only spare states, so they preempt nothing."""
         room, states = self.limits.max_num_batched_tokens - len(running), self._table.states
         drafts = drafter.propose(running, room if states is None else min(room, states.num_free))
         for row, tokens in enumerate(drafts):
@@ -295,7 +295,7 @@ class Scheduler(SequenceQueues):
         return drafts if any(drafts) else []
 
     def _decode(self, running: list[Sequence], drafts: list[list[int]]) -> ScheduledBatch:
-        """Without drafts a plain step."""
+        """A decode step, with drafts if there are any."""
         batch = drafted_batch(running, drafts, self._table) if drafts else decode_batch(running, self._table)
         if self.drafter is not None:
             batch.wants_drafts_B = self.drafter.wanted(running, drafts)

@@ -41,7 +41,7 @@ class StateSlots:
         return slots_B
 
     def lend(self, rows_B: np.ndarray, num_drafts_B: Iterable[int]) -> np.ndarray:
-        """(T,) int32: where a step with so many drafts of each row leaves the state of each token. `settle` ends it."""
+        """(T,) int32: the slots in which a step with drafts leaves the state of each token. `settle` ends the loan."""
         assert not self._lent, "a step with drafts is under way"
         rows = rows_B.tolist()
         for row, num in zip(rows, num_drafts_B, strict=True):
@@ -49,7 +49,7 @@ class StateSlots:
         return np.fromiter(chain(*([int(self._slot_of_row[row]), *self._lent[row]] for row in rows)), dtype=np.int32)
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
-        """The step with drafts has run: (row, how many of its drafts were kept), of the rows that go on."""
+        """Keep the state of the last accepted draft of each row. kept: (row, number of accepted drafts)."""
         for row, num in kept:
             if num:
                 lent, before = self._lent[row], int(self._slot_of_row[row])

@@ -1,11 +1,11 @@
-"""What came behind the end of a sequence elsewhere: in itself, and in this engine's earlier answers.
+"""Drafts from suffix matches: tokens that followed the end of a sequence before, in itself and in earlier answers.
 
-Suffix decoding (arXiv 2411.04975), with vLLM's settings. The longest end of the sequence that stands elsewhere is
-looked for. Of the tokens that followed there the most frequent is taken, then the most frequent behind it, and so on.
-A path goes on as long as it is probable enough, by these counts, and has no more tokens than the end was long.
+Suffix decoding (arXiv 2411.04975), with vLLM's settings. The search finds the longest suffix of the sequence that
+occurs elsewhere. The most frequent next token becomes a draft, then the most frequent token after it, and so on. A path
+ends when its probability by these counts falls too low, or when it has as many tokens as the suffix.
 
-Answers lie one behind the other in arrays of a fixed size. Places with the same two tokens form a chain, newest first,
-of which the first ones are read. So a look-up takes bounded time, and what it finds are the newest answers. Knows no
+Answers are stored one after the other in arrays of a fixed size. Positions with equal two tokens form a chain, newest
+first, and a look-up reads only the first ones. So its time is bounded, and it finds the newest answers. Knows no
 sequence and no step.
 
 L tokens of a sequence, C places that end as it does, P tokens of a path at most.
@@ -100,7 +100,7 @@ class SuffixDrafts:
         self._newest = np.full(_NUM_CHAINS if keeps else 1, _NONE, dtype=np.int32)
         self._end = 0
         self._starts: deque[int] = deque()
-        """Of answers that are kept."""
+        """The start of each stored answer."""
 
     @property
     def num_bytes(self) -> int:

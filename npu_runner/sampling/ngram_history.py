@@ -48,12 +48,12 @@ def ngram_rule(params: SamplingParams, max_model_len: int) -> NgramRule | None:
 
 @dataclass(frozen=True)
 class NgramBans:
-    """What holds for a step's G rows, on the device, int32."""
+    """The n-gram rules of a step's G rows, on the device, int32."""
 
     run_G1: Tensor
-    """Behind a run of so many tokens the last token of an n-gram stands."""
+    """Length of a repeated run after which the next token would complete an n-gram: n - 1."""
     back_G1: Tensor
-    """In so many last columns such a run may end."""
+    """Number of last columns in which such a run may end."""
 
 
 def bans_of(rules: Sequence[NgramRule]) -> list[np.ndarray]:
@@ -123,7 +123,7 @@ class NgramHistory:
         return logits_GV.scatter_add_(1, completing_GC.clamp(min=0).long(), added_GC)
 
     def prepare_advance(self, slots_F: Tensor, tokens_F: Tensor, exempt_FE: Tensor) -> Callable[[], None]:
-        """What appends one more generated token per row, its memory taken already."""
+        """A function that appends one generated token per row. Its memory is allocated now."""
         slots_F = slots_F.long()
         newest_F1 = tokens_F.to(torch.int32)[:, None]
         if exempt_FE.shape[1]:
@@ -146,7 +146,7 @@ def _exempt(tokens: _Ids) -> _Ids:
 
 
 def _runs(tokens: list[int]) -> list[int]:
-    """Of each token, how many up to it equal as many at the end: the Z function (Gusfield 1997) of the reverse."""
+    """For each token, the length of the run up to it that equals the end: the Z function (Gusfield 1997), reversed."""
     back = tokens[::-1]
     found = [0] * len(back)
     left = right = 0  # back[left:right] equals the beginning

@@ -166,12 +166,12 @@ class Sampler:
         self._constrained.remove(slot)
 
     def host_inputs(self, slots: np.ndarray, places: np.ndarray | int = 0) -> np.ndarray:
-        """float32 (B,): the uniform in [0, 1) that each row's next draw uses, or the one `places` behind it. Asking
-        changes nothing."""
+        """float32 (B,): the uniform in [0, 1) for each row's next token, or for the token `places` later. The call
+        changes no state."""
         return self._state.uniforms(slots, places)
 
     def forced_tokens(self, host_slots: np.ndarray, most: int) -> list[list[int]]:
-        """Of each row the text that its grammar forces next, `most` tokens at most. All steps have run by now."""
+        """The tokens that each row's grammar forces next, at most `most`. Call it when no step is in flight."""
         self._tell_tokens()
         return self._constrained.forced_tokens(host_slots, most)
 
@@ -211,17 +211,17 @@ class Sampler:
         return output
 
     def draws_at_once(self, host_slots: np.ndarray) -> bool:
-        """Whether `draw_drafts` takes these rows: no draw changes what is drawn behind it, but for the mask."""
+        """Whether `draw_drafts` supports these rows: no sampled token affects later ones, except through the mask."""
         may_think = any(constraint.may_think for _, constraint in self._constrained.rows(host_slots))
         return not may_think and self._state.draws_independently(host_slots)
 
     @torch.inference_mode()
     def draw_drafts(self, logits_TV: Tensor, slots_T: Tensor, uniforms_T: Tensor, receipts_T: Tensor,
                     host_slots: np.ndarray, drafts: Sequence[list[int]]) -> SamplerOutput:
-        """The next token of each row, and those behind its `drafts` as if these had come: T, one row behind the other.
+        """Sample the next token of each row and the token after each of its `drafts`: T tokens, row after row.
 
-        As a call for each place would draw them. Nothing changes before `take_drafts`. Behind a draft that its grammar
-        does not allow there is ALL_BANNED.
+        The tokens equal those of one call per position. No state changes before `take_drafts`. After a draft that its
+        grammar does not allow, the token is ALL_BANNED.
         """
         self._tell_tokens()
         rows_T = np.repeat(np.arange(len(drafts)), [1 + len(tokens) for tokens in drafts])
@@ -234,7 +234,7 @@ class Sampler:
         return self._sample(logits_TV, slots_T, uniforms_T, receipts_T, plan, words_CW, problems)[0]
 
     def take_drafts(self, host_slots: np.ndarray, tokens: Sequence[list[int]]) -> None:
-        """Of the rows that `draw_drafts` drew for: what each of them gets."""
+        """Record the tokens that each row of `draw_drafts` receives."""
         self._state.advance(host_slots, np.array([len(each) for each in tokens]))
         for row, constraint in self._constrained.rows(host_slots):
             for token in tokens[row]:
@@ -408,7 +408,7 @@ def _problems(masked: Sequence[tuple[int, TokenConstraint]]) -> dict[int, str]:
 
 def _launch(recorded: RecordedDraw, logits_BV: Tensor, plan: StepPlan,
             download: Callable[[Tensor], Download]) -> tuple[SamplerOutput, Tensor]:
-    """What `Sampler._sample` gives, from one launch."""
+    """The result of `Sampler._sample`, from one launch."""
     num_rows = len(logits_BV)
     recorded(logits_BV)
     tokens_B = recorded.flat[:num_rows]

@@ -75,8 +75,7 @@ class FollowedRows:
 
 @dataclass(frozen=True)
 class RepeatingRows:
-    """Those among them that have tokens enough to repeat an n-gram. `rows` count through the step, `places` through the
-    adjusted."""
+    """The rows with enough tokens to repeat an n-gram. `rows` are rows of the step, `places` rows of the adjusted."""
 
     rows: Rows
     places: Rows
@@ -85,7 +84,7 @@ class RepeatingRows:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step does beyond the argmax; None and empty if no row needs it."""
+    """The work of a step beyond the argmax; a field is None or empty if no row needs it."""
 
     adjusted: Rows | None
     penalised: Rows | None
@@ -142,7 +141,7 @@ class RowsOfStep:
     uses_frequency: np.ndarray
     is_biased: np.ndarray
     is_banned: np.ndarray
-    """Before min_tokens."""
+    """Tokens that are banned before `min_tokens`."""
     ngram_rules: list[NgramRule | None]
     """Empty where no sequence has one."""
     may_repeat: np.ndarray
@@ -167,7 +166,7 @@ class RowsOfStep:
 
     @functools.cached_property
     def place(self) -> np.ndarray:
-        """Of each adjusted row among the adjusted."""
+        """The index of each adjusted row among the adjusted."""
         return (np.cumsum(self.is_adjusted) - 1).astype(np.int32)
 
     def addition_arrays(self, rules: Mapping[int, LogitRules]) -> list[np.ndarray]:

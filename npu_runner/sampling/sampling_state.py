@@ -31,7 +31,7 @@ _LEAST_TEMPERATURE = 1e-5  # a lower one could overflow the scaled logits; here 
 
 
 class Feature(enum.IntFlag):
-    """What a row needs beyond a draw."""
+    """Features of a row beyond plain sampling."""
 
     MIN_P = enum.auto()
     REPETITION = enum.auto()
@@ -53,9 +53,9 @@ class Field(enum.IntEnum):
 
 
 class TokenCounts:
-    """How often each slot has generated each token, for penalties: slots x vocabulary, 4 bytes each, on the device.
+    """Counts of generated tokens by slot, for penalties: (slots, vocabulary) int32 on the device.
 
-    Kept up by the sampled tokens themselves. Allocated when a sequence with a penalty joins.
+    Each step adds its sampled tokens. The table is allocated when the first sequence with a penalty joins.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, add_at: AddAt):
@@ -93,7 +93,7 @@ class TokenCounts:
         return self._counts_SV.index_select(0, slots_B)
 
     def prepare_advance(self, slots_B: Tensor, tokens_B: Tensor) -> Callable[[], object]:
-        """What counts one more generated token per row, its memory taken already. No slot comes twice."""
+        """A function that counts one generated token per row. Its memory is allocated now. Slots are unique."""
         assert self._counts_SV is not None, "no sequence with a penalty has joined"
         indices_B = slots_B * self._shape[1] + tokens_B
         ones_B = torch.ones_like(indices_B, dtype=torch.float32)
@@ -186,7 +186,7 @@ class SamplingState:
         return not (features_B.any() or is_banned_B.any() or self._is_biased_S[host_slots].any() or follows)
 
     def advance(self, host_slots: np.ndarray, counts_B: np.ndarray) -> None:
-        """Of sequences that draw independently: so many tokens more."""
+        """Advance sequences whose tokens are independent by `counts_B` tokens."""
         self._num_generated_S[host_slots] += counts_B
 
     def uniforms(self, host_slots: np.ndarray, places: np.ndarray | int = 0) -> np.ndarray:
@@ -218,9 +218,9 @@ class SamplingState:
         return self._last_watches[1]
 
     def plan(self, host_slots: np.ndarray, masked_rows: Sequence[int] = ()) -> StepPlan:
-        """What the next step of these slots must do, with what it needs on the device: newcomers too, in one copy.
+        """The plan of the next step for these slots. One copy sends its arrays to the device, new slots included.
 
-        masked_rows: those that a mask leaves only some tokens.
+        masked_rows: rows whose tokens a mask restricts.
         """
         is_masked_B = np.zeros(len(host_slots), dtype=np.bool_)
         is_masked_B[list(masked_rows)] = True
@@ -278,7 +278,7 @@ class SamplingState:
 
     def prepare_advance(self, plan: StepPlan, slots_B: Tensor, tokens_B: Tensor,
                         host_slots: np.ndarray) -> Callable[[], None]:
-        """What records one more generated token per row, its memory taken already."""
+        """A function that records one generated token per row. Its memory is allocated now."""
         count = None
         if plan.counted is not None:
             count = self.counts.prepare_advance(plan.counted.take(slots_B), plan.counted.take(tokens_B))

@@ -193,7 +193,7 @@ class ConstrainedRows:
         return [(row, self._of_slot[slot]) for row, slot in enumerate(host_slots.tolist()) if slot in self._of_slot]
 
     def forced_tokens(self, host_slots: np.ndarray, most: int) -> list[list[int]]:
-        """Of each of a step's rows, see above; `most` at most."""
+        """The forced tokens of each row of a step, at most `most` each."""
         forced: list[list[int]] = [[] for _ in host_slots]
         rows = [(row, constraint) for row, constraint in self.rows(host_slots) if constraint.grammar is not None]
         if rows:
