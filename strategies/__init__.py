@@ -1,11 +1,11 @@
-"""How each model family is built, loaded and shown its images. Other packages register more.
+"""One strategy per model family: how it is built, loaded and shown images. Other packages may register more.
 
-A family is one file here. It is found by the checkpoint's `model_type`, and imported when it is needed: `olmo2` is in
-olmo2.py. Where no file has that name, what stands before the last underscore counts: `qwen3_5_moe_text` is in
-qwen3_5.py. A strategy of another package is an entry point of the group `npu_runner.strategies`: its name is the
-`model_type`, its value a `LoadStrategy` subclass.
+A family is one file here. It is found by the checkpoint's `model_type` and imported when it is needed: `olmo2` is in
+olmo2.py. If no file has that name, the part before the last underscore counts: `qwen3_5_moe_text` is in qwen3_5.py. A
+strategy of another package is an entry point of the group `npu_runner.strategies`: its name is the `model_type`, its
+value a `LoadStrategy` subclass.
 
-A checkpoint's folder is opened once (`open_checkpoint`), and what that found is handed on whole. It loads no weights.
+A checkpoint's folder is opened once (`open_checkpoint`), without its weights, and the result is passed on whole.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def pick_strategy(path: Path) -> LoadStrategy:
 
 
 def strategy_of(model_type: Any) -> type[LoadStrategy] | None:
-    """What serves it: of the packages that register one, or else our own; None where there is none."""
+    """The strategy of a model type, of another package first, then our own; None if there is none."""
     for entry in registered(ENTRY_POINT_GROUP):
         if entry.name == model_type:
             return _registered(entry)
@@ -104,7 +104,7 @@ def _registered(entry: EntryPoint) -> type[LoadStrategy]:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedCheckpoint:
-    """What `open_checkpoint` found."""
+    """The result of `open_checkpoint`."""
 
     path: Path
     strategy: LoadStrategy
@@ -117,12 +117,12 @@ class OpenedCheckpoint:
     adapter: Adapter | None
     """To be merged into the weights."""
     seconds: float
-    """That opening it took."""
+    """Seconds that opening took."""
 
     def multiplied_forms(self, weight_forms: Collection[str]) -> Collection[str]:
-        """Those of a platform's `weight_forms` that weights of this checkpoint are stored in. Reads headers alone.
+        """The subset of a platform's `weight_forms` in which this checkpoint stores weights. Reads only headers.
 
-        All of them where weights are random, or are made by the setting `quantization`.
+        It is all of them if weights are random or made by the setting `quantization`.
         """
         made = self.config.load_format == "dummy" or self.config.quantization != "auto"
         if self.quantization is None or made or not weight_forms:

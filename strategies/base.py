@@ -78,7 +78,7 @@ class LoadStrategy(ABC):
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    """Of our own strategies; one of another package has its entry point's name instead."""
+    """The model types of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
     takes_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
@@ -92,7 +92,7 @@ class LoadStrategy(ABC):
     no_videos: ClassVar[str] = ProcessorSettings.no_videos
     """Why videos are refused, where none are taken."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
-    """How images are resized, and what the checkpoint's file does not say of them."""
+    """Defaults for images that the checkpoint's file does not set, and the rule for resizing."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -103,10 +103,10 @@ class LoadStrategy(ABC):
 
     @abstractmethod
     def read_config(self) -> ModelConfig:
-        """What config.json says. Raises ModelError for what it lacks, and for what the family would get wrong."""
+        """Read config.json. Raises ModelError for missing fields and for values that the family does not support."""
 
     def pooling(self, config: RunnerConfig) -> PoolingConfig | None:
-        """What is made of prompts; None: the checkpoint generates text. Raises ModelError for a way that is not
+        """The pooling of prompts, or None if the checkpoint generates text. Raises ModelError for a pooling that is not
         served."""
         return read_pooling(self.path, runner=config.runner, task=config.task,
                             token_id=lambda token: read_tokenizer(self.path).token_to_id(token))
@@ -142,8 +142,8 @@ class LoadStrategy(ABC):
         return ChatProcessor(str(self.path), settings)
 
     def largest_images(self, config: RunnerConfig) -> Callable[[int], ImageInput]:
-        """Makes the largest image of up to so many tokens. Reads the settings of images and videos alone, where
-        `processor` needs a tokenizer."""
+        """A function that makes the largest image of at most a given number of tokens. It reads only the settings of
+        images and videos; `processor` also needs a tokenizer."""
         raw = require_json(self.path, "config.json")
         images = read_image_settings(self.path, raw, default=self.image_defaults,
                                      min_pixels=config.prompts.image_min_pixels,
@@ -159,7 +159,7 @@ class LoadStrategy(ABC):
         """The network with uninitialised parameters, for positions below `num_positions`."""
 
     def renamed(self, names: Set[str]) -> Mapping[str, str]:
-        """How the checkpoint's `names` begin, by how the model's do."""
+        """Prefixes of the checkpoint's `names` by prefixes of the model's names."""
         return {}
 
     @abstractmethod

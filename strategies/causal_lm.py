@@ -1,5 +1,5 @@
-"""What every family on the shared decoder is built and loaded by. A family's own file says how its config is read, and
-which attention and which layer it has. Knows no family, nothing of images.
+"""Builds and loads every family on the shared decoder. A family's own file reads its config and names its attention and
+layer classes. Knows no family and nothing of images.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_runner.strategies.base import LoadStrategy
 
 class CausalLMStrategy(LoadStrategy):
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
-    """What puts a sequence mixer and a channel mixer together: where norms and sums stand."""
+    """The layer class sets the order of norms and residual additions around the two mixers."""
     attention_class: ClassVar[type[DecoderAttention]] = DecoderAttention
     gated_delta_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     left_out_prefixes: ClassVar[tuple[str, ...]] = ()
@@ -32,11 +32,11 @@ class CausalLMStrategy(LoadStrategy):
 
     @abstractmethod
     def model_config(self, config: RawConfig) -> ModelConfig:
-        """What config.json says. A KeyError, TypeError or ValueError in here becomes a ModelError with the file."""
+        """Read config.json. A KeyError, TypeError or ValueError in here becomes a ModelError that names the file."""
 
     def attention_settings(self) -> dict[str, Any]:
-        """What `attention_class` takes beside the model's sizes. `attention_bias` of the file means all products around
-        attention, as in most families."""
+        """Arguments of `attention_class` beside the model's sizes. `attention_bias` of the file applies to all linears
+        of attention, as in most families."""
         return dict.fromkeys(("qkv_bias", "o_bias"), bool(self.text.get("attention_bias", False)))
 
     def read_config(self) -> ModelConfig:
@@ -59,7 +59,7 @@ class CausalLMStrategy(LoadStrategy):
                           layer_class=self.layer_class)
 
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
-        # A tied checkpoint may store the head once more; one that vectors are pooled from may have one nobody needs.
+        # A tied checkpoint may store the head once more; an embedding model may have an unused one.
         ignored = ("lm_head.weight",) if model_config.tie_word_embeddings or model_config.pooling else ()
         return load_weights(model, reader, ignored=ignored, ignored_prefixes=self.left_out(model_config),
                             renamed=self.renamed(reader.names))
@@ -69,6 +69,6 @@ class CausalLMStrategy(LoadStrategy):
         return self.left_out_prefixes
 
     def renamed(self, names: Set[str]) -> Mapping[str, str]:
-        """How the checkpoint's `names` begin, by how ours do: a base model saved alone, as embedding models are, has
-        them without the "model." in front."""
+        """Prefixes of the checkpoint's `names` by ours. A base model that was saved alone, such as an embedding model,
+        has no prefix "model."."""
         return {} if any(name.startswith("model.") for name in names) else {"model.": ""}

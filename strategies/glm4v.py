@@ -36,7 +36,7 @@ _IMAGE_SIDE = 336
 
 
 class SandwichLayer(DecoderLayer):
-    """What each mixer gives is normed, too, before it is added."""
+    """The output of each mixer is normalised before it is added to the residual."""
 
     norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     post_self_attn_layernorm: RMSNorm

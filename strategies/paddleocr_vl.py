@@ -71,7 +71,7 @@ class PaddleOCRVLStrategy(Qwen3VLStrategy):
 
 
 def _uses_bias(text: Mapping[str, Any]) -> bool:
-    """Of all products of the decoder."""
+    """Whether all linears of the decoder have a bias."""
     return bool(text.get("use_bias", False))
 
 

@@ -38,7 +38,7 @@ class Qwen35Layer(DecoderLayer):
 
 
 class HybridStrategy(CausalLMStrategy):
-    """What text alone, images and Qwen3-Next share."""
+    """The base of the text strategy, the strategy with images, and Qwen3-Next's."""
 
     layer_class = Qwen35Layer
     attention_class = GatedAttention
@@ -108,7 +108,7 @@ def _layers(config: RawConfig, has_experts: bool) -> list[LayerConfig]:
 
 
 def hybrid_mixers(config: RawConfig) -> list[AttentionConfig | GatedDeltaNetConfig]:
-    """What mixes tokens in each layer, by `layer_types`, or three of one kind and one of the other."""
+    """The sequence mixer of each layer, by `layer_types`; the default is three Gated DeltaNet layers per attention."""
     text, count = config.text, config.num_layers
     interval = int(text.get("full_attention_interval", 4))
     types = text.get("layer_types") or [_LINEAR if (index + 1) % interval else _FULL for index in range(count)]

@@ -104,7 +104,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
             yield from (TowerInputs(group, *arrived) for group, arrived in zip(taken, cut, strict=True))
 
     def _settings_of(self, image: ImageInput) -> ImageSettings:
-        """Of an image; of frames of videos, which have the colours of each."""
+        """The settings of an image, or of video frames, whose normalisation is their own."""
         return self.image_settings if image.pixels_HWC.shape[2] == 3 else self.frame_settings
 
 

@@ -49,7 +49,7 @@ _GROWING_ROPES = ("dynamic", "longrope")
 
 
 def installed_version() -> str | None:
-    """Of transformers; None where there is none. Imports nothing."""
+    """The installed version of transformers, or None. Imports nothing."""
     try:
         return version("transformers")
     except PackageNotFoundError:
@@ -289,7 +289,7 @@ def _other_parts(config: Any) -> list[str]:
 
 
 def _growing_rope(config: Any) -> tuple[str, int] | None:
-    """(kind, positions) of a rotary embedding that looks at the longest position of a batch beyond so many."""
+    """(kind, positions) of a rotary embedding that depends on the longest position of a batch beyond `positions`."""
     for rope in _ropes(config):
         kind = rope.get("rope_type")
         if kind in _GROWING_ROPES:

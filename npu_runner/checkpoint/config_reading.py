@@ -1,5 +1,5 @@
-"""What families share in reading config.json: where fields stand, their defaults, and what must be refused. Beside it,
-generation_config.json: the sampling where a request says nothing.
+"""Reads config.json for all families: where fields stand, their defaults, and unsupported values. Also reads
+generation_config.json, the sampling defaults of requests.
 
 Field meanings and defaults follow the configuration classes of Hugging Face transformers. Knows no family by name,
 nothing of tensors or devices.
@@ -249,7 +249,7 @@ _NOT_SERVED = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """What the file says, in our words."""
+    """The contents of generation_config.json, as SamplingParams fields."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
     """SamplingParams fields."""

@@ -1,5 +1,5 @@
-"""Types of the fields that config files of quantised weights and adapters have. They are checked once, when a file is
-read, so that whoever computes with a field need not. Knows no meaning: a value of the right type may still be refused.
+"""Types of the fields in config files of quantised weights and adapters. They are checked once, when a file is read.
+Knows no meaning: a value of the right type may still be refused later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AWQFields(Fields):
 
 
 class GPTQChanges(Fields):
-    """Of the modules that a pattern of `dynamic` fits."""
+    """Settings of the modules that match a pattern of `dynamic`."""
 
     bits: int = 4
     group_size: GroupSize = -1
@@ -62,7 +62,7 @@ class GPTQFields(GPTQChanges):
 
 
 class NumbersFields(Fields):
-    """How compressed-tensors rounds weights or inputs."""
+    """The rounding of weights or inputs in compressed-tensors."""
 
     num_bits: int = 8
     type: str = "int"

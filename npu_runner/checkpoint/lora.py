@@ -148,7 +148,7 @@ class _Reading:
         return changes, {name.replace(".base_layer.", "."): tensor for name, tensor in self._left.items()}
 
     def _change(self, module: str) -> Change | None:
-        """Of one module; takes its tensors. None: they are no pair, which is noted."""
+        """The change of one module; removes its tensors. None if they are no pair, which is recorded."""
         a, b = (self._left.pop(f"{module}.{kind}", None) for kind in _PAIR)
         left, right = b, a
         if a is None and b is None:

@@ -1,4 +1,4 @@
-"""What a model is, layer by layer, whatever its checkpoint called its fields. Knows no files, tensors or devices.
+"""The description of a model, layer by layer, independent of field names. Knows no files, tensors or devices.
 
 Strategies fill these in from config.json (config_reading.py has what families share); layers and runner read them.
 """
@@ -43,7 +43,7 @@ class VisionConfig:
     out_hidden_size: int
     rope_theta: float
     norm_eps: float = 1e-6
-    """Of the blocks' norms, where the family reads it."""
+    """The epsilon of the blocks' norms, if the family reads it."""
     num_position_embeddings: int = 0
     """Places of the learned grid that is resampled to an image's; 0: there is none."""
     deepstack_layers: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class GatedVisionConfig(VisionConfig):
     merger_intermediate_size: int
     qkv_bias: bool
     bias: bool
-    """Of the other products of a block."""
+    """Whether the other linears of a block have a bias."""
     has_head_norms: bool
     """Queries and keys of each head are normed before they turn."""
 
@@ -119,22 +119,22 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingConfig(ABC):
-    """What a model makes of a prompt instead of text: a few float32 numbers, of its last token's final hidden state.
+    """The pooling of a prompt: a few float32 numbers from the final hidden state of its last token, instead of text.
 
-    A subclass is a kind of head. Its files are read in checkpoint/pooling_files.py. If the head has weights, it is a
-    module of layers/heads.py, which `models.decoder.output_head` builds in the place of the output head: the
-    network's `compute_logits` then takes hidden states (B, D) and returns the numbers (B, `num_values`), float32, on
-    every rank. runner/pooling_step.py brings them to the host, and `CompletionOutput.pooled` has one prompt's.
+    A subclass is a kind of head. checkpoint/pooling_files.py reads its files. A head with weights is a module of
+    layers/heads.py, which `models.decoder.output_head` builds in place of the LM head: the network's `compute_logits`
+    then takes hidden states (B, D) and returns the numbers (B, `num_values`), float32, on every rank.
+    runner/pooling_step.py copies them to the host, and `CompletionOutput.pooled` holds those of one prompt.
     """
 
     task: ClassVar[str]
-    """What the rows of an endpoint ask for (`RowBody.task`), and the setting `task`."""
+    """The task of an endpoint's rows (`RowBody.task`), and a value of the setting `task`."""
     has_head: ClassVar[bool] = True
     """False: the numbers are the hidden state itself."""
 
     @abstractmethod
     def num_values(self, hidden_size: int) -> int:
-        """How many numbers a prompt has, where its request does not ask for fewer."""
+        """The number of values per prompt, if the request does not ask for fewer."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -143,7 +143,7 @@ class PoolingConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSettings:
-    """How a checkpoint's files show a text to its chat template, as the message of a user."""
+    """How a text becomes a user message for the chat template, by the checkpoint's files."""
 
     is_flat: bool
     """The content is the text itself; else a list of one part."""
@@ -177,17 +177,17 @@ class VectorPooling(PoolingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSettings:
-    """What a checkpoint's files say of prompts of a query and a document."""
+    """Settings of query-document prompts, from the checkpoint's files."""
 
     is_saved: bool = False
     """They were saved with the checkpoint: then its template is made for pairs, though it may not name them."""
     template_name: str | None = None
-    """Of several chat templates; None: the default one."""
+    """The name of one of several chat templates; None is the default one."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the template."""
     add_generation_prompt: bool = True
     instruction: str | None = None
-    """What the template is told where a request does not say what is looked for; None: nothing."""
+    """The default instruction for the template; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class ScorePooling(PoolingConfig):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Those whose rows of the output head are needed."""
+        """The tokens whose rows of the LM head are loaded."""
         return (self.true_token_id,) if self.false_token_id is None else (self.true_token_id, self.false_token_id)
 
     def num_values(self, hidden_size: int) -> int:
@@ -223,7 +223,7 @@ class ClassPooling(PoolingConfig):
 
     classes: Classes
     pad_token_id: int | None = None
-    """Such tokens at the end of a prompt are not read; None: all are."""
+    """The padding token; trailing ones are skipped. None means that every token is read."""
 
     def num_values(self, hidden_size: int) -> int:
         return len(self.classes.labels)
@@ -235,7 +235,7 @@ class ClassPooling(PoolingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a decoder-only checkpoint is, plus its vision tower if it has one.
+    """The description of a decoder-only checkpoint, with its vision tower if it has one.
 
     `num_heads`, `num_kv_heads` and `head_dim` are those of the attention layers. A network of one's own may leave
     `layers` as plain as it likes; the runner reads which of them attend, and over what windows.
@@ -257,7 +257,7 @@ class ModelConfig:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     """SamplingParams fields that generation_config.json sets."""
     generation_not_served: dict[str, Any] = field(default_factory=dict)
-    """What else it asks for, and is not done."""
+    """Other fields of the file that are not supported."""
     vision: VisionConfig | None = None
     image_token_id: int | None = None
     source: str = ""

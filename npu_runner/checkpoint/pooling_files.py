@@ -1,5 +1,5 @@
-"""What a checkpoint's files say of pooling: modules.json and its folders, which sentence-transformers writes, and the
-config.json of a classifier. That of an embedding model or a reranker is its base model's.
+"""Reads pooling settings: modules.json and its folders, which sentence-transformers writes, and the config.json of a
+classifier. The config.json of an embedding model or a reranker is that of its base model.
 
 Meanings and defaults of a classifier are those of transformers' configuration and of its *ForSequenceClassification.
 Knows no network and no tokenizer.
@@ -28,7 +28,7 @@ from npu_runner.request.pooling_params import IDENTITY, SIGMOID, SOFTMAX, Classe
 _MODULES_FILE, _TEXT_FILE = "modules.json", "sentence_bert_config.json"
 _LIBRARY_FILE = "config_sentence_transformers.json"
 PAIR_FILES = (_MODULES_FILE, _TEXT_FILE, _LIBRARY_FILE)
-"""What prompts of pairs are made of, beside the template and its tokens."""
+"""Files that determine prompts of pairs, beside the template and the tokenizer."""
 _OF_TOKENS = ("truncation", "max_length", "padding", "return_tensors", "restore_suffix")
 """Stand beside a template's variables there, and say how long a prompt may be; the settings say that here."""
 _TRANSFORMER, _POOLING, _NORMALIZE, _SCORE = "Transformer", "Pooling", "Normalize", "LogitScore"
@@ -38,7 +38,7 @@ _MODE_PREFIX = "pooling_mode_"
 _LOGITS = "causal_logits"
 _INSTEAD = "; with runner generate it is served as a model that generates text"
 _YES, _NO = "yes", "no"
-"""What rerankers answer where no file says otherwise (Qwen3-Reranker's model card)."""
+"""The default answers of rerankers (Qwen3-Reranker's model card)."""
 SUFFIX = "ForSequenceClassification"
 _DEFAULT_NUM_LABELS = 2
 _REGRESSION, _ONE_LABEL, _SEVERAL_LABELS = ("regression", "single_label_classification", "multi_label_classification")
@@ -46,7 +46,7 @@ _REGRESSION, _ONE_LABEL, _SEVERAL_LABELS = ("regression", "single_label_classifi
 
 def read_pooling(folder: Path, *, runner: str, task: str,
                  token_id: Callable[[str], int | None]) -> PoolingConfig | None:
-    """What is made of prompts by the checkpoint in `folder`; None: it generates text.
+    """The pooling of the checkpoint in `folder`, or None if it generates text.
 
     `runner` (auto, generate, pooling) and `task` (auto, or a PoolingConfig's) are the settings. `token_id`: the id of a
     token in the checkpoint's tokenizer. Raises ModelError for a modules.json that asks for what is not served, or for
@@ -142,7 +142,7 @@ def _check_mode(folder: Path) -> None:
 
 
 def _read_pairs(folder: Path, transformer: Path) -> PairSettings:
-    """What the text module of a CrossEncoder gives its chat template, and the prompt that stands before every pair."""
+    """The variables that a CrossEncoder's text module passes to the chat template, and the prompt before every pair."""
     library = read_json(folder, _LIBRARY_FILE) or {}
     name, add_prompt, kwargs = _template_settings(transformer)
     try:
@@ -224,7 +224,7 @@ def classifier_architecture(folder: Path) -> str | None:
 
 
 def read_classes(folder: Path) -> ClassPooling | None:
-    """How the checkpoint in `folder` classifies; None: it does not. Raises ModelError for what is not served."""
+    """The classifier in `folder`, or None. Raises ModelError for an unsupported one."""
     name = classifier_architecture(folder)
     if name is None:
         return None

@@ -1,5 +1,4 @@
-"""What a folder's small files say about quantised weights: the format's name and its settings. Refuses by name the
-kinds that are not read.
+"""Reads the quantisation format and its settings from a folder's small files. Refuses unsupported formats by name.
 
 Knows no tensor; a format's settings get a meaning where its tensors are read (formats/).
 """
@@ -33,7 +32,7 @@ _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
 """Formats that may have weights for products with inputs of int8."""
 _MADE = {"int8": "int8", "fp8": "FP8"}
-"""What the setting `quantization` makes, by row."""
+"""Names of the weights that the setting `quantization` makes, by row."""
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
 _AS_FP8 = "multiplied as fp8, inputs rounded by row or by groups of 128"
 _HOLD_GROUPED = (MODELSLIM, COMPRESSED_TENSORS, AWQ, GPTQ)
@@ -41,7 +40,7 @@ _HOLD_GROUPED = (MODELSLIM, COMPRESSED_TENSORS, AWQ, GPTQ)
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How the weights of a checkpoint are quantised, as its files say."""
+    """The quantisation of a checkpoint's weights, from its files."""
 
     method: str
     """modelslim, or transformers' name: compressed-tensors, fp8, awq, gptq."""
@@ -50,10 +49,10 @@ class Quantization:
 
 
 def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Collection[str]) -> str | None:
-    """How quantised weights are computed with, for a manifest; None: there are none.
+    """A description of the arithmetic on quantised weights, for a manifest; None without such weights.
 
-    `quantization`: of the checkpoint. `asked`: the setting of that name. `weight_forms`: those that the platform has
-    products for, and, where the weights are known, that they are stored in.
+    `quantization`: the checkpoint's. `asked`: the setting of that name. `weight_forms`: forms for which the platform
+    has GEMMs and, if the weights are known, in which they are stored.
     """
     method = None if quantization is None else quantization.method
     if asked in _MADE:
@@ -76,8 +75,8 @@ def arithmetic(quantization: Quantization | None, asked: str, weight_forms: Coll
 
 
 def kv_cache_scheme(quantization: Quantization | None) -> str | None:
-    """How the checkpoint wants keys and values to be kept: fp8, which is e4m3 with one scale for a layer's keys and one
-    for its values; another way, in words; None: it does not say."""
+    """The KV cache scheme of the checkpoint: fp8 (e4m3 with one scale for a layer's keys and one for its values), a
+    description of another scheme, or None."""
     settings = {} if quantization is None else quantization.settings
     if quantization is not None and quantization.method == MODELSLIM:
         kind = settings.get("kv_cache_type") or settings.get("kv_quant_type")

@@ -41,7 +41,7 @@ class GroupedForm(NamedTuple):
     bits: int
     """4 or 8."""
     group_size: int
-    """So many inputs of a row share a scale and a zero; 0: all do."""
+    """Number of inputs of a row that share a scale and a zero point; 0 means all."""
     has_zeros: bool
 
 
@@ -100,12 +100,12 @@ class WeightsReader(ABC):
 
     def pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
                ) -> Iterator[tuple[slice | EllipsisType, torch.Tensor]]:
-        """What `read` returns, piece by piece: which elements of its first dim (all: ...), and their values."""
+        """The result of `read` in pieces: the indices of its first dim (... for all), and their values."""
         yield ..., self.read(name, dim, start, length)
 
     def int8_inputs(self, name: str) -> Int8Inputs | None:
-        """How inputs of products with this matrix are rounded, where it is one of int8, by row and without zeros; None:
-        it is not, or inputs stay as they are. Of a stack: with each of its matrices."""
+        """The rounding of GEMM inputs for an int8 matrix with row scales and no zero points; None for other matrices
+        and for inputs that are not rounded. For a stack, it applies to each of its matrices."""
         return None
 
     def row_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0) -> Iterator[ScaledRows]:
@@ -128,7 +128,7 @@ class WeightsReader(ABC):
         raise AssertionError(f"{name} is not FP8")
 
     def grouped_form(self, name: str) -> GroupedForm | None:
-        """That of a matrix whose groups lie side by side, and whose products take inputs as they are; else None."""
+        """The form of a matrix with contiguous groups and unrounded GEMM inputs; None for others."""
         return None
 
     def grouped_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
@@ -137,8 +137,8 @@ class WeightsReader(ABC):
         raise AssertionError(f"{name} has no groups")
 
     def kv_scales(self, module: str) -> tuple[float, float] | None:
-        """What keys and what values of an attention module are divided by before they become FP8; None: it has no such
-        scales. Raises WeightsError for what is none."""
+        """The divisors of keys and of values of an attention module before conversion to FP8; None without such scales.
+        Raises WeightsError for an invalid scale."""
         return None
 
     @abstractmethod

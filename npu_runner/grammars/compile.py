@@ -150,7 +150,7 @@ def json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
 
 
 def failure_of(grammar: str) -> str | None:
-    """What is wrong with a grammar, or with its first mask; None: nothing. Takes what stack it has."""
+    """The fault of a grammar or of its first mask, or None. It uses the caller's stack."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(_byte_tokens(), grammar, log_level=0, limits=parser_limits())
@@ -177,7 +177,7 @@ def _checked(params: StructuredOutputsParams) -> tuple[str, int]:
 
 
 def _forced(params: StructuredOutputsParams) -> Text | None:
-    """Of what was checked already."""
+    """The forced text of a rule that was checked already."""
     return check_schema(_schema(params)) if params.kind in ("json", "json_object") else check_lark(_lark(params))
 
 

@@ -18,7 +18,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Of a part of an answer: bytes of its shortest text, and the longest run that each of its texts has."""
+    """A part of an answer: the bytes of its shortest text, and the longest run of bytes that all its texts contain."""
 
     num_bytes: int
     run: Run
@@ -68,7 +68,7 @@ def times(text: Text | None, count: int) -> Text | None:
 
 
 def any_of(texts: Iterable[Text | None]) -> Text | None:
-    """Of alternatives; None where none of them can be met."""
+    """The text of alternatives; None if none of them can be satisfied."""
     found = [text for text in texts if text is not None]
     if len(found) < 2:
         return found[0] if found else None
@@ -77,7 +77,7 @@ def any_of(texts: Iterable[Text | None]) -> Text | None:
 
 
 def all_of(texts: Sequence[Text | None]) -> Text | None:
-    """Of what has to hold at once; None where one of them cannot be met."""
+    """The text of a conjunction; None if one part cannot be satisfied."""
     found = [text for text in texts if text is not None]
     if not found or len(found) < len(texts):
         return None
@@ -87,7 +87,7 @@ def all_of(texts: Sequence[Text | None]) -> Text | None:
 
 
 def num_tokens(text: Text, encode: Callable[[str], Sequence[int]], longest_token_bytes: int) -> int:
-    """How many tokens the run takes; at least so many, where it is too long to be written out."""
+    """The number of tokens of the run; a lower bound if the run is too long to be written out."""
     run = text.run
     return len(encode(run.text)) if run.text is not None else -(-run.num_bytes // longest_token_bytes)
 

@@ -161,7 +161,7 @@ def _colon(statement: Sequence[_Token]) -> int:
 
 
 class _Reader:
-    """Of what stands behind a colon."""
+    """Parses the right side of a definition."""
 
     def __init__(self, tokens: Sequence[_Token], grammar: LarkGrammar, num_groups: int):
         self._tokens = tokens

@@ -29,7 +29,7 @@ from npu_runner.request.limits import LIMITS, plain_json
 _START = "start"
 _MOST_ROUNDS = 4
 _PARTS_OF_GRAMMAR = 64
-"""What one inside another is worth before it is looked into. Texts and names are worth nothing."""
+"""Parts that a nested grammar counts before it is measured. Texts and names count nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ _UNKNOWN = _Measures(text=None)
 
 
 def check_lark(text: str) -> Text | None:
-    """What each sentence has; None where no sentence is found. Raises OutOfBounds."""
+    """The text that all sentences share; None if no sentence is found. Raises OutOfBounds."""
     try:
         grammar = read_lark(text)
     except UnreadableGrammar as error:
@@ -137,7 +137,7 @@ def _depth(node: Node, depth: int) -> int:
 
 
 class _Measuring:
-    """Of one definition, by what is known of others."""
+    """Measures one definition by the known measures of others."""
 
     def __init__(self, known: Mapping[str, _Measures], name: str, inside: Mapping[int, Text | None]):
         self._name = name
@@ -160,7 +160,7 @@ class _Measuring:
         return found
 
     def _sequence(self, node: Node) -> _Measures:
-        """What stands behind a part that may be left out is open with it."""
+        """The measures of a sequence. A part after an optional part is an alternative to it."""
         check(self._name, "times", max(node.least, node.most or 0), LIMITS.max_rule_count)
         parts = [self.measure(part) for part in node.parts]
         alternatives, most = 0, 1

@@ -138,7 +138,7 @@ class Matchers:
 
     @contextmanager
     def counting(self, followed: Sequence[PreparedMatcher]) -> Iterator[None]:
-        """What is done within may make the automatons of these larger."""
+        """Within this context, the automatons of these matchers may grow."""
         before = _resident_bytes()
         yield
         grown = _resident_bytes() - before
@@ -196,8 +196,8 @@ class Matchers:
                 self._count(prepared, max(0, prepared.future.result().num_bytes - prepared.num_bytes))
 
     def _put_out_what_is_too_much(self) -> None:
-        """Those that were asked for longest ago go first. One that is being built or followed takes its memory whether
-        it is kept or not, and would only be built twice."""
+        """Evict the least recently used rules. A rule that is being built or followed stays: its memory is in use anyway,
+        and it would be built twice."""
         self._count_what_is_built()
         for grammar, prepared in list(self._kept.items()) if self.kept_bytes > self._max_bytes else ():
             if not prepared.num_users and prepared.future.done():
@@ -256,6 +256,6 @@ def _in_short(error: BaseException) -> str:
 
 
 def _resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process, in bytes."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * _PAGE_BYTES

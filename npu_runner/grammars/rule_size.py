@@ -1,8 +1,8 @@
-"""What a rule holds in all, added up, and how far its definitions lead into each other.
+"""Adds up the size of a rule and the depth of its chains of definitions.
 
-The grammar library's time and memory grow with the first, or with its square, and its stack with the second. Knows
-neither schemas nor grammars: their readers add what they find. Nothing here recurses: a chain of definitions may
-be as long as a request makes it.
+The grammar library's time and memory grow with the size or its square, and its stack with the depth. Knows neither
+schemas nor grammars: their readers add their findings. Nothing here recurses, because a request decides the length of a
+chain.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def check(place: str, what: str, value: float, limit: int) -> None:
 
 
 def num_optional_parts(expression: str) -> int:
-    """What may be left out of a regular expression, as it is written."""
+    """The number of optional parts of a regular expression, as written."""
     return len(_MAY_BE_LEFT_OUT.findall(_WRITTEN_OUT.sub("x", expression)))
 
 
 class RuleSize:
-    """Of one rule with all that stands in it. Raises OutOfBounds where it becomes too much."""
+    """The size of one rule with all its parts. Raises OutOfBounds above a limit."""
 
     def __init__(self) -> None:
         self._num_parts = 0
@@ -51,7 +51,7 @@ class RuleSize:
         check(place, "parts of the whole rule", self._num_parts, LIMITS.max_rule_parts)
 
     def add_expression(self, place: str, num_optional: int) -> None:
-        """Of one text: an expression, or a terminal with all that it is made of."""
+        """Add one expression, or one terminal with all its parts."""
         check(place, "parts of an expression that may be left out", num_optional, LIMITS.max_optional_parts)
         self._num_optional += num_optional
         check(place, "parts of all expressions that may be left out", self._num_optional,
@@ -74,7 +74,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Chain:
-    """At most so many definitions, and levels of all of them together, lead into each other below `name`."""
+    """An upper bound of the definitions, and of their levels together, on a chain below `name`."""
 
     num_links: int
     num_levels: int
@@ -120,7 +120,7 @@ def components(graph: Mapping[str, Definition]) -> list[list[str]]:
 
 
 def num_rounds(graph: Mapping[str, Definition], names: Sequence[str], most: int) -> int:
-    """How often the definitions of a component are worked out: one that does not lead to itself is known at once."""
+    """The number of rounds for a component of definitions; one that does not refer to itself needs a single round."""
     if len(names) > 1:
         return most
     return 2 if any(other == names[0] for other, _ in graph[names[0]].references) else 1

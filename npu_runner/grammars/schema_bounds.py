@@ -42,7 +42,7 @@ class _Measures:
     alternatives: int = 1
     properties: int = 0
     expressions: int = 0
-    """That one text has to match."""
+    """The number of expressions that one text has to match."""
     multiple: tuple[int, int] = (1, 0)
     """A coefficient, and how many of its digits stand behind the point."""
     text: Text | None = FREE
@@ -52,8 +52,8 @@ _UNKNOWN = _Measures(text=None)
 
 
 def check_schema(schema: Any, size: RuleSize | None = None) -> Text | None:
-    """What all JSON that fits it has; None where none is found. `size`: of the rule that it stands in, if it is not all
-    of it. Raises OutOfBounds."""
+    """The text that all JSON of the schema shares; None if no instance is found. `size`: the size of the enclosing
+    rule, if the schema is a part of one. Raises OutOfBounds."""
     documents = _Documents(schema, size or RuleSize())
     documents.check_values()
     return documents.measured()
@@ -81,7 +81,7 @@ class _Documents:
         self._check_chains()
 
     def _resolved(self, reference: str) -> Any:
-        """What it leads to. Anchors and ids are not looked for: with them the whole document counts as one chain."""
+        """The target of a reference. Anchors and ids are not resolved; with them the whole document is one chain."""
         if reference in ("#", "#/"):
             return self._schema
         if not reference.startswith("#/") or "%" in reference:
@@ -183,7 +183,7 @@ class _Documents:
                 for number, item in enumerate(items if isinstance(items, list) else ())]
 
     def _own(self, node: Mapping[str, Any], place: str, known: Mapping[str, _Measures]) -> _Measures:
-        """What the schema says by itself, its alternatives and references apart."""
+        """The measures of a schema without its alternatives and references."""
         inner = {name: self._measure(item, f"{place}/properties/{escaped(name)}", known)
                  for name, item in _named(node, "properties").items()}
         for name, item in _named(node, "patternProperties").items():
@@ -255,14 +255,14 @@ def _list(node: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _num_values(value: Any, is_inside: bool = False) -> int:
-    """What lists and objects of a value that is written out hold, objects apart. Other values are one expression."""
+    """The number of values in the lists and objects of a literal; an object itself does not count, a scalar is one."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return sum(not isinstance(item, Mapping) and (is_inside or isinstance(item, list)) for item in items) + sum(
         _num_values(item, is_inside=True) for item in items if isinstance(item, (Mapping, list)))
 
 
 def _measure_depth(node: Any, depth: int, references: list[tuple[str, int]]) -> int:
-    """How deep it goes; `references` gets what it leads to."""
+    """The depth of a schema; its references are appended to `references`."""
     if not isinstance(node, Mapping):
         return depth
     if isinstance(node.get("$ref"), str):
@@ -366,7 +366,7 @@ def _types(node: Mapping[str, Any]) -> list[str]:
 
 
 def _value_text(node: Mapping[str, Any]) -> Text | None:
-    """Of a value that is written out; anything where nothing of the kind is said."""
+    """The text of a literal value (`const`, `enum`); any text if there is none."""
     values = [node["const"]] if "const" in node else node.get("enum")
     if not isinstance(values, list):
         return FREE

@@ -1,8 +1,8 @@
-"""What the grammar library may use: threads with a stack of a stated size, and what its parser may spend on a rule.
+"""Limits of the grammar library: threads with a stack of a given size, and the work of its parser on one rule.
 
-The grammar library recurses: how deep a rule may lead is a matter of the stack. What a process gives its threads, and
-its main thread most of all, depends on `ulimit -s`, so neither checks nor builds rely on it. Our own bounds
-(schema_bounds.py, lark_bounds.py) stand before the parser's; what gets past both fails its row by name. Knows no rule.
+The grammar library recurses, so the stack limits the depth of a rule. The default stack of a process depends on `ulimit
+-s`; neither checks nor builds rely on it. Our own bounds (schema_bounds.py, lark_bounds.py) come before the parser's
+limits. A rule beyond both fails its row by name. Knows no rule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def thread_stacks(num_bytes: int) -> Iterator[None]:
 
 
 def call_with_stack(num_bytes: int, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """What `function` returns or raises, called in another thread with a stack of `num_bytes`."""
+    """Call `function` in another thread with a stack of `num_bytes`, and return or raise its result."""
     threads = _threads(os.getpid(), num_bytes)
     with thread_stacks(num_bytes):  # one is started where all are busy, up to a few
         future = threads.submit(function, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a network must have to be run: three methods. Knows no layer; a plug-in's network fulfils it by having them."""
+"""The contract of a network: three methods. Knows no layer; a plug-in's network fulfils it by having them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """Norms of the hidden states, by the checkpoint's names."""
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
-    """Of these, and of the decoder's last one."""
+    """The class of these norms and of the decoder's final norm."""
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
 
@@ -75,7 +75,7 @@ class DecoderLayer(nn.Module):
         return self.behind_channel(self.mlp(x_TD)), residual_TD
 
     def behind_mixer(self, x_TD: Tensor) -> Tensor:
-        """What the sequence mixer gives, as it is added."""
+        """The output of the sequence mixer, as it is added to the residual."""
         return x_TD
 
     def behind_channel(self, x_TD: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
 def make_layer(config: ModelConfig, layer: LayerConfig, cache_layer: int, context: LayerContext, *,
                attention: MakeAttention, gated_delta: type[GatedDeltaNet] = GatedDeltaNet,
                layer_class: type[DecoderLayer] = DecoderLayer) -> DecoderLayer:
-    """What `layer` says, put together; `attention` and `gated_delta` make the mixer of its kind."""
+    """Build the layer that `layer` describes; `attention` and `gated_delta` make the mixer of its kind."""
     mixer = (attention(config, layer.mixer, cache_layer, context) if isinstance(layer.mixer, AttentionConfig)
              else gated_delta("linear_attn", config, layer.mixer, cache_layer, context))
     return layer_class(config, mixer, _channel_mixer(config, layer.channel, context), context)
@@ -150,8 +150,8 @@ class Decoder(nn.Module):
 
 
 def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext, *, place: str) -> nn.Module | None:
-    """What `compute_logits` calls: the output head, or a head that pools; None where hidden states are pooled as they
-    are. `place`: the decoder's name in the network."""
+    """The module that `compute_logits` calls: the LM head or a pooling head; None if hidden states are pooled directly.
+    `place`: the decoder's name in the network."""
     pooling = config.pooling
     if isinstance(pooling, ScorePooling):
         rows = f"{place}.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -195,7 +195,7 @@ class MTPHead(nn.Module):
 
 
 def draft_head(config: ModelConfig, context: LayerContext, layer: MakeLayer) -> MTPHead | None:
-    """What `draft` calls, where it is to be loaded. Its layer's keys and values lie behind those of the decoder's."""
+    """The MTP head that `draft` calls, if it is loaded. Its KV cache layer follows those of the decoder."""
     if config.mtp is None:
         return None
     made = layer(config, config.mtp, len(config.attention_layers) - 1, context)

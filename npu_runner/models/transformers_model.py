@@ -30,7 +30,7 @@ HARMLESS = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What one module of a network asks of attention."""
+    """The attention settings of one module of a network."""
 
     name: str
     """The module's, within the network."""
@@ -50,7 +50,7 @@ class CurrentStep:
 
 
 class AttentionPort(nn.Module):
-    """What stands in a module's place for the attention that it calls."""
+    """The replacement for the attention function that a module calls."""
 
     def __init__(self, index: int, call: AttentionCall, step: CurrentStep, context: LayerContext):
         super().__init__()
@@ -73,7 +73,7 @@ class AttentionPort(nn.Module):
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
            scaling: float | None = None, **more: Any) -> tuple[Tensor, None]:
-    """What transformers calls in the place of an attention function: the port that stands in `module`."""
+    """The attention function that transformers calls: it forwards to the port of `module`."""
     port: Any = module.attention_port
     return port(query, key, value, attention_mask, scaling, **more)
 

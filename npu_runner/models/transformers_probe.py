@@ -1,4 +1,4 @@
-"""What a network of transformers asks of attention, found by running it without weights. Imports nothing of it.
+"""Finds the attention settings of a transformers network by running it without weights. Does not import transformers.
 
 The network is on the meta device, where tensors have shapes and no values. A run costs no memory, so a model is refused
 before any is allocated.
@@ -21,7 +21,7 @@ from npu_runner.errors import ModelError
 from npu_runner.models.transformers_model import AttentionCall, base_of, check_call
 from npu_runner.platforms.transfers import HOST
 
-# A prime that is nobody's width: a tensor with this size in two dims is a mask, or a bias, over all pairs of tokens.
+# A prime that no width equals: a tensor with this size in two dims is a mask, or a bias, over all pairs of tokens.
 NUM_TOKENS = 1013
 # A convolution or a shift over tokens makes tensors that are a little longer or shorter.
 _NEAR = range(1, 9)
@@ -80,7 +80,7 @@ def observe(causal_lm: nn.Module) -> Observed:
 
 
 def claim_mask(*, mask_function: Callable[..., Tensor], config: Any = None, **sizes: Any) -> Tensor:
-    """What transformers calls for a mask: none is made, only what it would say is put down, for `Recorder` to read."""
+    """The mask function that transformers calls. It makes no mask and records its window for `Recorder`."""
     longest = min(getattr(config, "max_position_embeddings", None) or 1 << 17, _MOST_POSITIONS)
     claim: Any = torch.empty(1, 1, 1, 1, device="meta")
     claim.window = _window_of(mask_function, longest)

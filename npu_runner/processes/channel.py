@@ -71,7 +71,7 @@ class Channel:
         self.send_packed(pack(message))
 
     def send_packed(self, message: Packed) -> None:
-        """As `send`."""
+        """Send a packed message, as `send` does."""
         body, buffers = message
         lengths = b"".join(_LENGTH.pack(buffer.nbytes) for buffer in buffers)
         try:
@@ -123,7 +123,7 @@ class Channel:
             view = view[self._patiently(functools.partial(self._socket.send, view)) :]
 
     def _patiently(self, call: Callable[[], _Result]) -> _Result:
-        """What the call gives, once the other side is there for it."""
+        """The result of the call, repeated until the other side is ready."""
         watch = Stopwatch()
         while True:
             try:

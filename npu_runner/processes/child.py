@@ -1,5 +1,5 @@
-"""A child process, seen by its parent: running, stopped, or ended, and how. And what the child does before its work
-begins (`main`). Knows nothing of its work.
+"""A child process as its parent sees it: running, stopped or ended. Also the start of the child (`main`). Knows nothing
+of its work.
 
 One recipe for workers, ranks, replicas and probes. Nothing is imported from the working directory (commands.py). Ctrl-C
 in a terminal does not reach it. Its standard output is the parent's standard error unless a file is given. It has a
@@ -98,7 +98,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """See the function."""
+        """Whether the process is stopped (the function `is_stopped`)."""
         return is_stopped(self.pid)
 
     def is_stopped_for(self, seconds: float) -> bool:
@@ -123,7 +123,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, in words; `status` as `Child.exit_status` gives it."""
+    """The end of a process in words. `status`: as returned by `Child.exit_status`."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -139,9 +139,9 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def in_start_thread(start: Callable[[], Result], *, unclaimed: Callable[[Result], object]) -> Result:
-    """What `start` returns or raises, called in that thread with the CPU affinity of the caller's.
+    """Call `start` in that thread, with the CPU affinity of the calling thread, and return or raise its result.
 
-    Interrupted while it waits (Ctrl-C), it raises that, and `unclaimed` is given what is still started.
+    If the wait is interrupted (Ctrl-C), the interrupt is raised, and `unclaimed` receives what is started later.
     """
     cores = os.sched_getaffinity(0)
     future: Future[Result] = Future()
@@ -165,7 +165,7 @@ def in_start_thread(start: Callable[[], Result], *, unclaimed: Callable[[Result]
 
 
 def _queue() -> queue.SimpleQueue[Callable[[], None]]:
-    """Of the thread of this process; one that was forked has none yet."""
+    """The queue of this process's thread; a forked process starts without one."""
     global _of_process
     with _lock:
         if _of_process is None or _of_process[0] != os.getpid():

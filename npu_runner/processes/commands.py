@@ -1,7 +1,7 @@
-"""How this package starts Python again: nothing of the working directory is imported. Knows nothing of what runs there.
+"""Starts Python without importing from the working directory. Knows nothing of the program that runs.
 
-`python -m` puts the working directory first in sys.path, and an empty entry of PYTHONPATH means it too. Whoever may put
-a file there, say among images, would run code.
+`python -m` puts the working directory first in sys.path, and an empty entry of PYTHONPATH means the same. A file that
+someone puts there, for example among images, would then run.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def _relative_entries() -> Iterator[str]:
 
 
 def _package_folders() -> list[str]:
-    """Where npu_runner lies."""
+    """The folders that contain npu_runner."""
     return [str(Path(__file__).resolve().parents[2])]

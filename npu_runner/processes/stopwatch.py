@@ -12,7 +12,7 @@ LOOK_SECONDS = 0.5
 """Longest single wait of a process that waits with a limit."""
 # Between two looks no more than this counts. A process that runs looks in time, or is late by its own doing.
 _MOST_SECONDS_A_LOOK = 2.0
-# So much is left after a suspension: those that are watched may be continued later than the one that watches them.
+# Seconds that remain after a suspension, because the watched processes may be continued later than the watching one.
 _GRACE_SECONDS = 5.0
 
 
@@ -35,5 +35,5 @@ class Stopwatch:
         return self._seconds > limit_seconds
 
     def look_seconds(self, limit_seconds: float) -> float:
-        """How long to wait at most before the next look."""
+        """The longest wait before the next check, in seconds."""
         return max(0.0, min(limit_seconds - self._seconds, LOOK_SECONDS))

@@ -1,2 +1,2 @@
-"""How files store quantised weights: one module a format. Each says which float tensors a checkpoint stands for, and
-what each is made of."""
+"""Formats of quantised weights, one module each. A format tells which float tensors a checkpoint represents, and from
+which stored tensors each is computed."""

@@ -46,7 +46,7 @@ _INPUTS_OF = {"W8A8": _BY_TOKEN, "INT8": _BY_TOKEN, "FP8": _FLOAT8_INPUTS, "FP8_
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheme:
-    """How the weights of one group of config.json are stored."""
+    """The storage of the weights of one config group."""
 
     targets: tuple[str, ...]
     bits: int
@@ -59,7 +59,7 @@ class _Scheme:
     """The columns of a group may be scattered (actorder group)."""
     packed: bool
     inputs: Int8Inputs | str | None
-    """As of QuantisedMatrix."""
+    """See QuantisedMatrix."""
     has_static_inputs: bool
     """The file has one scale of inputs for each weight of int8, and where they are not symmetric a zero point."""
 
@@ -124,7 +124,7 @@ def _scheme(name: str, group: Any, overall: str | None) -> _Scheme:
 
 
 def _inputs(given: Any, strategy: str, block: tuple[int, int], *, bits: int, is_float: bool) -> Int8Inputs | str | None:
-    """How inputs are rounded for products, as of QuantisedMatrix."""
+    """The rounding of GEMM inputs, as in QuantisedMatrix."""
     by_row = strategy in ("tensor", "channel")
     if is_float and _is_fp8(given):
         return "fp8" if by_row else "fp8_blocks" if block == (128, 128) else None
@@ -212,7 +212,7 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
 
 
 def _static_inputs(contents: Contents, module: str) -> Int8Inputs | None:
-    """None: a problem."""
+    """None after a problem was added."""
     scale, zero = f"{module}.input_scale", f"{module}.input_zero_point"
     has_zero = contents.has(zero)
     if not contents.take(scale, FLOATS, [1], []):

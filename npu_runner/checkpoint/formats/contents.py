@@ -1,7 +1,6 @@
-"""What a format finds in a checkpoint: float tensors, what they are made of, and all that does not fit. Knows no
-format.
+"""The findings of a format in a checkpoint: float tensors, the stored tensors of each, and problems. Knows no format.
 
-Headers and a few small tensors are looked at; weights are not.
+It reads headers and a few small tensors, never weights.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Contents:
     taken: set[str] = field(default_factory=set)
     """Stored tensors that these are made of, and what belongs to them."""
     unused: Counter[str] = field(default_factory=Counter)
-    """What else is taken and nothing is computed from, counted by what it is."""
+    """Counts of other tensors that belong to the format but are not used, by kind."""
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class Contents:
         return False
 
     def groups(self, module: str, num_inputs: int, group_size: int) -> int | None:
-        """How many groups of inputs there are; None where the size does not divide. -1: one."""
+        """The number of input groups; None if the size does not divide. A group size of -1 means one group."""
         if group_size in (-1, 0):
             return 1
         if group_size < 0 or num_inputs % group_size:
@@ -92,12 +91,12 @@ class Contents:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all that is taken."""
+        """Bytes of all stored tensors of the format."""
         return sum(math.prod(self.reader.shape(name)) * _SIZES.get(self.reader.dtype(name), 1) for name in self.taken)
 
     @property
     def num_elements(self) -> int:
-        """Of all float tensors that are computed."""
+        """Elements of all float tensors that are computed."""
         return sum(math.prod(tensor.shape) for tensor in self.made.values())
 
     def describe(self) -> str:

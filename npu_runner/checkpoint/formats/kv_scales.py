@@ -46,7 +46,7 @@ def take_kv_scales(contents: Contents) -> Mapping[str, KVScales]:
 
 
 def read_kv_scales(reader: CheckpointReader, names: KVScales) -> tuple[float, float]:
-    """Of keys, of values. Raises WeightsError for what is no such scale."""
+    """The scale of keys and the scale of values. Raises WeightsError for an invalid scale."""
     keys, values = (_scale(reader, name) for name in names)
     return keys, values
 

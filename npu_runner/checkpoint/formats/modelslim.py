@@ -143,7 +143,7 @@ def _grid(contents: Contents, name: str, shape: tuple[int, int], num_inputs: int
 
 
 def _shape(contents: Contents, module: str, dtypes: tuple[str, ...] = ("I8",)) -> tuple[int, int] | None:
-    """Of the stored weight."""
+    """The shape of the stored weight."""
     name = f"{module}.weight"
     if not contents.take(name, dtypes):
         return None

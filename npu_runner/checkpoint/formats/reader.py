@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _MODULES: Mapping[str, str] = {AWQ: "awq", COMPRESSED_TENSORS: "compressed_tensors", FP8: "fp8", GPTQ: "gptq",
                                MODELSLIM: "modelslim"}
 _ELEMENTS_AT_ONCE = 4 << 20
-"""Of one tensor, in float32: what loading takes beside the weights."""
+"""Elements of one tensor that are dequantised at once, in float32; loading takes this much beside the weights."""
 
 
 def open_weights(path: Path, quantization: Quantization | None,
@@ -181,7 +181,7 @@ class DequantisingReader(WeightsReader):
 
     @property
     def forms(self) -> str:
-        """How many weights are stored in which form."""
+        """The number of weights by their stored form."""
         return self._contents.describe()
 
     def describe(self, dtype: torch.dtype, multiplied: Collection[str] = (), *, uses_kv_scales: bool = False) -> str:

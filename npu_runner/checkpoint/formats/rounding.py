@@ -31,8 +31,8 @@ BLOCK = 128
 
 
 class Target(NamedTuple):
-    """What rows, or blocks, become: weight / scale to the nearest, ties to even, with the scale max|weight| /
-    `largest`. Of e4m3 see arXiv 2209.05433."""
+    """The target of rounding rows or blocks: weight / scale to the nearest, ties to even, with the scale max|weight| /
+    `largest`. arXiv 2209.05433 defines e4m3."""
 
     name: str
     """As `quantization` and the start line call it."""
@@ -105,7 +105,7 @@ class RoundingReader(WeightsReader):
 
     def _multiplied_out(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,
                         ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Of a matrix, float32."""
+        """The dequantised matrix, float32."""
         if split_member(name)[0] in self._in_blocks:
             values_RK, scales_AB = self._blocks(name)
             whole_RK = values_RK.float() * scales_AB.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

@@ -23,7 +23,7 @@ from npu_runner.errors import WeightsError
 
 Span = tuple[int, int]
 NORM_SHIFT = ".shift"
-"""How a made tensor's name ends that is added behind a norm."""
+"""Suffix of a computed tensor that is added after a norm."""
 _MOST_OFFSET = 256  # up to this bfloat16 has all whole numbers
 
 

@@ -1,1 +1,1 @@
-"""What a decoder layer is put together from: sequence mixers, which mix tokens, and channel mixers, which do not."""
+"""Parts of a decoder layer: sequence mixers, which mix tokens, and channel mixers, which do not."""

@@ -39,7 +39,7 @@ class DecoderAttention(nn.Module):
 
     @staticmethod
     def parts(config: ModelConfig, context: LayerContext) -> list[OutputPart]:
-        """What this rank has of queries, keys and values."""
+        """This rank's parts of queries, keys and values."""
         return qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, context)
 
     def forward(self, x_TD: Tensor | RoundedRows, cos_TR: Tensor, sin_TR: Tensor,

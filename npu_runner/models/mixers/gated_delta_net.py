@@ -45,7 +45,7 @@ class GatedDeltaNet(nn.Module):
 
     @staticmethod
     def parts(heads: _Heads) -> Iterator[OutputPart]:
-        """What this rank has of the checkpoint's products."""
+        """This rank's parts of the checkpoint's input projections."""
         return heads.separate()
 
     def weights_are_loaded(self) -> None:

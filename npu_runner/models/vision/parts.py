@@ -1,5 +1,5 @@
-"""What vision towers are put together from: patch embedding, attention within images, MLPs, a merger, and where patches
-stand. Knows no tower.
+"""Parts of vision towers: patch embedding, attention within images, MLPs, a merger, and positions of patches. Knows no
+tower.
 
 P patches of all images, M = P / merge^2 image tokens, X values of a patch (row, column, frame of a video, channel), C
 hidden size, N heads, H head dim, Q = H / 4 frequencies of an axis, D hidden size of the decoder.
@@ -175,7 +175,7 @@ class TowerBlock(nn.Module):
 
     def forward(self, x_PC: Tensor, update_PC: Tensor | None, cos_PH: Tensor, sin_PH: Tensor,
                 plan: Any) -> tuple[Tensor, Tensor]:
-        """What comes in is x + update, what goes out likewise (x, update)."""
+        """The input is x + update; the result is (x, update) for the next block."""
         if update_PC is None:
             normed_PC = self.norm1(x_PC)
         else:

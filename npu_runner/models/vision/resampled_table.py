@@ -24,8 +24,8 @@ from npu_runner.models.vision.parts import block_order, cached_by_size
 _CUBIC = -0.75
 
 AxisTaps: TypeAlias = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
-"""Of (size, side): for each of `size` patches along an axis K places of a table of that side, int64 and within it, and
-their weights, float32."""
+"""Maps (size, side) to the K positions in a table of `side` rows and their weights for each of `size` patches along an
+axis: (size, K) int64, within the table, and (size, K) float32."""
 
 
 class ResampledTable(nn.Module):
@@ -44,8 +44,8 @@ class ResampledTable(nn.Module):
         return x_PC + reduce(torch.add, sums).to(x_PC.dtype)
 
     def places(self, grids: Sequence[tuple[int, int]], merge: int) -> list[np.ndarray]:
-        """What `forward` takes for images of these (height, width) in patches, each in merge-block order: rows of the
-        table (G, P, 4) int32 and their weights (G, P, 4) float32."""
+        """The arguments of `forward` for images of these (height, width) in patches, each in merge-block order: rows of
+        the table (G, P, 4) int32 and their weights (G, P, 4) float32."""
         columns = zip(*(_table_taps(*grid, merge, self.side, self.axis_taps) for grid in grids), strict=True)
         return [np.concatenate(column, axis=1) for column in columns]
 

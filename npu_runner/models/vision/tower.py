@@ -1,4 +1,4 @@
-"""What vision towers have in common as a whole: patches embedded, blocks, a merger. Knows no family and no text.
+"""The common structure of vision towers: patch embedding, blocks, a merger. Knows no family and no text.
 
 P patches of all images, H head dim, Q = H / 4 frequencies of an axis.
 """
@@ -36,7 +36,7 @@ class Tower(nn.Module):
 
     @property
     def learned_grid(self) -> ResampledTable | None:
-        """What is added to embedded patches."""
+        """The table that is added to embedded patches."""
         return None
 
     def rotation(self, places_P2: Tensor, cos_SQ: Tensor, sin_SQ: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class Tower(nn.Module):
 
     def through_blocks(self, x_PC: Tensor, grids: Sequence[tuple[int, int]], places_P2: Tensor, cos_SQ: Tensor,
                        sin_SQ: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last block leaves, x and update, where all of them attend within whole images. Callers keep no
+        """Run all blocks with attention within whole images. Returns x and update of the last one. Callers keep no
         reference to `x_PC`, which would hold its memory."""
         cos_PH, sin_PH = self.rotation(places_P2, cos_SQ, sin_SQ)
         plan, update_PC = self.whole_images(grids, x_PC.device), None
