@@ -1,5 +1,5 @@
-"""What a model can do: the settings that are known before its weights load, then the blocks of its cache, the size of a
-step, and the prompts that it takes. Knows nothing of callers or of what runs.
+"""Bounds of a model: the settings that are known before its weights load, then the blocks of its cache, the size of a
+step, and the prompts that it accepts. Knows nothing of callers or of running requests.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool,
 
 
 def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
-    """What a step may have, as memory allows it."""
+    """The limits of a step, as memory allows them."""
     return SchedulerLimits(
         max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
         max_image_tokens=info.max_image_tokens, uses_mrope=info.uses_mrope,
@@ -85,7 +85,7 @@ def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
 
 
 def warn_of_what_is_not_done(model_config: ModelConfig) -> None:
-    """What the checkpoint's own files ask for beside the model."""
+    """Warn of settings in the checkpoint's files that have no effect here."""
     pooling = model_config.pooling
     if isinstance(pooling, VectorPooling) and pooling.default_prompt is not None:
         logger.warning("the checkpoint's config_sentence_transformers.json puts its prompt %r before every text, which "

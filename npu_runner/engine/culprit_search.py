@@ -57,7 +57,7 @@ class CulpritSearch:
         return self._split(failed)
 
     def step_ended(self) -> None:
-        """One got through."""
+        """Record that a step has succeeded."""
         if self._go_on():
             self._lower_limits()
 
@@ -122,5 +122,5 @@ def _group(sequences: SequenceOf[Sequence]) -> _Group:
 
 
 def _remaining(group: _Group) -> _Group:
-    """Those that are not through."""
+    """The requests of a group that have not finished."""
     return {key: (seq, num) for key, (seq, num) in group.items() if not seq.is_finished and seq.num_tokens <= num}

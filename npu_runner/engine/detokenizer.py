@@ -74,7 +74,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """What is settled so far: no part of a character, nothing that may turn out to begin a stop string."""
+        """The final text so far: without a partial character, and without a possible start of a stop string."""
         if self._final is not None:
             return self._final
         while self._num_read < len(self._ids):
@@ -154,7 +154,7 @@ class _SettledText:
         self._window.append(token_id)
 
     def decode_held(self) -> str:
-        """What the tokens behind the settled text decode to as of now."""
+        """The current text of the tokens after the final text."""
         return self._decode(self._window)[self._num_given:]
 
     def settle(self, token_id: int) -> str:
@@ -245,7 +245,7 @@ class _ByteRun:
 
 
 class StopSearch:
-    """How far one text has come in its stop strings."""
+    """The search for stop strings in one growing text."""
 
     def __init__(self, stops: Sequence[str]):
         self._root = _root(tuple(stops))

@@ -139,7 +139,7 @@ class Generation:
         return _REPETITION if is_repetition and num_tokens >= params.min_tokens else None
 
     def put_states(self, place: int, states_LD: np.ndarray) -> None:
-        """Those of the prompt's tokens from `place` on, in order. A prompt that begins anew brings them again."""
+        """Store the hidden states of the prompt's tokens from `place` on. A restarted prompt stores them again."""
         if self.pooled is None:
             self.pooled = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
         self.pooled[place : place + len(states_LD)] = states_LD
@@ -181,7 +181,7 @@ class PlainRows:
         self._ends = {NO_TOKEN, ALL_BANNED}
 
     def note(self, slot: int, generation: Generation) -> None:
-        """What will be booked for this slot next, until its next prompt, is `generation`'s."""
+        """Record that results of this slot belong to `generation`, until its next prompt."""
         self._is_watched_S[slot] = generation.is_watched
         self._num_left_S[slot] = generation.num_left
         self._ends |= generation.end_tokens
@@ -242,7 +242,7 @@ class LogprobsRecord:
 
 
 class PromptLogprobsRecord:
-    """Those of the tokens of a prompt but its first, with `num_top` most probable ones beside each."""
+    """Log probabilities of a prompt's tokens except the first, each with the `num_top` most probable tokens."""
 
     def __init__(self, token_ids: SequenceOf[int], num_top: int):
         self._token_ids = token_ids
@@ -255,12 +255,12 @@ class PromptLogprobsRecord:
         return self._num_known == len(self._records)
 
     def put(self, place: int, records: np.ndarray) -> None:
-        """Those of the tokens from `place` on. A prompt that begins anew brings them again, from its start."""
+        """Store the records of the tokens from `place` on. A restarted prompt stores them again."""
         self._records[place - 1 : place - 1 + len(records)] = records
         self._num_known = place - 1 + len(records)
 
     def finish(self, describe: Describe) -> PromptLogprobs:
-        """All of it."""
+        """All log probabilities of the prompt."""
         return PromptLogprobs(self._token_ids, _compact(self._token_ids[1:], self._records, describe))
 
 
@@ -282,7 +282,7 @@ class UnfinishedRequest:
     prompts: SequenceOf[PromptInputs]
     generations: list[Generation] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    """Of its first prefill: a preempted one finds its own blocks."""
+    """Cached tokens of its first prefill, because a preempted request finds its own blocks."""
     prompt_logprobs: PromptLogprobsRecord | None = None
     arrival_time: float = field(default_factory=time.time)
     queued_ts: float = field(default_factory=time.monotonic)
@@ -293,7 +293,7 @@ class UnfinishedRequest:
         self.first_token_ts = self.first_token_ts or time.monotonic()
 
     def output(self, completions: list[CompletionOutput], describe: Describe) -> RequestOutput:
-        """What it gives back. Of several prompts there is neither text nor a list of ids."""
+        """The result of the request. With several prompts it has neither a prompt text nor a list of ids."""
         only = self.prompts[0] if len(self.prompts) == 1 else None
         metrics = RequestMetrics(
             arrival_time=self.arrival_time, queued_ts=self.queued_ts, first_token_ts=self.first_token_ts,

@@ -237,12 +237,12 @@ class LLMEngine:
         self._count(batch.is_prefill, num_tokens)
 
     def _drain(self) -> None:
-        """Nobody waits any more: what is under way brings what is dropped."""
+        """Collect the steps in flight and drop their results."""
         while self._under_way:
             self._collect()
 
     def _book(self, batch: ScheduledBatch, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
-        """What a step brings to those that still wait for it; in short, since it is done for every generated token."""
+        """Book the results of a step. It is short, because it runs for every generated token."""
         if output.pooled is not None:
             self._book_pooled(sequences, output, output.pooled)
             return

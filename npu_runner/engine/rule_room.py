@@ -73,7 +73,7 @@ class RuleRoom:
                 del self._building[_grammar_of(sequence)]
 
     def to_ask(self) -> list[Rule]:
-        """What is to be built next, asked for with this: no more than fits beside what waits for its sequence."""
+        """The rules to build next, which count as requested; bounded by the rules that wait for their sequence."""
         asked = [rule for rule in self._building.values() if rule.is_asked]
         if len(asked) == len(self._building):
             return []
@@ -96,7 +96,7 @@ class RuleRoom:
             rule.is_asked = False
 
     def note(self, answers: Mapping[int, RequestError | None]) -> None:
-        """What has become of rules, by number: None where it is built. Others are of a time before `reset`."""
+        """Record the results of builds by number: None for a built rule. Unknown numbers are from before a `reset`."""
         for grammar, rule in list(self._building.items()) if answers else ():
             if rule.number not in answers:
                 continue
@@ -112,12 +112,12 @@ class RuleRoom:
                 self._built.popitem(last=False)
 
     def take_ready(self) -> list[Sequence]:
-        """Those that may be queued now, in the order in which they came."""
+        """The sequences that may be queued now, in the order of their arrival."""
         ready, self._ready = self._ready, []
         return sorted(ready, key=lambda seq: seq.arrival)
 
     def take_failed(self) -> list[tuple[Sequence, RequestError]]:
-        """Those whose rule cannot be built, and why."""
+        """The sequences whose rule cannot be built, with the error."""
         failed, self._failed = self._failed, []
         return failed
 

@@ -1,1 +1,1 @@
-"""What a request is, and what comes back for it: plain data that crosses processes. Needs numpy, nothing else."""
+"""Requests and their results: plain data that crosses processes. Needs numpy, nothing else."""

@@ -49,7 +49,7 @@ class PositionLogprobs(dict[int, Logprob]):
 
     @property
     def token(self) -> Logprob:
-        """Of a prompt: the token that stands there."""
+        """The prompt's own token at this position."""
         return self.sampled
 
     @property

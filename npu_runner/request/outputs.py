@@ -1,4 +1,4 @@
-"""What a finished or running request gives back. Plain data, shared by the engine, the Python API and the batch job."""
+"""Results of finished and running requests. Plain data, shared by the engine, the Python API and the batch job."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RequestMetrics:
     last_token_ts: float
     """Its last completion had ended."""
     num_generation_tokens: int
-    """Of all its completions together."""
+    """Generated tokens of all completions together."""
 
     @property
     def first_token_latency(self) -> float:
@@ -107,7 +107,7 @@ class RequestOutput:
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)
     num_prompt_tokens: int = 0
-    """Of all its prompts together."""
+    """Tokens of all prompts together."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -116,7 +116,8 @@ class RequestOutput:
     """The text of the prompt: as given, or of a conversation as the chat template wrote it. None: it came as token ids,
     or could not be served, or had several prompts."""
     prompt_token_ids: list[int] | None = None
-    """What the model read, an image as often as it has tokens. None: it could not be served, or had several prompts."""
+    """The tokens that the model read; an image repeats its token for each embedding. None for a request that failed or
+    that had several prompts."""
     metrics: RequestMetrics | None = field(default=None, compare=False)
     """None: it never reached the engine."""
 
@@ -127,7 +128,7 @@ class RequestOutput:
 
     @classmethod
     def failed(cls, request_id: str, error: RequestError) -> RequestOutput:
-        """What stands in the place of an answer to a request that could not be served."""
+        """The result of a request that could not be served."""
         return cls(request_id, [CompletionOutput(index=0, text="", token_ids=[], finish_reason="error",
                                                  error=error.message, error_code=error.code)])
 
@@ -184,13 +185,13 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """The length of the vector."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True, repr=False)
 class PooledRequestOutput(Generic[_T]):
-    """What was asked for of one prompt, under vLLM's names. `outputs` is None where there is an `error`."""
+    """The pooled result of one prompt, under vLLM's names. `outputs` is None if there is an `error`."""
 
     request_id: str
     outputs: _T | None
@@ -216,7 +217,7 @@ class PooledRequestOutput(Generic[_T]):
 
     @classmethod
     def of_values(cls, output: RequestOutput, made: Callable[[np.ndarray], _T]) -> Self:
-        """Of a request for one prompt; `made` makes its `outputs` of the float32 values."""
+        """The result of a request with one prompt; `made` turns the float32 values into `outputs`."""
         (found,) = output.completions
         outputs = None if found.pooled is None else made(found.pooled)
         return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, found.error,
@@ -235,7 +236,7 @@ class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """Of a request for one vector."""
+        """The result of a request for one vector."""
         return cls.of_values(output, EmbeddingOutput)
 
     @property
@@ -265,7 +266,7 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
 
     @classmethod
     def of(cls, output: RequestOutput, *, is_raw: bool) -> ScoringRequestOutput:
-        """Of a request for one score."""
+        """The result of a request for one score."""
         return cls.of_values(output, lambda pooled: ScoringOutput(score_of(float(pooled[0]), is_raw=is_raw)))
 
     @property
@@ -290,7 +291,7 @@ class StepSeconds:
 
 @dataclass
 class RunnerCounters(StepSeconds):
-    """What rank 0 has counted since start-up."""
+    """Counters of rank 0 since its start."""
 
     vision_cache_hits: int = 0
     vision_cache_misses: int = 0
@@ -318,7 +319,7 @@ class DraftCounters:
     """... and by the model's own head for multi-token prediction."""
     num_mtp_accepted: int = 0
     suffix_cache_bytes: int = 0
-    """What these answers take of the host's memory, full or not."""
+    """Host memory that is reserved for these answers, in bytes."""
 
     @property
     def num_draft_tokens(self) -> int:

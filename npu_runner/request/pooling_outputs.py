@@ -1,4 +1,4 @@
-"""What `LLM.encode` and `LLM.classify` give back, under vLLM's names. Plain data: knows nothing of models.
+"""Results of `LLM.encode` and `LLM.classify`, under vLLM's names. Plain data: knows nothing of models.
 
 T tokens of a prompt, D hidden size, W classes.
 """
@@ -48,7 +48,7 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
 
     @classmethod
     def of(cls, output: RequestOutput, classes: Classes | None = None, *, is_raw: bool = False) -> PoolingRequestOutput:
-        """Of a request for one prompt, which was for `classes` if there are any; with `is_raw` for their logits."""
+        """The result of a request with one prompt. `classes`: the model's, for a classifier; `is_raw` keeps logits."""
         if classes is None or is_raw:
             return cls.of_values(output, PoolingOutput)
         return cls.of_values(output, lambda logits_W: PoolingOutput(classes.probabilities(logits_W)))
@@ -65,7 +65,7 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
 
     @classmethod
     def of(cls, output: RequestOutput, classes: Classes, *, is_raw: bool = False) -> ClassificationRequestOutput:
-        """Of a request for one prompt; with `is_raw` its `probs` are logits."""
+        """The result of a request with one prompt; with `is_raw`, its `probs` are logits."""
         return cls.of_values(output, lambda logits_W: ClassificationOutput.of(logits_W, classes, is_raw=is_raw))
 
     @property

@@ -1,5 +1,5 @@
-"""What a caller asks of one request for a vector, a score or classes, and the classes that a model tells apart. Knows
-nothing of tensors, tokenizers or models.
+"""Parameters of a request for a vector, a score or classes, and the classes of a classifier. Knows nothing of tensors,
+tokenizers or models.
 
 W classes.
 """
@@ -30,12 +30,12 @@ class PoolingParams:
     """Room behind the prompt: the scheduler plans what is pooled as it does a prompt's first token."""
 
     dimensions: int | None = None
-    """Keep the first so many numbers of the vector, cut before it is normalised (arXiv 2205.13147); None: all."""
+    """Keep this many first numbers of the vector, before it is normalised (arXiv 2205.13147); None keeps all."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt; -1: as many as the model takes. Of a query and a document the
-    end of the document is left out. A prompt with images is not cut but refused."""
+    """Keep this many last tokens of a longer prompt; -1 keeps as many as the model accepts. For a query and a document,
+    the end of the document is cut. A prompt with images is refused instead."""
     use_activation: bool | None = None
-    """Of a score: False gives the difference of the two logits instead of its sigmoid. Of classes: False gives the
+    """For a score, False returns the difference of the two logits instead of its sigmoid. For classes, False returns
     logits instead of probabilities. None is True."""
 
     task: str | None = None
@@ -103,5 +103,5 @@ class Classes:
         return x_W.astype(np.float32)
 
     def label(self, logits_W: np.ndarray) -> str:
-        """Of the likeliest class."""
+        """The label of the most probable class."""
         return self.labels[int(logits_W.argmax())]

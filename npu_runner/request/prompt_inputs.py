@@ -1,4 +1,4 @@
-"""What a prompt is once it is ready for the engine. Crosses process borders; knows nothing of torch or models."""
+"""A prompt that is ready for the engine. Crosses process borders; knows nothing of torch or models."""
 
 from __future__ import annotations
 

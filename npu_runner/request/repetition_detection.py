@@ -29,7 +29,7 @@ class RepetitionDetectionParams:
     min_pattern_size: int = 0
     """Fewest tokens of a pattern; 0 means 1."""
     min_count: int = 0
-    """How often the pattern stands there; 2 or more."""
+    """The number of copies of the pattern that ends the answer; 2 or more."""
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):

@@ -1,4 +1,4 @@
-"""What a caller asks of one request's decoding. Knows nothing of tensors, tokenizers or models."""
+"""Sampling parameters of a request. Knows nothing of tensors, tokenizers or models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
-"""Of a raw prompt where nobody says any: OpenAI's and vLLM's, for /v1/completions and `LLM.generate` alone."""
+"""The default of OpenAI and vLLM for a raw prompt, in /v1/completions and `LLM.generate` only."""
 
 _NOT_SERVED = {
     "best_of": "n answers are generated; choose among them by cumulative_logprob",
@@ -83,22 +83,22 @@ class SamplingParams:
     detokenize: bool = True
     """False: tokens are not made text, which is empty then. Stop strings need it."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt; -1: as many as leave room for max_tokens. A prompt with images
-    is not cut but refused."""
+    """Keep this many last tokens of a longer prompt; -1 keeps as many as leave room for max_tokens. A prompt with
+    images is refused instead."""
     logprobs: int | None = None
     """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    """What the answer must be: JSON that fits a schema, a regular expression, one of some texts, a grammar. It ends
-    with it; behind the reasoning, where the model thinks."""
+    """The rule for the answer: a JSON schema, a regular expression, a choice of texts or a grammar. It applies after
+    the reasoning, if there is any."""
     max_thinking_tokens: int | None = None
-    """In a chat: when the model has thought for so many tokens, its end-of-thinking token comes next. 0: at once."""
+    """In a chat, the end-of-thinking token is forced after this many tokens of reasoning; 0 forces it at once."""
     repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
     """End an answer whose last tokens are one pattern over and over. Its finish_reason is `length`, its stop_reason
     `repetition_detected`. `max_pattern_size` 0 looks for nothing."""
     no_repeat_ngram_size: int = 0
     """The answer repeats no sequence of N tokens that it has already. The prompt does not count. 0: it may."""
     no_repeat_ngram_window: int | None = None
-    """Only so many last tokens of the answer count. None: as many as the limit allows."""
+    """Only this many last tokens of the answer count. None means the limit."""
     no_repeat_ngram_exempt_ids: Sequence[int] = ()
     """Tokens that may come nevertheless."""
     prompt_logprobs: int | None = None

@@ -1,7 +1,7 @@
-"""How tokens are proposed ahead of a step: `speculative_config`, under vLLM's names. Knows no model, no step.
+"""Settings of speculative decoding: `speculative_config`, under vLLM's names. Knows no model and no step.
 
-A step draws the token of each proposed place as it would have without the proposal. A proposal that is another token
-ends there, so no value here changes an answer.
+A step samples the token of each drafted position as it would without the draft, and rejects a draft that differs. So no
+value here changes an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_SUFFIX = ("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requ
 _OF_ALL = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 _FIELDS = {FORCED: _OF_ALL, NGRAM: (*_OF_ALL, *_OF_NGRAM), SUFFIX: (*_OF_ALL, *_OF_SUFFIX), MTP: _OF_ALL}
 MOST_TOKENS = 32
-"""Of one row's drafts, as in vLLM."""
+"""The most drafts of one row, as in vLLM."""
 _MOST_OF_HEAD = 3
 """A head is trained for the token after next; its own states, from which it drafts on, tell it ever less."""
 _MOST_LOOKED_UP = 64
@@ -43,7 +43,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 0
     prompt_lookup_min: int = 0
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
-    """(from, to, tokens): so many drafts a row in steps of from to to rows. Other steps have num_speculative_tokens."""
+    """(from, to, tokens): drafts per row in steps of `from` to `to` rows. Other steps have num_speculative_tokens."""
     suffix_decoding_max_tree_depth: int = 0
     suffix_decoding_max_cached_requests: int = 0
     suffix_decoding_max_spec_factor: float = 0.0
@@ -80,26 +80,26 @@ class SpeculativeConfig:
         return self.num_speculative_tokens
 
     def most_tokens(self, most_rows: int) -> int:
-        """Of a step of up to `most_rows` rows, drafts included."""
+        """The most tokens of a step of up to `most_rows` rows, drafts included."""
         return max(num_rows * (1 + self.most_drafts(num_rows)) for num_rows in range(1, most_rows + 1))
 
     def most_drafts_of_step(self, most_rows: int) -> int:
-        """Of all rows of a step of up to `most_rows`, together."""
+        """The most drafts of a step of up to `most_rows` rows, for all rows together."""
         return max(num_rows * self.most_drafts(num_rows) for num_rows in range(1, most_rows + 1))
 
     def rows_for(self, num_tokens: int, most_rows: int) -> int | None:
-        """The fewest rows, up to `most_rows`, of a step with drafts that has so many tokens; None: no step has."""
+        """The fewest rows, up to `most_rows`, of a step with drafts and `num_tokens` tokens; None if there is none."""
         return next((num_rows for num_rows in range(1, min(most_rows, num_tokens - 1) + 1)
                      if self.most_drafts(num_rows) and num_rows * (1 + self.most_drafts(num_rows)) >= num_tokens), None)
 
     def to_json(self) -> dict[str, Any]:
-        """What `of` makes the same of, without what is not there."""
+        """The settings as `of` reads them, without fields that are unset."""
         values = {name: getattr(self, name) for name in _FIELDS[self.method]}
         by_size = [list(entry) for entry in values.pop("num_speculative_tokens_per_batch_size")]
         return values | ({"num_speculative_tokens_per_batch_size": by_size} if by_size else {})
 
     def describe(self) -> str:
-        """For manifests."""
+        """The settings in one line, for manifests."""
         return json.dumps(self.to_json(), sort_keys=True)
 
 
@@ -138,8 +138,8 @@ def _by_batch_size(given: Mapping[str, Any], most: int) -> tuple[tuple[int, int,
     entries = given.get(name)
     if entries is None:
         return ()
-    problem = ConfigError(f"{NAME}.{name}: {shown(entries)} is no list like [[1, 8, 4], [9, 64, 0]]: from so many rows "
-                          f"to so many, drafts a row, 0 to num_speculative_tokens {most}; sizes rise")
+    problem = ConfigError(f"{NAME}.{name}: {shown(entries)} is no list like [[1, 8, 4], [9, 64, 0]]: first and last "
+                          f"number of rows, and drafts per row, 0 to num_speculative_tokens {most}; sizes rise")
     if not isinstance(entries, (list, tuple)):
         raise problem
     found, before = [], 0

@@ -1,4 +1,4 @@
-"""What an answer must be: vLLM's StructuredOutputsParams, checked for sizes. Knows no grammar compiler, no tokens."""
+"""The rule for an answer: vLLM's StructuredOutputsParams, checked for sizes. Knows no grammar compiler, no tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "structured_outputs"
 _CODE = "invalid_structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 JSON_KINDS = ("json", "json_object")
-"""Those whose answer is JSON."""
+"""The kinds of rules whose answer is JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     """A regular expression for the white space between JSON's tokens, in the place of ours."""
     origin: str = NAME
-    """What a message calls it: the field of a row, or the option, that it came from."""
+    """The field or option that it came from, for messages."""
     compiled: str = dataclasses.field(default="", repr=False)
     """The same for the matcher, checked: `ChatProcessor.resolve_params` makes it."""
     forced_tokens: int = dataclasses.field(default=0, repr=False)
-    """What it forces in one piece takes so many tokens at most, as far as that is seen; set with `compiled`."""
+    """An upper bound of the tokens that it forces in one piece; set with `compiled`."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False) or

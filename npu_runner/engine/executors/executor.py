@@ -17,7 +17,7 @@ CLOSED = "the model was closed: by close(), at the end of a with block, or by an
 
 
 def silent(phase: str) -> None:
-    """The progress that nobody watches."""
+    """A progress callback that does nothing."""
 
 
 class Executor(ABC):

@@ -1,8 +1,8 @@
-"""What travels between the engine and one rank, made so that an interrupt between any two lines loses nothing.
+"""The channel between the engine and one rank. An interrupt between any two lines loses nothing.
 
-Calls and replies lie in shared memory without a name (memfds), so no process leaves anything behind. Sockets carry
-small records that say which call they are about. A record is read first, and removed only after it has been booked. A
-call that is sent twice runs once. So an interrupted step can be repeated. Knows nothing of what a call does.
+Calls and replies lie in unnamed shared memory (memfds), so no process leaves anything behind. Sockets carry small
+records that name their call. A record is read first and removed only after it has been booked. A call that is sent
+twice runs once, so an interrupted step can be repeated. Knows nothing of the calls' work.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Payloads:
 
 
 class PhaseBoard:
-    """What each rank says it is doing, for the engine's messages. Of fixed size, so it is mapped only once."""
+    """The current phase of each rank, for the engine's messages. Its size is fixed, so it is mapped only once."""
 
     def __init__(self, fd: int):
         self.fd = fd

@@ -95,7 +95,7 @@ class SharedMemoryExecutor(Executor):
         return self._counters  # they came with the last step's result: asking again would cost every rank a call
 
     def process_ids(self) -> list[int]:
-        """Of the ranks, in rank order."""
+        """The process ids of the ranks, in rank order."""
         return [rank.child.pid for rank in self._ranks]
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class SharedMemoryExecutor(Executor):
                 self._report_start()
 
     def _report_start(self) -> None:
-        """What rank 0 does, where that has changed, until all are ready."""
+        """Report each new phase of rank 0 until all ranks are ready."""
         phase = self._ranks[0].phase()
         if self._last.what == "start" and phase != self._phase:
             self._phase = phase
@@ -224,7 +224,7 @@ class SharedMemoryExecutor(Executor):
 
 
 def _why_not_with_it(rank: RankProcess, number: int) -> str:
-    """What one hears of a rank that another waits for in vain in call `number`, if anything."""
+    """The reason why a rank does not join call `number`, for the message of the rank that waits; may be empty."""
     if rank.num_answered < number:
         return f"; rank {rank.number} has not answered ({rank.phase()})"
     if rank.child.is_stopped:
@@ -239,7 +239,7 @@ def _blame(status: int, value: Any) -> str | None:
 
 
 class RankStart:
-    """What all ranks inherit: phases and calls."""
+    """The descriptors that all ranks inherit: phases and calls."""
 
     def __init__(self, phases: PhaseBoard, calls: Payloads):
         self.phases = phases
@@ -279,7 +279,7 @@ class RankProcess:
         self.num_answered = max(self.num_answered, reply.number)
 
     def result(self, number: int) -> Any:
-        """What this rank answered to that call."""
+        """The reply of this rank to that call."""
         return self.read(Record(number, self._lengths[number]))
 
     def read(self, reply: Record) -> Any:
@@ -311,7 +311,7 @@ def open_store() -> Any:
     import torch.distributed as dist
 
     listener = socket.socket()
-    # Given an address alone the store would listen on every interface, and it asks nobody who he is.
+    # Given only an address, the store would listen on every interface, and it does not authenticate clients.
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -36,12 +36,12 @@ _ORPHAN_EXIT = 1
 _NO_TIMEOUT = timedelta(days=20)
 _MOST_POLLING_SECONDS = 0.05
 _POLL_SECONDS = 0.0002
-"""How often a rank that waits for a step, or for a call, looks for the other."""
+"""Seconds between two polls of a rank that waits for a step or a call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the engine asks of every rank."""
+    """A call of the engine to every rank."""
 
     number: int
     method: str
