@@ -196,8 +196,8 @@ class Matchers:
                 self._count(prepared, max(0, prepared.future.result().num_bytes - prepared.num_bytes))
 
     def _put_out_what_is_too_much(self) -> None:
-        """Evict the least recently used rules. One that is being built or followed stays: it would be built twice, and its
-        memory is in use anyway."""
+        """Evict the least recently used rules. One that is being built or followed stays, because it would be built
+        twice, and its memory is in use anyway."""
         self._count_what_is_built()
         for grammar, prepared in list(self._kept.items()) if self.kept_bytes > self._max_bytes else ():
             if not prepared.num_users and prepared.future.done():

@@ -116,8 +116,7 @@ class RequestOutput:
     """The text of the prompt: as given, or of a conversation as the chat template wrote it. None: it came as token ids,
     or could not be served, or had several prompts."""
     prompt_token_ids: list[int] | None = None
-    """The tokens that the model read; an image repeats its token for each embedding. None for a request that failed or
-    that had several prompts."""
+    """The prompt's tokens, an image's once per embedding. None after a failure, and for several prompts."""
     metrics: RequestMetrics | None = field(default=None, compare=False)
     """None: it never reached the engine."""
 
