@@ -206,7 +206,7 @@ def test_experts_the_other_way_round_are_an_error_by_name(checkpoint: Any, tmp_p
 ])
 def test_a_config_of_impossible_experts_is_explained(changes: dict[str, Any], words: str, checkpoint: Any,
                                                      tmp_path: Path) -> None:
-    from tests.core.test_config import spoiled
+    from tests.oracle.changed_checkpoints import spoiled
 
     source = spoiled(lambda base: checkpoint("qwen3_moe"), tmp_path, **changes)
     with pytest.raises(ModelError, match=words):

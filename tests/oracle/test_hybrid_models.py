@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
@@ -19,6 +17,7 @@ from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.graphs import DecodeForward, GraphResourceError
 from npu_runner.strategies import pick_strategy
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import copy_with_more_tensors
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy, runner_of
 from tests.oracle.test_families import TEXTS, prompts_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
@@ -153,13 +152,6 @@ def test_the_multi_token_prediction_head_is_left_out_and_said_so(checkpoint: Any
     path = copy_with_more_tensors(checkpoint("qwen3_5_text"), tmp_path / "other", "mtp2.weight")
     with pytest.raises(WeightsError, match=r"left over: mtp2\.weight"):
         LLM(path, platform=platform_name, **SMALL)
-
-
-def copy_with_more_tensors(path: Path, folder: Path, *names: str) -> Path:
-    shutil.copytree(path, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, **{name: torch.ones(2, 2) for name in names}}, folder / "model.safetensors")
-    return folder
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,8 +13,8 @@ from npu_runner import LLM
 from npu_runner.core.block_manager import first_needed_block
 from npu_runner.platforms import pick_platform
 from npu_runner.strategies import pick_strategy
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import spoiled
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy, need_devices, runner_of
 from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 

@@ -22,7 +22,7 @@ from npu_runner.runner.model_runner import ModelRunner
 from tests.full_set import examples, is_fast, only_full
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
-from tests.runner.test_culprits import failing
+from tests.runner.failing_steps import failing
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_num_seqs": 16, "max_model_len": 512,
                             "preprocessing_workers": 0}  # fmt: skip

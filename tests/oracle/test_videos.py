@@ -12,8 +12,8 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, RequestError
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import spoiled
 from tests.oracle.reference import load_model, model_inputs, random_image
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
 from tests.oracle.tiny_checkpoints import make_checkpoint
