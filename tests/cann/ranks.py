@@ -11,7 +11,6 @@ from tests import zygote
 
 from .environment import ROOT, environment, has_real_cann
 
-
 A3 = {"soc": "Ascend910_9382"}
 AIV = {"HCCL_OP_EXPANSION_MODE": "AIV"}
 

@@ -12,7 +12,7 @@ from npu_runner.checkpoint.quantization import read_quantization
 from tests.npu.int8_cases import DENSE, MODES, assert_near, case, logits, run
 from tests.oracle.quantised_folders import read_all
 from tests.oracle.rounded_models import rounded_models
-from tests.oracle.test_norm_shifts import add_shifts, shifted
+from tests.oracle.shifted_norms import add_shifts, shifted
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 

@@ -21,9 +21,9 @@ from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.ops import HeldExperts
 from tests.full_set import only_full
+from tests.oracle.family_prompts import TEXTS
+from tests.oracle.image_prompts import FEW_LAYOUTS, make_prompts
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_families import TEXTS
-from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, make_prompts
 
 
 def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name: str) -> None:

@@ -22,8 +22,8 @@ from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.strategies import pick_strategy
 from tests.full_set import only_full
 from tests.oracle.changed_checkpoints import copy_with_more_tensors, spoiled
+from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 FAMILIES = ["glm_ocr", "glm4v", "glm46v"]
 

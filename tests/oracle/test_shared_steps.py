@@ -14,8 +14,8 @@ from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.families import FAMILIES, sees_images
 from tests.full_set import only_full
+from tests.oracle.image_prompts import make_prompts
 from tests.oracle.running import SMALL, assert_equals_reference, need_devices, runner_of
-from tests.oracle.test_qwen3_vl import make_prompts
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE
 from tests.runner.failing_steps import failing, failing_behind_the_forward, poison_of, raise_at_poison
 
