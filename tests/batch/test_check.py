@@ -19,8 +19,8 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli
 from npu_runner.config import RunnerConfig
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
+from tests.batch.real_rows import EXAMPLES, SMALL, rows_of
 from tests.batch.scripted import row, write_rows
-from tests.batch.test_real_job import EXAMPLES, SMALL, rows_of
 
 MODEL = [option for option in SMALL if option not in ("--progress", "off")]
 BAD: list[Any] = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel, ConfigDict
 
 from npu_runner import LLM
 from npu_runner.batch.rows.classes import ClassifyBody
@@ -18,58 +17,9 @@ from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS
-from tests.batch.scripted import completion_row, read_rows, row, write_rows
-from tests.batch.test_embeddings import MESSAGES, SMALL, embedding_row
+from tests.batch.pooled_jobs import MESSAGES, SMALL, classify_row, embedding_row, job, probs, response
+from tests.batch.scripted import completion_row, row
 from tests.oracle.classifiers import LABELS, edit_config, expected_logits, make_classifier
-
-
-class Data(BaseModel):
-    """vLLM's ClassificationData."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    index: int
-    label: str | None
-    probs: list[float]
-    num_classes: int
-
-
-class Usage(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
-
-
-class Response(BaseModel):
-    """vLLM's ClassificationResponse."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    id: str
-    object: str
-    created: int
-    model: str
-    data: list[Data]
-    usage: Usage
-
-
-def classify_row(custom_id: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/classify", "body": body}
-
-
-def job(folder: Path, model: Path, rows: list[dict[str, Any]], *options: str) -> dict[str, dict[str, Any]]:
-    """A real job's answers by name."""
-    write_rows(folder / "rows.jsonl", rows)
-    files = ["-i", str(folder / "rows.jsonl"), "-o", str(folder / "answers.jsonl"), "--model", str(model)]
-    assert cli.main(["batch", *files, *SMALL, *options]) in (0, 3)
-    return {item["custom_id"]: item for item in read_rows(folder / "answers.jsonl")}
-
-
-def response(answer: dict[str, Any]) -> Response:
-    return Response.model_validate(answer["response"]["body"])
-
-
-def probs(answer: dict[str, Any]) -> np.ndarray:
-    return np.array([item.probs for item in response(answer).data], dtype=np.float32)
 
 
 @pytest.fixture(scope="module")

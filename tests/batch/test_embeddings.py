@@ -19,19 +19,11 @@ from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS
+from tests.batch.pooled_jobs import MESSAGES, SMALL, embedding_row
 from tests.batch.scripted import completion_row, read_rows, row, write_rows
 
-SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
-IMAGE = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGO8IyfHgA0wYRUdtBIA4FYBKCgC"
-         "g6AAAAAASUVORK5CYII=")
-MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}},
-                                         {"type": "text", "text": "a red circle"}]}]
 EXTRAS = {"messages", "metadata", "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",
           "chat_template_kwargs", "mm_processor_kwargs"}  # fmt: skip
-
-
-def embedding_row(custom_id: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": body}
 
 
 def job(folder: Path, rows: list[dict[str, Any]], *options: str) -> dict[str, dict[str, Any]]:

@@ -11,8 +11,8 @@ from npu_runner.cli import main as cli
 from tests import full_set
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.full_set import only_full
-from tests.prompts.test_image_files import photo
-from tests.prompts.test_image_kinds import KINDS, bombs, made
+from tests.prompts.image_bytes import photo
+from tests.prompts.image_kinds import KINDS, bombs, made
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
 # Small files that take more than the workers have: 4 bytes a pixel of TGA, 9 to 20 of the others.

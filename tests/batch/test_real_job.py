@@ -15,31 +15,10 @@ from openai.types.chat import ChatCompletion
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.cli import main as cli
-from scripts.shapes.drawing import TEST_SEEDS, Example, draw_example
+from scripts.shapes.drawing import Example
+from tests.batch.real_rows import EXAMPLES, SMALL, rows_of
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.full_set import only_full
-
-EXAMPLES = [draw_example(seed) for seed in TEST_SEEDS[100:106]]
-SMALL = ["--platform", "cpu", "--max-model-len", "1024", "--kv-cache-bytes", "64M", "--progress", "off"]
-
-
-def rows_of(examples: list[Example], folder: Path) -> Iterator[dict[str, Any]]:
-    for number, example in enumerate(examples):
-        messages = []
-        for message in example.conversation():
-            parts = message["content"]
-            if not isinstance(parts, str):
-                parts = [saved(part, folder / f"{number}-{index}.png") for index, part in enumerate(parts)]
-            messages.append({**message, "content": parts})
-        metadata = {"expected": example.answer, "kind": example.kind}
-        yield row(f"good-{number}", messages=messages, max_tokens=96, metadata=metadata)
-
-
-def saved(part: dict[str, Any], path: Path) -> dict[str, Any]:
-    if part["type"] != "image":
-        return part
-    part["image"].save(path)
-    return {"type": "image_url", "image_url": {"url": path.name}}
 
 
 @pytest.fixture(scope="module")

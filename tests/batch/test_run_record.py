@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from npu_runner.batch.files import run_record
 from npu_runner.batch.files.names import new_version_path, runs_path
 from npu_runner.batch.files.output_scan import RowCounts
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job.summary import JobRecord, Tally
 from npu_runner.batch.job.totals import Totals, line_of
 from npu_runner.errors import ConfigError, JobError
+from tests.batch.killed_runs import killed_before
 from tests.full_set import every
-
-KILLED = 9
-STEPS = ("open", "write", "fsync", "replace", "unlink", "close")
-"""What a process may be killed before, beside each line that it writes."""
 
 
 def line(run: str, count: int) -> dict[str, Any]:
@@ -71,35 +66,6 @@ def test_cut_anywhere_each_run_counts_up_to_its_last_whole_line_and_the_next_one
         record.append(line("c", 2))
         assert counts(output) == {**expected, "c": 2}
         assert len(runs_path(output).read_bytes().splitlines()) == len(expected) + 1, "a line for each run"
-
-
-def killed_before(step: int, do: Callable[[], None]) -> bool:
-    """In a child that is gone before its `step`th call into the system; False: there are not so many."""
-    child = os.fork()
-    if child == 0:
-        num_calls = 0
-
-        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-            def made(*arguments: Any, **options: Any) -> Any:
-                nonlocal num_calls
-                num_calls += 1
-                if num_calls > step:
-                    os._exit(KILLED)
-                return call(*arguments, **options)
-
-            return made
-
-        try:
-            for name in STEPS:
-                setattr(os, name, counted(getattr(os, name)))
-            run_record._encoded = counted(run_record._encoded)
-            do()
-            os._exit(0)
-        finally:
-            os._exit(1)  # an error is the parent's to see
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, KILLED)
-    return status == KILLED
 
 
 def next_run(output: Path) -> None:

@@ -24,9 +24,8 @@ from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
 from tests.batch.job_folder import Job
+from tests.batch.killed_runs import STEPS, kill, killed_before, killed_within, told_in
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, row, write_rows
-from tests.batch.test_run_record import STEPS, killed_before
-from tests.batch.test_totals import kill, killed_within, told_in
 from tests.full_set import every, only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")

@@ -12,7 +12,7 @@ import pytest
 from npu_runner.cli import main as cli
 from scripts.shapes.drawing import TEST_SEEDS, draw_json_example
 from tests.batch.scripted import row, write_rows
-from tests.faults.test_job_kill import is_over, started, wait_for_rows, whole_lines
+from tests.faults.killed_jobs import is_over, started, wait_for_rows, whole_lines
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
          "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip

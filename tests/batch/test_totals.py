@@ -20,7 +20,6 @@ from PIL import Image
 
 from npu_runner.batch.files.destination import FileDestination
 from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.batch.files.output_scan import RowCounts, counts_of, scan_output
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
@@ -33,12 +32,12 @@ from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
 from tests.batch.job_folder import Job
+from tests.batch.killed_runs import kill, killed_within, told_in
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.replicas.jobs import PYTHONPATH
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 MIXED = [row(f"r{n}", f"bad {n}" if n == 7 else f"engine error {n}" if n in (3, 4) else f"text {n}") for n in range(30)]
-KILLED = 9
 
 
 class Mended(ScriptedEngine):
@@ -62,10 +61,6 @@ def found_in(output: Path) -> dict[str, Any]:
     """Counted once more, by the rows themselves."""
     codes = Counter(item["error"]["code"] for item in read_rows(output) if item["error"])
     return {"answered": len(read_rows(output)) - codes.total(), "failed": codes.total(), "failures_by_code": codes}
-
-
-def told_in(summary: Path) -> dict[str, Any]:
-    return dict(json.loads(summary.read_text()))
 
 
 def test_rows_are_those_of_the_output_and_the_rest_is_of_all_runs(job: Job) -> None:
@@ -114,23 +109,6 @@ def test_a_summary_says_that_a_run_is_under_way(job: Job) -> None:
     assert told_in(summary)["state"] == PastJob(str(job.output)).totals(None).state == "finished"
     write_rows(job.input, [*MIXED, row("more")])
     assert PastJob(str(job.output)).totals(str(job.input)).state == "unfinished"
-
-
-def killed_within(job: Job, do: Callable[[], Any]) -> None:
-    """In a child that does not come to its end. What it was just starting may hold the lock a moment longer."""
-    child = os.fork()
-    if child == 0:
-        try:
-            do()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
-    while job_at_work(job.output) is not None:
-        time.sleep(0.01)
-
-
-def kill() -> None:
-    os._exit(KILLED)
 
 
 def test_a_killed_run_counts_up_to_its_last_line(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

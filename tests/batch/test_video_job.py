@@ -16,7 +16,7 @@ from npu_runner.cli import main as cli
 from tests import full_set
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.full_set import only_full
-from tests.prompts.test_image_files import photo
+from tests.prompts.image_bytes import photo
 from tests.videos import as_url, declaring_seconds, moving_frames, sound_only, video_of
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]

@@ -1,45 +1,16 @@
 """HCCL between processes: values, graphs, and a rank that never arrives."""
 
 import os
-import socket
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
-from tests import zygote
+from tests.cann.ranks import A3, AIV, run_ranks
 
 from .checks import check_names
-from .environment import ROOT, environment, has_real_cann
+from .environment import has_real_cann
 
 pytestmark = pytest.mark.npu
 emulated = pytest.mark.skipif(has_real_cann(), reason="a device takes what it takes, or hangs")
-
-
-def run_ranks(size: int, mode: str, *, program: str = "tests.cann.programs.hccl_rank", **options: object) -> list[str]:
-    """Starts `size` ranks and returns what each printed; a rank that fails fails the test with its output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = environment(num_devices=size, memory_bytes=256 << 20, **options)  # type: ignore[arg-type]
-    env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", program, mode]
-    start: Any = subprocess.Popen if has_real_cann() else zygote.Popen
-    ranks = [
-        start(
-            command, env=env | {"RANK": str(rank)}, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (out, err) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, f"{out}\n{err[-4000:]}"
-    return [out for out, _ in outputs]
 
 
 def expect(word: str, outputs: list[str]) -> None:
@@ -69,10 +40,6 @@ def test_the_graph_engine_refuses_a_communicator_of_single_operators(monkeypatch
     """Operators are waited for: torch_npu may lose the error of one that is not (docs/ascend.md)."""
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
     expect("REFUSED", run_ranks(2, "shared"))
-
-
-A3 = {"soc": "Ascend910_9382"}
-AIV = {"HCCL_OP_EXPANSION_MODE": "AIV"}
 
 
 @emulated

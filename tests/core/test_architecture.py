@@ -210,6 +210,19 @@ def literals(path: Path) -> list[str]:
     return read(path)[1]
 
 
+def test_no_test_file_imports_another() -> None:
+    """Shared parts lie in helper modules beside the tests, named for what they hold. A test file is read alone."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}" for name in names
+                      if any(part.startswith("test_") and next((ROOT / "tests").rglob(f"{part}.py"), None)
+                             for part in name.split("."))]
+    assert found == []
+
+
 def test_nobody_above_a_platform_asks_which_one_it_is() -> None:
     """Outside platforms/ no code has a platform's name for a string, asks a tensor where it lies, or imports a vendor's
     folder; a docstring may explain what a default is."""

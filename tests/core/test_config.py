@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +17,7 @@ from npu_runner.config import GraphConfig, PromptConfig, SchedulerConfig, flat_f
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.strategies import strategies_by_model_type
 from tests import zygote
+from tests.oracle.changed_checkpoints import spoiled
 
 SMALL: dict[str, Any] = {"platform": "cpu", "max_model_len": 64, "max_num_seqs": 2}
 
@@ -80,14 +79,6 @@ def test_flat_names_and_parts_say_the_same() -> None:
 def test_a_part_is_no_setting() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'scheduler'"):
         LLM("anywhere", scheduler=SchedulerConfig())
-
-
-def spoiled(checkpoint: Any, folder: Path, base: str = "qwen3", **config: Any) -> Path:
-    """A copy of a checkpoint with changes in its config.json; None removes a field."""
-    path: Path = shutil.copytree(checkpoint(base), folder / "model")
-    values = {**json.loads((path / "config.json").read_text()), **config}
-    (path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-    return path
 
 
 @pytest.mark.parametrize("model_type", ["unheard_of", None])

@@ -13,6 +13,16 @@ from torch import Tensor
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, Ring, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of the largest value: float32 sums, or one rounding of an answer in 16 bits.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 7e-4}
+STATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-4, torch.float16: 2e-5}
+SMALL = GatedDeltaShape(num_k_heads=2, num_v_heads=4, head_k_dim=64, head_v_dim=64, conv_kernel_size=4)
+NUM_SLOTS = 13
+# Slots of three sequences and of a padded row, and how long the prompts were: rings fill up at different steps.
+SLOTS, PROMPTS, PADDED = [3, 0, 12, 7], [9, 64, 130, 0], 3
+LENGTH = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -108,3 +118,37 @@ def draw_inputs(shape: GatedDeltaShape, num_tokens: int, dtype: torch.dtype, *, 
     keys.mul_(1 - correlation).add_(common, alpha=correlation)
     ab = torch.randn(num_tokens, 2 * shape.num_v_heads)
     return qkv_TC.to(dtype), *ab.to(dtype).split(shape.num_v_heads, dim=1)
+
+
+def make_backend(shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+    from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+
+    return TritonGatedDelta(shape, dtype)
+
+
+def decays(shape: GatedDeltaShape, kind: str) -> tuple[Tensor, Tensor]:
+    """(neg_exp_A, dt_bias): from `near 0`, 1 % lost in a thousand tokens, to `abrupt`, all lost by some tokens.
+
+    `small step`: large A, and so little time that 1 + exp(dt) has two of its digits.
+    """
+    low, high = {"usual": (-4.0, 0.5), "near 0": (-9.0, -6.0), "abrupt": (3.0, 6.0), "small step": (2.0, 3.0)}[kind]
+    neg_exp_A_V = -torch.linspace(low, high, shape.num_v_heads).exp()
+    bias = {"usual": -1.0, "near 0": -2.0, "abrupt": -4.0, "small step": -12.3}[kind]
+    return neg_exp_A_V, torch.full((shape.num_v_heads,), bias)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (actual.double().cpu() - expected).abs().max() / expected.abs().max()
+    assert error < tolerance, f"error {error:.1e} of the largest value, allowed {tolerance:.1e}"
+
+
+def make_ring(shape: GatedDeltaShape, dtype: torch.dtype, length: int = LENGTH, most_drafts: int = 0) -> Ring:
+    """Of the second of two layers. All that lies in it is what sequences before have left, and may be no number."""
+    starts = torch.full((NUM_SLOTS,), 5, dtype=torch.int32)
+    starts[SLOTS] = torch.tensor(PROMPTS, dtype=torch.int32)
+    places = length + most_drafts
+    updates, keys, log_decays = (
+        torch.full((2, NUM_SLOTS, *sizes), torch.nan, dtype=kind)[1] for sizes, kind in (
+            ((places, shape.num_v_heads, shape.head_v_dim), torch.float32),
+            ((places, shape.num_k_heads, shape.head_k_dim), dtype), ((shape.num_v_heads, places), torch.float32)))
+    return Ring(updates, keys, log_decays, starts, length)

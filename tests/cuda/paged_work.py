@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.oracle.test_attention_backends import attention
+from tests.oracle.attention_reference import attention
 
 # T tokens, B sequences, N query heads, K kv heads, H head dim, S block size, W blocks a sequence
 

@@ -13,7 +13,7 @@ import torch
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from tests.cuda.paged_work import PagedWork, assert_close, need_fp8
-from tests.oracle.test_vision_attention import within_each
+from tests.oracle.attention_reference import within_each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (num_heads, num_kv_heads): one query head a kv head, a group that is no power of 2, one larger than a product's rows.

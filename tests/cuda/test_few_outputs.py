@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cuda.test_products import DTYPES, assert_product, draw
+from tests.cuda.matmul_cases import DTYPES, assert_product, draw
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,7 +18,7 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.cuda.paged_work import need_fp8, need_hopper
-from tests.cuda.test_quantised_models import COUNT, LIMIT, PROMPT, SIZES
+from tests.cuda.small_model import COUNT, LIMIT, PROMPT, SIZES
 from tests.oracle import reference
 from tests.oracle.fp8_reference import LARGEST, nearest_fp8
 from tests.oracle.rounded_models import rounded_models

@@ -6,39 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, StateSave
+from npu_runner.platforms.gated_delta import GatedDeltaShape, StateSave
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.cuda.gated_delta_work import Step, convolve, delta_rule, draw_inputs, gates
+from tests.cuda.gated_delta_work import (
+    DTYPES,
+    NUM_SLOTS,
+    SMALL,
+    STATE_TOLERANCE,
+    TOLERANCE,
+    Step,
+    assert_close,
+    convolve,
+    decays,
+    delta_rule,
+    draw_inputs,
+    gates,
+    make_backend,
+)
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Of the largest value: float32 sums, or one rounding of an answer in 16 bits.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 7e-4}
-STATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-4, torch.float16: 2e-5}
-SMALL = GatedDeltaShape(num_k_heads=2, num_v_heads=4, head_k_dim=64, head_v_dim=64, conv_kernel_size=4)
 # Prompts alone and in a row, one token long and longer than chunks, some continued in the midst of a chunk.
 MIXED = Step(lengths=[130, 1, 5, 64, 1, 90], contexts=[0, 0, 64, 128, 77, 100], slots=[3, 0, 5, 1, 7, 2],
              saves=(StateSave(row=0, offset=64, slot=8), StateSave(row=0, offset=128, slot=9),
                     StateSave(row=3, offset=64, slot=10), StateSave(row=5, offset=28, slot=11)))
-NUM_SLOTS = 13
-
-
-def make_backend(shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
-    from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
-
-    return TritonGatedDelta(shape, dtype)
-
-
-def decays(shape: GatedDeltaShape, kind: str) -> tuple[Tensor, Tensor]:
-    """(neg_exp_A, dt_bias): from `near 0`, 1 % lost in a thousand tokens, to `abrupt`, all lost by some tokens.
-
-    `small step`: large A, and so little time that 1 + exp(dt) has two of its digits.
-    """
-    low, high = {"usual": (-4.0, 0.5), "near 0": (-9.0, -6.0), "abrupt": (3.0, 6.0), "small step": (2.0, 3.0)}[kind]
-    neg_exp_A_V = -torch.linspace(low, high, shape.num_v_heads).exp()
-    bias = {"usual": -1.0, "near 0": -2.0, "abrupt": -4.0, "small step": -12.3}[kind]
-    return neg_exp_A_V, torch.full((shape.num_v_heads,), bias)
 
 
 def check_delta_rule(device: torch.device, shape: GatedDeltaShape, dtype: torch.dtype, step: Step, *,
@@ -61,11 +51,6 @@ def check_delta_rule(device: torch.device, shape: GatedDeltaShape, dtype: torch.
     assert_close(state, expected_states, STATE_TOLERANCE[dtype])
     untouched = sorted(set(range(NUM_SLOTS)) - {*step.slots} - {save.slot for save in step.saves})
     assert torch.equal(state[untouched].cpu(), pool[untouched, 1])
-
-
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = (actual.double().cpu() - expected).abs().max() / expected.abs().max()
-    assert error < tolerance, f"error {error:.1e} of the largest value, allowed {tolerance:.1e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,17 +17,22 @@ from torch import Tensor
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring, RingedGatedDelta, ring_length
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.runner.step_arrays import runs_of_tokens
-from tests.cuda.gated_delta_work import Step, convolve, delta_rule, draw_inputs, gates, state_in_ring
-from tests.cuda.test_gated_delta import (
+from tests.cuda.gated_delta_work import (
     DTYPES,
     SMALL,
     STATE_TOLERANCE,
     TOLERANCE,
+    Step,
     assert_close,
+    convolve,
     decays,
+    delta_rule,
+    draw_inputs,
+    gates,
     make_backend,
+    make_ring,
+    state_in_ring,
 )
-from tests.cuda.test_gated_delta_ring import make_ring
 
 # Of four sequences; two padded rows behind them share a slot. PROMPTS: how long the sequences were at first.
 SLOTS, PROMPTS, PADDING_SLOT, NUM_SLOTS = [3, 0, 12, 7], [9, 64, 130, 1], 5, 13

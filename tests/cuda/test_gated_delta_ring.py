@@ -8,33 +8,25 @@ from torch import Tensor
 
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.cuda.gated_delta_work import Step, delta_rule, draw_inputs, gates
-from tests.cuda.test_gated_delta import (
+from tests.cuda.gated_delta_work import (
     DTYPES,
+    LENGTH,
     NUM_SLOTS,
+    PADDED,
+    PROMPTS,
+    SLOTS,
     SMALL,
     STATE_TOLERANCE,
     TOLERANCE,
+    Step,
     assert_close,
     decays,
+    delta_rule,
+    draw_inputs,
+    gates,
     make_backend,
+    make_ring,
 )
-
-# Slots of three sequences and of a padded row, and how long the prompts were: rings fill up at different steps.
-SLOTS, PROMPTS, PADDED = [3, 0, 12, 7], [9, 64, 130, 0], 3
-LENGTH = 8
-
-
-def make_ring(shape: GatedDeltaShape, dtype: torch.dtype, length: int = LENGTH, most_drafts: int = 0) -> Ring:
-    """Of the second of two layers. All that lies in it is what sequences before have left, and may be no number."""
-    starts = torch.full((NUM_SLOTS,), 5, dtype=torch.int32)
-    starts[SLOTS] = torch.tensor(PROMPTS, dtype=torch.int32)
-    places = length + most_drafts
-    updates, keys, log_decays = (
-        torch.full((2, NUM_SLOTS, *sizes), torch.nan, dtype=kind)[1] for sizes, kind in (
-            ((places, shape.num_v_heads, shape.head_v_dim), torch.float32),
-            ((places, shape.num_k_heads, shape.head_k_dim), dtype), ((shape.num_v_heads, places), torch.float32)))
-    return Ring(updates, keys, log_decays, starts, length)
 
 
 def metadata(context_lens: list[int], slots: list[int], device: torch.device) -> AttentionMetadata:

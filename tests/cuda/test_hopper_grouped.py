@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cuda.grouped_weights import BF16, FP16, assert_near, bias_of, exact, rows_of, weight_of
 from tests.cuda.paged_work import need_hopper
-from tests.cuda.test_grouped_products import BF16, FP16, assert_near, bias_of, exact, rows_of, weight_of
 
 KINDS = ((4, 128, BF16), (4, 64, BF16), (4, 384, FP16), (8, 0, BF16), (8, 64, FP16))
 """Bits, inputs of a group (0: all of a row), and the dtype."""

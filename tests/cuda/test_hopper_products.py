@@ -12,7 +12,7 @@ from torch import Tensor
 from npu_runner.platforms.ops import TorchOps
 from npu_runner.platforms.quantised import FP8, FP8_BLOCKS
 from tests.cuda.paged_work import need_hopper
-from tests.cuda.test_quantised_products import assert_near, exact, rounded, rows_of, weight_of
+from tests.cuda.quantised_weights import assert_near, exact, rounded, rows_of, weight_of
 
 FORMS = (FP8, FP8_BLOCKS)
 

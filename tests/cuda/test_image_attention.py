@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda.paged_work import assert_close, need_hopper
-from tests.oracle.test_vision_attention import within_each
+from tests.oracle.attention_reference import within_each
 
 DTYPES = [torch.bfloat16, torch.float16]
 HEAD_DIMS = [64, 72, 80, 128]

@@ -19,13 +19,10 @@ from npu_runner.checkpoint.formats.rounding import TO_FP8, TO_INT8, RoundingRead
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.request.prompt_inputs import PromptInputs
 from scripts.quantised.writing import quantise
+from tests.cuda.small_model import COUNT, LIMIT, PROMPT, SIZES
 from tests.oracle.rounded_models import rounded_models
 from tests.oracle.running import greedy, recorded_logits, runner_of
 
-LIMIT = 2.0
-PROMPT, COUNT = [3, 17, 5, 40, 11, 29, 8], 6
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 128, "num_hidden_layers": 2}
 FORMS = {"w8a8": "int8", "fp8-dynamic": "fp8", "fp8-tensor": "fp8", "fp8-block": "fp8_blocks", "int8": "int8",
          "fp8": "fp8",
          **dict.fromkeys(("w4a16", "w4a16-asym", "w8a16", "awq", "gptq", "gptq-int8", "modelslim-w4a16",

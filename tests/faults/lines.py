@@ -1,4 +1,5 @@
-"""Raises at a chosen line of our own code, as an interrupt may, and finds the lines that a call runs. Holds no tests.
+"""Raises at a chosen line or call of our own code, as an interrupt may, and finds the lines that a call runs.
+Holds no tests.
 
 This thread's lines only: what other threads run meanwhile is neither found nor stopped.
 """
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 import npu_runner
 
@@ -73,3 +76,24 @@ def _tracing(where: tuple[str, ...], seen: Callable[[Line], None]) -> Iterator[N
         yield
     finally:
         sys.settrace(before)
+
+
+@contextmanager
+def raising(owner: Any, name: str, at_call: int, *, after: bool = False) -> Iterator[Callable[[], int]]:
+    """The call of that number to `owner.name` raises, before or after the real one. Gives how many there were."""
+    real: Callable[..., Any] = getattr(owner, name)
+    num_calls = 0
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call and not after:
+            raise Injected
+        result = real(*arguments, **keywords)
+        if num_calls == at_call:
+            raise Injected
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield lambda: num_calls

@@ -12,8 +12,7 @@ from npu_runner.engine.detokenizer import IncrementalDetokenizer
 from npu_runner.engine.generation import Generation, LogprobsRecord, PlainRows, UnfinishedRequest
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.strategies import open_checkpoint
-from tests.faults.lines import Injected
-from tests.faults.test_interrupted_steps import raising
+from tests.faults.lines import Injected, raising
 from tests.full_set import only_full, some_of
 
 PARAMS = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,30 +18,9 @@ from npu_runner.engine.generation import Generation
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests import full_set, zygote
 from tests.faults.interrupts import PARAMS, PROMPTS, SETTINGS, answers
-from tests.faults.lines import Injected
+from tests.faults.lines import Injected, raising
 from tests.full_set import only_full, some_of
 from tests.oracle.running import greedy, runner_of
-
-
-@contextmanager
-def raising(owner: Any, name: str, at_call: int, *, after: bool = False) -> Iterator[Callable[[], int]]:
-    """The call of that number to `owner.name` raises, before or after the real one. Gives how many there were."""
-    real: Callable[..., Any] = getattr(owner, name)
-    num_calls = 0
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == at_call and not after:
-            raise Injected
-        result = real(*arguments, **keywords)
-        if num_calls == at_call:
-            raise Injected
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, call)
-        yield lambda: num_calls
 
 
 def assert_recovers(llm: LLM, expected: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +12,14 @@ from typing import Any
 import pytest
 
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
-from tests import zygote
 from tests.batch.scripted import row, workers_of, write_rows
+from tests.faults.killed_jobs import started, wait_for_rows, whole_lines
 
 NUM_KILLS = 30
 NUM_KILLS_WITH_ROWS = 4
 NUM_IMAGES = 12
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
          "--preprocessing-workers", "1", "--allowed-media-dir", "."]  # fmt: skip
-
-
-def started(arguments: list[str], folder: Path) -> subprocess.Popen[Any]:
-    return zygote.Popen([sys.executable, "-m", "npu_runner", *arguments], cwd=folder, stdout=2)
 
 
 def requests(folder: Path) -> Iterator[dict[str, Any] | bytes]:
@@ -48,26 +42,10 @@ def requests(folder: Path) -> Iterator[dict[str, Any] | bytes]:
     yield row("seeded", "Who are you?", temperature=1.5, seed=7, max_tokens=24)
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    data = path.read_bytes() if path.exists() else b""
-    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-
-
 def wait_until_workers_are_gone(job: int) -> None:
     """The test's own timeout ends this if one stays."""
     while workers_of(job):
         time.sleep(0.01)
-
-
-def is_over(pid: int) -> bool:
-    """Until its status is asked for, a job that has ended is a zombie."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_for_rows(pid: int, output: Path, count: int) -> None:
-    """Until so many rows lie on disk, or the job is over."""
-    while len(whole_lines(output)) < count and not is_over(pid):
-        time.sleep(0.002)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from npu_runner import LLM, SamplingParams
 from tests.faults.interrupts import PROMPTS, SETTINGS
 from tests.full_set import every, only_full
 from tests.oracle.running import runner_of
-from tests.runner.sampler_steps import MemoryRunsOut
+from tests.runner.failing_steps import failing_behind_the_forward
 
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
 PARAMS = [
@@ -20,33 +20,6 @@ PARAMS = [
     DRAWN.replace(min_tokens=3, ignore_eos=False),
     SamplingParams(temperature=1.0, seed=4, max_tokens=6, structured_outputs={"regex": "[a-f ]{30}"}),
 ]
-
-
-def failing_behind_the_forward(steps: Any, at_step: int, at_operator: int) -> MemoryRunsOut:
-    """Of that step, the operator of that number behind the forward that takes memory fails, and no later one."""
-    failing, num_steps = MemoryRunsOut(at_operator), itertools.count(1)
-    launch, submit = type(steps).launch.__get__(steps), type(steps)._submit.__get__(steps)
-    is_inside = False
-
-    def launch_and_watch(step: Any) -> Any:
-        nonlocal is_inside
-        launched = launch(step)
-        if next(num_steps) == at_step:
-            failing.__enter__()
-            is_inside = True
-        return launched
-
-    def submit_watched(*arguments: Any) -> Any:
-        nonlocal is_inside
-        try:
-            return submit(*arguments)
-        finally:
-            if is_inside:
-                failing.__exit__(None, None, None)
-                is_inside = False
-
-    steps.launch, steps._submit = launch_and_watch, submit_watched
-    return failing
 
 
 @pytest.mark.parametrize("at_step", [4, *only_full("earlier steps; one that a sequence has left stays", 1, 2)])

@@ -14,13 +14,13 @@ import pytest
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.families import FAMILIES
+from tests.npu.family_cases import assert_close_at_the_first_divergence
+from tests.npu.hosts import toolkit
 from tests.npu.layer_kinds import KINDS
+from tests.npu.measured_layers import assert_no_cache_is_copied, launches_of, measured
 from tests.npu.programs.generate import Case
 from tests.npu.programs.probes import OPERATORS, REPLAYS
 from tests.npu.running import SMALL, assert_graphs_are_whole, on_cpu, on_npu
-from tests.npu.test_decode_cost import assert_no_cache_is_copied, launches_of, measured
-from tests.npu.test_doctor import toolkit
-from tests.npu.test_families import assert_close_at_the_first_divergence
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")]
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from scripts.quantised.writing import quantise
 from tests.cann.environment import ROOT, has_real_cann, run_python
 from tests.npu.layer_kinds import KINDS, LAYERS, LayerKind
+from tests.npu.measured_layers import BATCH_SIZE, VIEWS, assert_no_cache_is_copied, launches_of, measured
 from tests.oracle.mtp_reference import with_head
-from tests.oracle.quantised_folders import one_range
 
 pytestmark = [
     pytest.mark.npu,
@@ -23,9 +22,6 @@ pytestmark = [
 ]
 
 MODES = ["eager", "reduce-overhead", "max-autotune"]
-# GE operators that are no kernels of their own: views, and transposes of weights, which go into the product.
-VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
-BATCH_SIZE = 4
 # Twelve for the draw, and one for the ids that a step under way goes on from.
 MOST_OF_A_DRAW = 13
 MOST_OUTSIDE = 20
@@ -38,36 +34,6 @@ OF_THE_HOST = {
     "eager": {}, "reduce-overhead": {"aclrtSetStreamResLimit": 2.0},
     "max-autotune": {"host_scheduled FusedInferAttentionScore": 1.0},
 }
-
-
-def measured(kind: LayerKind, mode: str, checkpoint: Any, folder: Path, *, layers: tuple[int, int] = LAYERS,
-             **emulation: str) -> dict[str, Any]:
-    models = {str(count): str(stored(kind, checkpoint(kind.model_type, **kind.config(count)), folder / str(count)))
-              for count in layers}
-    settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0, **kind.settings}
-    if mode != "eager":
-        settings["graph_batch_sizes"] = [BATCH_SIZE]
-    if mode == "max-autotune":
-        settings["use_graph_cache"] = False
-    spec = {"models": models, "batch_size": BATCH_SIZE, "settings": settings}
-    (folder / "spec.json").write_text(json.dumps(spec))
-    done = run_python(["-m", "tests.npu.programs.decode_cost", str(folder / "spec.json"), str(folder / "out.json")],
-                      **kind.emulation, **emulation)
-    assert done.returncode == 0, done.stderr[-6000:]
-    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
-    return found
-
-
-def stored(kind: LayerKind, plain: Path, folder: Path) -> Path:
-    """The checkpoint as the kind has it."""
-    if kind.stored is None:
-        return plain
-    quantise(plain, folder, kind.stored, ranges=one_range(plain))
-    return folder
-
-
-def launches_of(cost: dict[str, Any]) -> dict[str, float]:
-    return {name: count for name, count in cost["per_layer"].items() if name not in VIEWS}
 
 
 def test_launches_of_a_layer_and_one_copy_each_way(checkpoint: Any, tmp_path: Path) -> None:
@@ -103,11 +69,6 @@ def assert_cost(kind: LayerKind, mode: str, checkpoint: Any, tmp_path: Path, *,
         assert beside + sum(cost["draw"].values()) <= MOST_OUTSIDE, (cost["forward"], cost["draw"])
     # A layer without attention needs nothing of the host.
     assert cost["host_per_layer"] == (OF_THE_HOST[mode] if kind.has_attention else {})
-
-
-def assert_no_cache_is_copied(cost: dict[str, Any]) -> None:
-    on_device = sum(entry["bytes"] for name, entry in cost["copies"].items() if name.startswith("d2d"))
-    assert on_device < cost["cache_bytes"] / 100, "neither the KV cache nor the states are copied"
 
 
 @pytest.mark.full("two processes for each setting; the counts with the settings as they are stay")

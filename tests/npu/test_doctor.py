@@ -26,6 +26,7 @@ from npu_runner.platforms.npu.versions import cann_version
 from tests import zygote
 from tests.cann.environment import ROOT, environment, has_real_cann
 from tests.full_set import only_full
+from tests.npu.hosts import empty_host, toolkit
 
 only_emulated = pytest.mark.skipif(has_real_cann(), reason="a real host cannot be broken on purpose")
 NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
@@ -39,22 +40,6 @@ def doctor(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, dic
     found = json.loads(done.stdout)
     assert found["ok"] == (done.returncode == 0), done.stderr
     return done.returncode, {check["name"]: check for check in found["checks"]}
-
-
-def toolkit(folder: Path, version: str) -> dict[str, str]:
-    """A toolkit's folder as CANN installs it: what torch_npu asks for, and the file that says its version."""
-    for name in ("runtime", "compiler", "opp/built-in/op_impl/ai_core/tbe/kernel/ascend910b", "aarch64-linux"):
-        (folder / name).mkdir(parents=True)
-    (folder / "aarch64-linux/ascend_toolkit_install.info").write_text(
-        f"package_name=Ascend-cann-toolkit\nversion={version}\ninnerversion=V100R001C25\narch=aarch64\n"
-    )
-    return {"ASCEND_HOME_PATH": str(folder), "ASCEND_OPP_PATH": str(folder / "opp")}
-
-
-def empty_host(folder: Path, **changes: Any) -> Host:
-    """A host on which nothing was installed, but Python and what this Python has."""
-    settings = {"software": folder, "device_files": folder / "dev", **changes}
-    return Host(**settings)
 
 
 @pytest.fixture

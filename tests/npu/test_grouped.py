@@ -17,10 +17,10 @@ from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.grouped import product, unpacked
 from scripts.quantised.writing import quantise
 from tests.cann.environment import run_python
+from tests.npu.int8_cases import GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits
 from tests.npu.programs.generate import Case
 from tests.npu.programs.grouped import DTYPES, KINDS, SHAPES, inputs_of
 from tests.npu.running import SMALL, on_cpu, on_npu
-from tests.npu.test_int8 import GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits
 from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]

@@ -7,13 +7,12 @@ in the platform's 16 bits.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.formats.rounding import RoundingReader
@@ -21,7 +20,7 @@ from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.quantised import Int8Weight, NormRounding, StaticInt8Weight
 from scripts.quantised.writing import quantise
-from tests.cann.environment import run_python
+from tests.npu.int8_cases import DENSE, GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits, run
 from tests.npu.programs.generate import Case
 from tests.npu.programs.int8 import DTYPES, EPS, SHAPES, inputs_of, picture
 from tests.npu.running import SMALL, on_cpu, on_npu
@@ -32,46 +31,11 @@ from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
-LIMIT = 2.0
-PROMPT, COUNT = [3, 17, 5, 40, 11, 29, 8], 6
-DENSE = {"head_dim": 64, "num_hidden_layers": 1}
-MODES: list[dict[str, Any]] = [
-    {"graph_mode": "eager"}, {"graph_mode": "reduce-overhead", "graph_batch_sizes": [2]},
-]
-# In a process of its own: torch_npu cannot load both of its compilers in one.
-GRAPH_ENGINE = [{"graph_mode": "max-autotune", "graph_batch_sizes": [2], "use_graph_cache": False}]
-
-
-def run(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    (folder / "spec.json").write_text(json.dumps({"cases": cases}))
-    done = run_python(["-m", "tests.npu.programs.int8", str(folder / "spec.json"), str(folder / "found.pt")],
-                      timeout=900)
-    assert done.returncode == 0, done.stderr[-8000:]
-    found: dict[str, Any] = torch.load(folder / "found.pt")
-    return found
-
-
-def case(model: Path, *, prompt: list[int] | None = PROMPT, **settings: Any) -> dict[str, Any]:
-    given = {} if prompt is None else {"prompt": prompt}
-    return {"model": str(model), "settings": {**SMALL, "dtype": "bfloat16", **settings}, "count": COUNT, **given}
-
-
-def assert_near(found: Tensor, exact: Tensor, plain: Tensor) -> None:
-    ours, theirs = ((x.double() - exact).abs().max().item() for x in (found, plain))
-    assert ours <= LIMIT * theirs, f"{ours:.3e} from float64, plain torch {theirs:.3e}"
-
 
 def static_product(given: dict[str, Tensor], x: Tensor, step: float) -> Tensor:
     """(clamp(round(x / step + offset)) W^T + shifts) * scales, in float64."""
     q = (x.double() / step + given["offset"].double()).round().clamp(-128, 127)
     return (q @ given["values"].double().T + given["shifts"].double()) * given["scales"].double()
-
-
-@torch.inference_mode()
-def logits(model: nn.Module, tokens: list[int], prompt: list[int] = PROMPT, **images: Tensor) -> Tensor:
-    """(count, V), of each token that was chosen."""
-    inputs = images or {"input_ids": torch.tensor([prompt + tokens[:-1]])}
-    return model(**inputs).logits[0, len(prompt) - 1:]
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +160,3 @@ def test_a_linear_that_is_too_wide_for_products_of_int8_is_dequantised(checkpoin
     (found,) = on_npu([wide], tmp_path)
     exact = on_cpu(dataclasses.replace(wide, settings={**settings, "dtype": "float32"}))
     assert 0 < distance(found["logprobs"], exact["logprobs"]) < 0.5
-
-
-def distance(found: list[Any], exact: list[Any]) -> float:
-    """The largest difference of a first token's logprobs, of those that both name."""
-    pairs = [(ours[0], theirs[0]) for ours, theirs in zip(found, exact, strict=True)]
-    assert all(len(set(ours) & set(theirs)) > 10 for ours, theirs in pairs)
-    return max(abs(ours[token] - theirs[token]) for ours, theirs in pairs for token in set(ours) & set(theirs))

@@ -16,18 +16,14 @@ from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.quantised import QuantisedExperts
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
+from tests.npu.int8_cases import GRAPH_ENGINE, LIMIT, MODES, SIZES, assert_near, case, distance, logits, run
 from tests.npu.programs import generate
 from tests.npu.programs.int8_experts import DTYPES, TOP_K, Case, cases, draw
 from tests.npu.running import SMALL, on_cpu, on_npu
-from tests.npu.test_int8 import GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits, run
 from tests.oracle.expert_reference import mixture
 from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
-
-SIZES = {"head_dim": 64, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 4,
-         "moe_intermediate_size": 64}
-"""Each token sees all experts: rounding would choose others."""
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
-from tests.npu.test_int8 import DENSE, MODES, assert_near, case, logits, run
+from tests.npu.int8_cases import DENSE, MODES, assert_near, case, logits, run
 from tests.oracle.quantised_folders import read_all
 from tests.oracle.rounded_models import rounded_models
-from tests.oracle.test_norm_shifts import add_shifts, shifted
+from tests.oracle.shifted_norms import add_shifts, shifted
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 

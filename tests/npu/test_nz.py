@@ -16,8 +16,8 @@ from npu_runner.checkpoint.quantization import read_quantization
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.full_set import only_full
-from tests.npu.test_int8 import GRAPH_ENGINE, MODES, assert_near, case, logits
-from tests.npu.test_int8_experts import SIZES as EXPERTS
+from tests.npu.int8_cases import GRAPH_ENGINE, MODES, assert_near, case, logits
+from tests.npu.int8_cases import SIZES as EXPERTS
 from tests.oracle.quantised_folders import one_range
 from tests.oracle.rounded_models import rounded_models
 

@@ -17,7 +17,8 @@ import pytest
 from npu_runner.platforms.npu.versions import OLD_WHEELS, PAIRINGS
 from tests.cann.environment import has_real_cann, installed_wheel, run_python
 from tests.full_set import only_full
-from tests.npu.operator_table.__main__ import PACKAGE, SOURCES, TABLE, WHEELS
+from tests.npu.operator_table.__main__ import PACKAGE, SOURCES, WHEELS
+from tests.npu.operator_table.facts import STORED, fact
 from tests.npu.operator_table.uses import Reader, Use
 from tests.npu.operator_table.wheels import Wheel
 
@@ -31,21 +32,15 @@ OPTIONAL = {
 """What a wheel may lack, with everything below it, and what is done there instead."""
 
 SUPPORTED = tuple(pair.torch_npu for pair in PAIRINGS)
-_TABLE = json.loads(TABLE.read_text())
 _READER = Reader(SOURCES, PACKAGE)
 _SCATTER = "npu_scatter_pa_kv_cache"
-
-
-def fact(wheel: str, path: str) -> str | None:
-    found = [text for text, wheels in _TABLE["names"][path].items() if wheels == "all" or wheel in wheels.split()]
-    return found[0] if found else None
 
 
 def missing(wheel: str, uses: Iterable[Use]) -> set[str]:
     """What of `uses` this wheel does not have."""
     found = set()
     for use in uses:
-        if use.path not in _TABLE["names"]:
+        if use.path not in STORED["names"]:
             found.add(f"{use.path} is not in the table: python -m tests.npu.operator_table")
         elif (text := fact(wheel, use.path)) is None:
             is_somewhere = any(fact(each, use.path) for each in SUPPORTED)
@@ -83,7 +78,7 @@ def parameters_of(text: str) -> dict[str, bool]:
 
 
 def test_the_table_has_every_wheel_of_the_version_table_and_the_old_ones() -> None:
-    assert set(_TABLE["wheels"].split()) == set(WHEELS) == {*(pair.torch_npu for pair in PAIRINGS), *OLD_WHEELS}
+    assert set(STORED["wheels"].split()) == set(WHEELS) == {*(pair.torch_npu for pair in PAIRINGS), *OLD_WHEELS}
 
 
 def test_the_reader_finds_what_a_person_finds() -> None:
@@ -249,7 +244,7 @@ def test_converters_that_are_registered_by_a_call_are_seen(tmp_path: Path) -> No
 @pytest.mark.skipif(has_real_cann(), reason="another torch_npu may be installed there")
 def test_the_table_says_what_the_installed_wheel_says() -> None:
     """2.13.0's text is here; what it says of operators is what torch itself has once torch_npu is imported."""
-    wheel, paths = Wheel(installed_wheel()), list(_TABLE["names"])
+    wheel, paths = Wheel(installed_wheel()), list(STORED["names"])
     assert {path: wheel.fact(path) for path in paths} == {path: fact("2.13.0", path) for path in paths}
     names = [path.removeprefix("torch.ops.npu.") for path in paths
              if path.startswith("torch.ops.npu.") and fact("2.13.0", path) is not None]

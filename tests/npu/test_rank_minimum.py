@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cann.environment import has_real_cann
-from tests.cann.test_hccl import A3, AIV, run_ranks
+from tests.cann.ranks import A3, AIV, run_ranks
 
 pytestmark = pytest.mark.npu
 

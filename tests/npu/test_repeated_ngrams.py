@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.full_set import only_full
+from tests.npu.family_cases import emulated, tiny
 from tests.npu.running import assert_graphs_are_whole, on_cpu, on_npu
-from tests.npu.test_families import emulated, tiny
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 RULE: dict[str, Any] = {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 12, "n": 2,

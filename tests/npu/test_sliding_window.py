@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.npu.family_cases import assert_close_at_the_first_divergence, emulated
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
-from tests.npu.test_families import assert_close_at_the_first_divergence, emulated
-from tests.oracle.test_sliding_window import ALL_SLIDE, FULL, SLIDING
+from tests.oracle.sliding_configs import ALL_SLIDE, FULL, SLIDING
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.families import FAMILIES
+from tests.npu.family_cases import emulated
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
-from tests.npu.test_families import emulated
 from tests.oracle.mtp_drafts import QUIET
 from tests.oracle.mtp_reference import with_head
-from tests.oracle.test_sliding_window import SOME_SLIDE
+from tests.oracle.sliding_configs import SOME_SLIDE
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 

@@ -12,9 +12,9 @@ import pytest
 
 from npu_runner.assets import SHAPES_VL
 from tests.full_set import only_full
+from tests.npu.family_cases import emulated, tiny
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
-from tests.npu.test_families import emulated, tiny
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 

@@ -23,8 +23,8 @@ from npu_runner.platforms.npu.versions import (
     wheel_for,
 )
 from tests.cann.environment import ROOT, has_real_cann, run_python
-from tests.npu.test_doctor import empty_host, toolkit
-from tests.npu.test_operator_table import fact
+from tests.npu.hosts import empty_host, toolkit
+from tests.npu.operator_table.facts import fact
 
 HEADER = "| CANN | torch_npu, each for the torch of its first three numbers |"
 

@@ -19,8 +19,9 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.mtp_reference import Head64, run_target
-from tests.oracle.running import runner_of
+from tests.oracle.running import SMALL, runner_of
 
+LONG = [(index * 7) % 251 for index in range(150)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 QUIET = 0.003
 """Makes a head that mostly agrees, see `with_head`."""
@@ -117,3 +118,15 @@ def run(llm: LLM, prompts: dict[str, PromptInputs], params: SamplingParams = GRE
     while llm.engine.has_unfinished_requests():
         found.update({output.request_id: output for output in llm.engine.step()})
     return found
+
+
+def assert_ranks_draft_as_one(path: Path, *, platform: str, **ranks: Any) -> None:
+    prompts = [PromptInputs(LONG[start : start + 70]) for start in range(4)]
+    found = []
+    for settings in ({}, ranks):
+        with LLM(path, platform=platform, **settings, **mtp(3), **SMALL) as llm:
+            tokens = [output.token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=30))]
+            stats = llm.stats()
+            found.append((tokens, stats.num_mtp_drafted, stats.num_mtp_accepted))
+    assert found[0] == found[1]
+    assert found[1][2] > 0

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,9 @@ def assert_same(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
 def in_small_pieces(monkeypatch: Any) -> None:
     """A tensor of some rows is read in several pieces."""
     monkeypatch.setattr(formats_reader, "_ELEMENTS_AT_ONCE", 1000)
+
+
+def by_us(quantised: Path, target: Path, source: Path) -> None:
+    tensors = {name: tensor.contiguous().clone() for name, tensor in read_all(quantised).items()}
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

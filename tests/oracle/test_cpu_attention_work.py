@@ -15,7 +15,7 @@ from npu_runner.platforms.cpu import attention as cpu_attention
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.oracle.test_attention_backends import attention
+from tests.oracle.attention_reference import attention
 
 # B sequences, N query heads, K kv heads, H head dim, Q new tokens, L context, S block size
 

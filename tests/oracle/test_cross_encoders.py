@@ -18,7 +18,7 @@ from npu_runner.checkpoint.pooling_files import read_classes
 from npu_runner.cli.models import as_line, explain
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
-from tests.batch.test_classes import classify_row, job
+from tests.batch.pooled_jobs import classify_row, job
 from tests.oracle.classifiers import edit_config, make_classifier
 from tests.oracle.running import SMALL
 

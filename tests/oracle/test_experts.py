@@ -21,9 +21,9 @@ from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.ops import HeldExperts
 from tests.full_set import only_full
+from tests.oracle.family_prompts import TEXTS
+from tests.oracle.image_prompts import FEW_LAYOUTS, make_prompts
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_families import TEXTS
-from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, make_prompts
 
 
 def test_a_sharded_checkpoint_equals_transformers(checkpoint: Any, platform_name: str) -> None:
@@ -206,7 +206,7 @@ def test_experts_the_other_way_round_are_an_error_by_name(checkpoint: Any, tmp_p
 ])
 def test_a_config_of_impossible_experts_is_explained(changes: dict[str, Any], words: str, checkpoint: Any,
                                                      tmp_path: Path) -> None:
-    from tests.core.test_config import spoiled
+    from tests.oracle.changed_checkpoints import spoiled
 
     source = spoiled(lambda base: checkpoint("qwen3_moe"), tmp_path, **changes)
     with pytest.raises(ModelError, match=words):

@@ -12,23 +12,14 @@ from npu_runner import LLM
 from npu_runner.strategies import pick_strategy
 from tests.families import FAMILIES, sees_images
 from tests.full_set import only_full
+from tests.oracle.family_prompts import TEXTS, prompts_of
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, make_prompts
 
-TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{model_type}, {what}" if what else model_type: (model_type, changes)
     for model_type, family in FAMILIES.items() for what, changes in {"": {}, **family.variants}.items()
 }
 MORE = [f"{model_type}, {what}" for model_type, family in FAMILIES.items() for what in family.more]
-
-
-def prompts_of(llm: LLM, model_type: str, *, of_variant: bool = False) -> tuple[list[Any], list[list[Any]]]:
-    """Prompts, and the images of each. A variant differs in its network alone, and has fewer."""
-    if sees_images(model_type):
-        return make_prompts(llm, ["t", "0t1t2t3", "t44t4"] if of_variant else FEW_LAYOUTS)
-    texts = TEXTS[1::2] if of_variant else TEXTS
-    return [llm.engine.processor.from_text(text) for text in texts], [[] for _ in texts]
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in MORE), *only_full(

@@ -20,11 +20,10 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.models.vision.parts import PaddedHeadNorm
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.strategies import pick_strategy
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import copy_with_more_tensors, spoiled
+from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
-from tests.oracle.test_hybrid_models import copy_with_more_tensors
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 FAMILIES = ["glm_ocr", "glm4v", "glm46v"]
 

@@ -15,7 +15,7 @@ from npu_runner import LLM
 from tests.full_set import only_full
 from tests.oracle.reference import load_model, model_inputs
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference
-from tests.oracle.test_videos import make_prompts
+from tests.oracle.video_prompts import make_prompts
 from tests.oracle.videos_reference import glm_video_text, video_inputs
 from tests.videos import moving_frames, video_of
 

@@ -32,9 +32,9 @@ from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.formats import awq, compressed_int, fp8_block, gptq, integers, modelslim_int4, modelslim_int8
 from scripts.quantised.writing import quantise
 from tests.full_set import only_full
+from tests.oracle.family_prompts import prompts_of
 from tests.oracle.quantised_folders import in_small_pieces, loaded, weights, write_folder
 from tests.oracle.running import SMALL, greedy, runner_of
-from tests.oracle.test_families import prompts_of
 
 K = 256
 TOKENS = torch.randn(5, K, generator=torch.Generator().manual_seed(9)) * 3

@@ -25,9 +25,9 @@ from npu_runner.strategies.olmo2 import Olmo2Layer
 from tests.families import sees_images
 from tests.full_set import only_full
 from tests.oracle import reference
+from tests.oracle.family_prompts import TEXTS
+from tests.oracle.image_prompts import make_prompts
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, recorded_logits
-from tests.oracle.test_families import TEXTS
-from tests.oracle.test_qwen3_vl import make_prompts
 
 FACTOR = 1.5
 # Half a unit in the last place of the type's mantissa: less than this no computation in it can err.

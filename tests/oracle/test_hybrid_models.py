@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.gated_delta import gated_delta_shape
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms.gated_delta import GatedDeltaShape
-from npu_runner.platforms.graphs import DecodeForward, GraphResourceError
 from npu_runner.strategies import pick_strategy
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import copy_with_more_tensors
+from tests.oracle.family_prompts import TEXTS, prompts_of
+from tests.oracle.kept_graphs import KeptGraphs
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_families import TEXTS, prompts_of
-from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
 
 
 @pytest.mark.parametrize(("num_tokens", "model_type"), [
@@ -80,26 +78,6 @@ def test_a_slot_is_taken_over_by_one_sequence_after_the_other(checkpoint: Any, p
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in [*TEXTS, *PREEMPTED]])
 
 
-class KeptGraphs(UncompiledGraphs):
-    """Graphs that an earlier run left behind: each is compared with eager. Those below `least` cannot be had."""
-
-    def __init__(self, least: int = 0):
-        self.least = least
-        self.discarded: list[int] = []
-
-    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        def refuse(*_: Any) -> torch.Tensor:
-            raise GraphResourceError(f"none below {self.least}")
-
-        return forward if batch_size >= self.least else refuse
-
-    def was_loaded(self, batch_size: int) -> bool:
-        return True
-
-    def discard(self, batch_size: int) -> None:
-        self.discarded.append(batch_size)
-
-
 @pytest.fixture
 def graphs(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> KeptGraphs:
     if platform_name != "cpu":
@@ -153,13 +131,6 @@ def test_the_multi_token_prediction_head_is_left_out_and_said_so(checkpoint: Any
     path = copy_with_more_tensors(checkpoint("qwen3_5_text"), tmp_path / "other", "mtp2.weight")
     with pytest.raises(WeightsError, match=r"left over: mtp2\.weight"):
         LLM(path, platform=platform_name, **SMALL)
-
-
-def copy_with_more_tensors(path: Path, folder: Path, *names: str) -> Path:
-    shutil.copytree(path, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, **{name: torch.ones(2, 2) for name in names}}, folder / "model.safetensors")
-    return folder
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {

@@ -7,7 +7,6 @@ N outputs, K inputs, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +21,16 @@ from npu_runner.checkpoint.quantization import Quantization, arithmetic, read_qu
 from npu_runner.checkpoint.weights_reader import BY_ROW, WeightsReader
 from npu_runner.errors import ConfigError, WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, OutputPart, Padding, RowParallelLinear
-from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weight_forms import hold_as_stored
-from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.quantised import INT8, INT8_STATIC
 from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8, modelslim_static
 from scripts.quantised.writing import quantise
+from tests.oracle.family_prompts import prompts_of
+from tests.oracle.int8_linears import BF16, DYNAMIC, NAMES, TOKENS, context, folder, parts, static_folder
 from tests.oracle.int8_reference import rounded_product
 from tests.oracle.quantised_folders import in_small_pieces, loaded, weights, write_folder
 from tests.oracle.running import SMALL, greedy, runner_of
-from tests.oracle.test_families import prompts_of
-
-BF16 = torch.bfloat16
-TOKENS = torch.randn(5, 160, generator=torch.Generator().manual_seed(9)) * 3
-NAMES = ("q_proj", "k_proj", "v_proj")
-DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-
-
-class Parts(TensorParallel):
-    """One of two ranks by itself; what it would add up is added up by the test."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-
-def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:
-    return LayerContext(CpuOps(), None, Parts(rank, size), dtype, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8, INT8_STATIC))
-
-
-def compressed(inputs: dict[str, Any] | None, **of_weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "input_activations": inputs, "format": "int-quantized",
-             "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", **of_weights}}
-    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
-
-
-def folder(path: Path, tensors: dict[str, dict[str, Tensor]], inputs: dict[str, Any] | None = DYNAMIC) -> Path:
-    named = {f"{name}.{suffix}": tensor for name, parts in tensors.items() for suffix, tensor in parts.items()}
-    return write_folder(path, named, config=compressed(inputs))
-
-
-def parts(sizes: Sequence[int]) -> list[OutputPart]:
-    return [OutputPart(name, size, 0, size) for name, size in zip(NAMES, sizes, strict=True)]
 
 
 def test_fused_parts_are_one_product_of_stored_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +134,6 @@ def test_modelslims_dynamic_type_is_held_and_its_others_are_not(tmp_path: Path) 
 # -- inputs of one scale -----------------------------------------------------------------------------------------------
 
 STATIC = {"input_scale": 0.07, "input_offset": -11}
-
-
-def static_folder(path: Path, tensors: dict[str, dict[str, Tensor]]) -> Path:
-    named = {f"{name}.{suffix}": tensor for name, parts in tensors.items() for suffix, tensor in parts.items()}
-    return write_folder(path, named, description={"version": "1.0.0", **{
-        name: "FLOAT" if name.endswith(".bias") else "W8A8" for name in named}})
 
 
 def static_product(x: Tensor, made: dict[str, Tensor], bias: Tensor | None, scale: float = 0.07, offset: int = -11

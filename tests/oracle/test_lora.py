@@ -19,8 +19,8 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.strategies import pick_strategy
 from tests.full_set import only_full
+from tests.oracle.family_prompts import prompts_of
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, need_devices
-from tests.oracle.test_families import prompts_of
 
 peft = pytest.importorskip("peft")
 Make = Callable[..., tuple[Path, Path, Path]]

@@ -23,27 +23,28 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.runner.mtp_step import HeadStep
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
+from tests.oracle.family_prompts import prompts_of
+from tests.oracle.image_prompts import make_prompts
+from tests.oracle.kept_graphs import KeptGraphs
+from tests.oracle.mixed_requests import SETTINGS as FEATURES
+from tests.oracle.mixed_requests import few_blocks
 from tests.oracle.mtp_drafts import (
     GREEDY,
+    LONG,
     QUIET,
     TOLERANCE,
     Expected,
     assert_drafts_are_the_heads,
+    assert_ranks_draft_as_one,
     mtp,
     recorded_drafts,
     run,
 )
 from tests.oracle.mtp_reference import with_head
 from tests.oracle.running import SMALL, UncompiledGraphs, need_devices, runner_of
-from tests.oracle.test_async_scheduling import SETTINGS as FEATURES
-from tests.oracle.test_async_scheduling import few_blocks
-from tests.oracle.test_families import prompts_of
-from tests.oracle.test_hybrid_models import KeptGraphs
-from tests.oracle.test_qwen3_vl import make_prompts
-from tests.runner.test_rings import turn_on
-from tests.runner.test_several_tokens import assert_same, knows, requests
+from tests.runner.drafted_answers import assert_same, knows, requests
+from tests.runner.ringed_cpu import turn_on
 
-LONG = [(index * 7) % 251 for index in range(150)]
 ROUNDS: list[dict[str, list[int]]] = [
     {"a-0": [7], "b-1": LONG[20:85], "c-2": LONG},  # one that is cut leaves a snapshot behind 128 tokens
     {"parts behind 100-3": LONG[:100] + LONG[:60]},  # takes one behind 64
@@ -299,18 +300,6 @@ def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path
     need_devices(platform_name)
     path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)
     assert_ranks_draft_as_one(path, platform=platform_name, tensor_parallel_size=2)
-
-
-def assert_ranks_draft_as_one(path: Path, *, platform: str, **ranks: Any) -> None:
-    prompts = [PromptInputs(LONG[start : start + 70]) for start in range(4)]
-    found = []
-    for settings in ({}, ranks):
-        with LLM(path, platform=platform, **settings, **mtp(3), **SMALL) as llm:
-            tokens = [output.token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=30))]
-            stats = llm.stats()
-            found.append((tokens, stats.num_mtp_drafted, stats.num_mtp_accepted))
-    assert found[0] == found[1]
-    assert found[1][2] > 0
 
 
 def test_what_has_no_head_is_refused_by_name_before_weights_are_read(checkpoint: Any, tmp_path: Path) -> None:

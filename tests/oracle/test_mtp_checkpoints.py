@@ -17,12 +17,19 @@ from safetensors.torch import load_file, save_file
 from npu_runner import LLM
 from npu_runner.request.prompt_inputs import PromptInputs
 from scripts.quantised.writing import quantise
-from tests.oracle.mtp_drafts import QUIET, assert_drafts_are_the_heads, mtp, recorded_drafts, run
+from tests.oracle.mtp_drafts import (
+    LONG,
+    QUIET,
+    assert_drafts_are_the_heads,
+    assert_ranks_draft_as_one,
+    mtp,
+    recorded_drafts,
+    run,
+)
 from tests.oracle.mtp_reference import with_head
+from tests.oracle.quantised_folders import by_us
 from tests.oracle.running import SMALL, need_devices, runner_of
-from tests.oracle.test_mtp import LONG, assert_ranks_draft_as_one
-from tests.oracle.test_quantised_models import by_us
-from tests.oracle.test_videos import make_prompts
+from tests.oracle.video_prompts import make_prompts
 from tests.videos import moving_frames, video_of
 
 TEXTS = {f"r-{number}": PromptInputs(LONG[number : number + length]) for number, length in enumerate((5, 90, 40))}

@@ -17,11 +17,11 @@ from npu_runner import LLM
 from npu_runner.cli.main import main
 from npu_runner.errors import ModelError, RequestError, WeightsError
 from npu_runner.strategies import pick_strategy
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import spoiled
+from tests.oracle.image_prompts import LAYOUTS, SIZES, make_prompts
 from tests.oracle.reference import random_image
 from tests.oracle.running import SMALL, assert_equals_reference, greedy
-from tests.oracle.test_qwen3_vl import LAYOUTS, SIZES, make_prompts
 
 HEAD = "lm_head.weight"
 TASKS = ["OCR:", "Table Recognition:", "Formula Recognition:", "Chart Recognition:"]

@@ -7,60 +7,30 @@ is under test is what surrounds a graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.graphs import GraphResourceError
-from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket
 from tests.full_set import only_full
+from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
-from tests.oracle.test_scheduling_changes_nothing import text_prompts
-from tests.oracle.test_sliding_window import SOME_SLIDE
+from tests.oracle.scheduled_prompts import text_prompts
+from tests.oracle.sliding_configs import SOME_SLIDE
+from tests.oracle.tiled_attention import TiledAttention
 
 GRAPHS: dict[str, Any] = {"graph_mode": "reduce-overhead", "graph_batch_sizes": (2, 8)}
 SLIDES = {"sliding_window": 10, **SOME_SLIDE["qwen3"]}
-
-
-class TiledAttention(CpuAttention):
-    """Reads tiles while it runs, as a kernel does on a device. A tile is a sequence."""
-
-    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
-        return num_sequences
-
-    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
-        lens_B, ends_B = np.array(query_lens_B), np.array(context_lens_B)
-        tiles = np.stack([np.arange(len(lens_B)), np.cumsum(lens_B) - lens_B, lens_B, ends_B - lens_B], axis=1)
-        return tiles.astype(np.int32)
-
-    def plan_of_tiles(self, tiles: Tensor) -> Tensor:
-        return tiles
-
-    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
-                window: int | None = None) -> Tensor:
-        if not isinstance(metadata.plan, Tensor):
-            return super().prefill(q_TNH, k_cache, v_cache, metadata, scale, window=window)
-        out_TNH = torch.zeros_like(q_TNH)
-        rows, _, lens, starts = metadata.plan[metadata.plan[:, 2] > 0].T.tolist()
-        if rows:
-            ends = [start + length for start, length in zip(starts, lens, strict=True)]
-            plan = self.plan_prefill(lens, ends, metadata.block_tables_BW.numpy()[rows], q_TNH.device)
-            out_TNH[: sum(lens)] = super().prefill(q_TNH[: sum(lens)], k_cache, v_cache, replace(metadata, plan=plan),
-                                                   scale, window=window)
-        return out_TNH
 
 
 class Repeating(UncompiledGraphs):

@@ -18,9 +18,9 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms import pick_platform
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.full_set import only_full
+from tests.oracle.family_prompts import prompts_of
 from tests.oracle.running import SMALL, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_families import prompts_of
-from tests.oracle.test_prefill_graphs import TiledAttention
+from tests.oracle.tiled_attention import TiledAttention
 
 EAGER: dict[str, Any] = {**SMALL, "graph_mode": "eager"}
 CHUNK = 64

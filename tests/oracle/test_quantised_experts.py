@@ -31,9 +31,9 @@ from npu_runner.platforms.quantised import FP8_EXPERTS, INT8, INT8_EXPERTS
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.writing import quantise
 from tests.oracle.expert_reference import mixture
+from tests.oracle.int8_linears import DYNAMIC, compressed
 from tests.oracle.quantised_folders import in_small_pieces, write_folder
 from tests.oracle.running import SMALL, greedy, runner_of
-from tests.oracle.test_int8_linears import DYNAMIC, compressed
 
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LAYOUTS = ("per_expert", "fused", "fused_transposed")

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
 from scripts.quantised.writing import quantise
-from tests.oracle.quantised_folders import read_all
+from tests.oracle.family_prompts import prompts_of
+from tests.oracle.quantised_folders import by_us, read_all
 from tests.oracle.running import LOGITS_TOLERANCE, SMALL, assert_equals_reference, greedy, need_devices
-from tests.oracle.test_families import prompts_of
 
 Make = Callable[..., tuple[Path, Path]]
 FAST = [("qwen3", "fp8-block"), ("qwen3", "w4a16-asym"), ("qwen3_moe", "modelslim-w8a8-dynamic")]
@@ -48,12 +48,6 @@ def made(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Make:
         return path / "quantised", path / "dequantised"
 
     return make
-
-
-def by_us(quantised: Path, target: Path, source: Path) -> None:
-    tensors = {name: tensor.contiguous().clone() for name, tensor in read_all(quantised).items()}
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def by_transformers(quantised: Path, target: Path, source: Path) -> None:

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from npu_runner import LLM
 from npu_runner.errors import ModelError
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import spoiled
+from tests.oracle.image_prompts import FEW_LAYOUTS, LAYOUTS, make_prompts
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, LAYOUTS, make_prompts
 
 
 @pytest.mark.parametrize(("model_type", "num_tokens"), [

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from npu_runner import LLM
 from npu_runner.errors import ModelError, WeightsError
 from npu_runner.strategies import pick_strategy
-from tests.core.test_config import spoiled
+from tests.oracle.changed_checkpoints import spoiled
+from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.running import SMALL, assert_equals_reference
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
 
 HEAD = "lm_head.weight"
 

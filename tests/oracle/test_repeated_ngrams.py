@@ -3,7 +3,6 @@ alone, which `generate` gives it where the prompt comes as embeddings. With a wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import RequestOutput
 from tests.full_set import is_fast, only_full
 from tests.oracle import reference
+from tests.oracle.banned_ngrams import Ban
 from tests.oracle.running import SMALL
-from tests.oracle.test_scheduling_changes_nothing import NUM_BLOCKS
+from tests.oracle.scheduled_prompts import NUM_BLOCKS
 
 TEXTS = ["b which of the pictures ", "c which of the pictures which of the pictures "][:1 if is_fast else 2]
 NUM_TOKENS = 28
@@ -27,24 +27,6 @@ RULES: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 4},
     {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 7},
 ]
-
-
-class Ban:
-    """The definition. `input_ids`: (1, T), the output so far."""
-
-    def __init__(self, size: int, window: int, exempt_ids: Sequence[int]):
-        self.size, self.window, self.exempt_ids = size, window, exempt_ids
-
-    def banned(self, output: list[int]) -> set[int]:
-        recent = output[-self.window :]
-        ngrams = [recent[start : start + self.size] for start in range(len(recent) - self.size + 1)]
-        behind = {ngram[-1] for ngram in ngrams if ngram[:-1] == output[len(output) - self.size + 1 :]}
-        return behind - set(self.exempt_ids)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for token in self.banned(input_ids[0].tolist()):
-            scores[0, token] = -torch.inf
-        return scores
 
 
 @torch.inference_mode()

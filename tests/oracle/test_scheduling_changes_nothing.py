@@ -12,14 +12,9 @@ from npu_runner import LLM
 from npu_runner.runner.buckets import bucket_sizes
 from tests.families import sees_images
 from tests.full_set import only_full
+from tests.oracle.image_prompts import FEW_LAYOUTS, LAYOUTS, make_prompts
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
-from tests.oracle.test_qwen3_vl import FEW_LAYOUTS, LAYOUTS, make_prompts
-
-TEXTS = [f"{word} {'which of the pictures ' * count}" for count, word in enumerate(["a", "b", "c", "d", "e", "f", "g"])]
-
-
-def text_prompts(llm: LLM) -> list[Any]:
-    return [llm.engine.processor.from_text(text) for text in TEXTS]
+from tests.oracle.scheduled_prompts import NUM_BLOCKS, text_prompts
 
 
 @pytest.mark.parametrize(("num_tokens", "model_type"), [
@@ -70,7 +65,6 @@ def test_images_that_differ_never_share_blocks(checkpoint: Any, platform_name: s
 
 # Enough for the longest sequence, too few for all of them together.
 LONGEST = {"qwen3": 72, "qwen3_moe": 72, "qwen3_vl": 140, "qwen2_vl": 160, "qwen2_5_vl": 160, "paddleocr_vl": 160}
-NUM_BLOCKS = {"qwen3": 24, "qwen3_moe": 24, "qwen3_vl": 40, "qwen2_vl": 41, "qwen2_5_vl": 41, "paddleocr_vl": 41}
 OTHER_TOWERS = ["qwen2_vl", "paddleocr_vl"]
 
 

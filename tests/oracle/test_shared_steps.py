@@ -13,12 +13,11 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.families import FAMILIES, sees_images
-from tests.faults.test_memory_in_steps import failing_behind_the_forward
 from tests.full_set import only_full
+from tests.oracle.image_prompts import make_prompts
 from tests.oracle.running import SMALL, assert_equals_reference, need_devices, runner_of
-from tests.oracle.test_qwen3_vl import make_prompts
 from tests.oracle.tiny_checkpoints import VOCAB_SIZE
-from tests.runner.test_culprits import failing, poison_of, raise_at_poison
+from tests.runner.failing_steps import failing, failing_behind_the_forward, poison_of, raise_at_poison
 
 # Of each family, but for the decoders that others have within them.
 MODELS: dict[str, dict[str, Any]] = {

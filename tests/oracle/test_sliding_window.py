@@ -13,29 +13,28 @@ from npu_runner import LLM
 from npu_runner.core.block_manager import first_needed_block
 from npu_runner.platforms import pick_platform
 from npu_runner.strategies import pick_strategy
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
-from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy, need_devices, runner_of
-from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
+from tests.oracle.changed_checkpoints import spoiled
+from tests.oracle.running import (
+    MAX_NEW_TOKENS,
+    SMALL,
+    UncompiledGraphs,
+    assert_equals_reference,
+    greedy,
+    need_devices,
+    runner_of,
+)
+from tests.oracle.sliding_configs import ALL_SLIDE, SLIDING, SOME_SLIDE
 
 # Shorter than a window of 10, of about one, and many; tokens are a word or two each.
 TEXTS = ["which", "which of the two", "which of the two pictures shows a circle? " * 2, "a b c d e f g " * 12,
          "colour " * 30]
-FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 FAMILIES = ("mistral", "qwen2", "qwen3", "qwen3_moe")
 WINDOWS = (2, 10, 16, 37)
 EACH = sorted(itertools.product(FAMILIES, WINDOWS), key=lambda each: each not in (
     ("mistral", 10), ("mistral", 16), ("qwen3", 10)))
-ALL_SLIDE: dict[str, dict[str, Any]] = {
-    "mistral": {},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
-    "qwen3": {"use_sliding_window": True, "layer_types": [SLIDING] * 3},
-    "qwen3_moe": {"use_sliding_window": True, "max_window_layers": 99},
-}
-SOME_SLIDE: dict[str, dict[str, Any]] = {
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen3": {"use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]},
-}
 
 
 def prompts_of(llm: LLM) -> list[Any]:

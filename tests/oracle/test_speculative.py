@@ -16,8 +16,8 @@ from npu_runner.request.outputs import EngineStats, RequestOutput
 from npu_runner.strategies import open_checkpoint
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.oracle import reference
+from tests.oracle.ruled_requests import FREE, RULED, SHAPE, WORDS, same
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy
-from tests.oracle.test_structured_outputs import FREE, RULED, SHAPE, WORDS, same
 from tests.oracle.thinking_checkpoints import OPENS, make_thinking
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -23,9 +23,9 @@ from npu_runner.layers.norm import Float32RMSNorm, RMSNorm
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.quantised import StaticRows
 from scripts.quantised.formats import Range, compressed_static, modelslim_static
+from tests.oracle.int8_linears import BF16, NAMES, TOKENS, compressed, context, folder, parts, static_folder
 from tests.oracle.int8_reference import static_product
 from tests.oracle.quantised_folders import loaded, weights, write_folder
-from tests.oracle.test_int8_linears import BF16, NAMES, TOKENS, compressed, context, folder, parts, static_folder
 
 STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 SIZES = dict(zip(NAMES, (96, 32, 48), strict=True))

@@ -13,24 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from npu_runner import LLM, SamplingParams, StructuredOutputsParams
+from npu_runner import LLM, StructuredOutputsParams
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import json_options, with_grammar
 from npu_runner.grammars.matchers import Matchers
-from npu_runner.request.outputs import RequestOutput
 from npu_runner.runner.model_runner import ModelRunner
 from tests.full_set import examples, is_fast, only_full
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
-from tests.runner.test_culprits import failing
+from tests.oracle.ruled_requests import DRAWN, FREE, GREEDY, RULED, SHAPE, WORDS, same
+from tests.runner.failing_steps import failing
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_num_seqs": 16, "max_model_len": 512,
                             "preprocessing_workers": 0}  # fmt: skip
-GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
-DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=200)
-WORDS = ["a", "which of the pictures ", "b c", "the picture of a circle " * 3]
-SHAPE = {"type": "object", "properties": {"shape": {"enum": ["circle", "square"]}, "count": {"type": "integer",
-         "minimum": 0, "maximum": 99}}, "required": ["shape", "count"], "additionalProperties": False}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -134,34 +129,6 @@ def test_greedy_equals_transformers_with_llguidances_own_mask(llm: LLM, path: Pa
 
 
 # -- neighbours, and everything that a sequence may go through ---------------------------------------------------------
-
-FREE = [
-    GREEDY.replace(max_tokens=30, ignore_eos=True), DRAWN.replace(max_tokens=30),
-    DRAWN.replace(max_tokens=24, top_p=0.8, top_k=20, min_p=0.02, n=2), DRAWN.replace(max_tokens=24, logprobs=3),
-    DRAWN.replace(max_tokens=24, repetition_penalty=1.4, frequency_penalty=0.5), DRAWN.replace(
-        max_tokens=24, bad_words=("a", "of the", "which")), GREEDY.replace(max_tokens=20, logit_bias={7: 6.0}),
-]  # fmt: skip
-RULED = [
-    DRAWN.replace(structured_outputs={"json": SHAPE}, n=3),
-    GREEDY.replace(structured_outputs={"regex": "[a-z]{40,60}"}, logprobs=2),
-    DRAWN.replace(structured_outputs={"json_object": True}, max_tokens=40, repetition_penalty=1.3),
-    DRAWN.replace(structured_outputs={"choice": ["circle", "square, or not", "größe"]}, top_p=0.7, top_k=9),
-    DRAWN.replace(structured_outputs={"grammar": 'root ::= "x" (" y" | " z")+ "."'}, max_tokens=60),
-    GREEDY.replace(structured_outputs={"regex": "[a-z ]{30}"}, bad_words=("e", "of the"), logit_bias={70: 5.0}),
-    DRAWN.replace(structured_outputs={"json": {"type": "string", "maxLength": 40}}, stop=["e", "a"], min_tokens=3),
-]
-
-
-def same(ours: list[RequestOutput], other: list[RequestOutput]) -> None:
-    """Log probabilities to float32's rounding: products of a larger batch may add up in another order."""
-    for one, two in zip(ours, other, strict=True):
-        assert [(c.token_ids, c.text, c.finish_reason) for c in one.completions] == \
-               [(c.token_ids, c.text, c.finish_reason) for c in two.completions]  # fmt: skip
-        for first, second in zip(one.completions, two.completions, strict=True):
-            if first.logprobs is not None or second.logprobs is not None:
-                assert first.logprobs is not None
-                assert second.logprobs is not None
-                np.testing.assert_allclose(first.logprobs.logprobs, second.logprobs.logprobs, atol=1e-5)
 
 
 def test_rows_without_a_rule_keep_their_tokens_beside_rows_with_one(llm: LLM) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from npu_runner import LLM
 from tests.families import FAMILIES, RANKS, sees_images, split_by
+from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, need_devices
-from tests.oracle.test_qwen3_vl import LAYOUTS, make_prompts
-from tests.oracle.test_scheduling_changes_nothing import text_prompts
+from tests.oracle.scheduled_prompts import text_prompts
 
 
 @pytest.fixture(autouse=True)

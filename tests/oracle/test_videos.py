@@ -12,11 +12,12 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, RequestError
-from tests.core.test_config import spoiled
 from tests.full_set import only_full
+from tests.oracle.changed_checkpoints import spoiled
 from tests.oracle.reference import load_model, model_inputs, random_image
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
 from tests.oracle.tiny_checkpoints import make_checkpoint
+from tests.oracle.video_prompts import conversation, make_prompts
 from tests.oracle.videos_reference import video_inputs, video_text
 from tests.videos import as_url, moving_frames, video_of
 
@@ -32,26 +33,6 @@ def videos() -> list[bytes]:
         video_of(moving_frames(7, 130, 40, seed=2), times=[0, 1, 2, 10, 11, 30, 31]),
         video_of(moving_frames(1, seed=3)),
     ]
-
-
-def conversation(layout: str, videos: list[bytes]) -> tuple[list[dict[str, Any]], list[Any]]:
-    image = random_image(np.random.default_rng(7), 70, 45)
-    parts: list[dict[str, Any]] = []
-    seen: list[Any] = []
-    for mark in layout:
-        if mark == "t":
-            parts.append({"type": "text", "text": "which shows a circle " * len(parts or "x")})
-        elif mark == "p":
-            parts.append({"type": "image", "image": image})
-        else:
-            parts.append({"type": "video", "video": videos[int(mark)]})
-        seen += [image] if mark == "p" else [videos[int(mark)]] if mark.isdigit() else []
-    return [{"role": "user", "content": parts}], seen
-
-
-def make_prompts(llm: LLM, layouts: list[str], videos: list[bytes]) -> tuple[list[Any], list[list[Any]]]:
-    built = [conversation(layout + "t" * ("t" not in layout), videos) for layout in layouts]
-    return [llm.engine.processor(messages) for messages, _ in built], [seen for _, seen in built]
 
 
 @pytest.mark.full("experts with videos; the families without experts stay, as do experts with images")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.attention import AttentionBackend
+from tests.oracle.attention_reference import within_each
 
 # T tokens, N heads, H head dim, L tokens of one image
 
@@ -22,16 +23,6 @@ def qkv(head_dim: int, dtype: torch.dtype, lengths: list[int], device: torch.dev
     """Slices of one product, as the tower has them."""
     torch.manual_seed(0)
     return torch.randn(sum(lengths), 3, NUM_HEADS, head_dim).to(device, dtype).unbind(1)
-
-
-def within_each(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: list[int]) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v in float64, image by image."""
-    parts = zip(*(x.double().cpu().split(lengths) for x in (q_TNH, k_TNH, v_TNH)), strict=True)
-    outputs = []
-    for q_LNH, k_LNH, v_LNH in parts:
-        scores_NLL = torch.einsum("qnh,lnh->nql", q_LNH, k_LNH) * q_LNH.shape[-1] ** -0.5
-        outputs.append(torch.einsum("nql,lnh->qnh", scores_NLL.softmax(-1), v_LNH))
-    return torch.cat(outputs)
 
 
 def make_backend(platform_name: str, dtype: torch.dtype) -> tuple[AttentionBackend, torch.device]:

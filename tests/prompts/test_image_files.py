@@ -22,6 +22,7 @@ from npu_runner.prompts.media.image_settings import ImageSettings, read_image_se
 from npu_runner.prompts.media.images import open_image, prepare_image
 from npu_runner.prompts.processor import ChatProcessor
 from tests.full_set import examples
+from tests.prompts.image_bytes import encoded, photo, png
 
 ANY = 1 << 20
 """Tokens: more than any image here has."""
@@ -29,19 +30,6 @@ SETTINGS = ImageSettings(min_pixels=64 * 64, max_pixels=512 * 512, patch_size=16
                          image_std=(0.5,) * 3)
 # The last Pillow for Python 3.10 cannot read the uncompressed YCbCr that it writes.
 READS_RAW_YCBCR = int(PIL.__version__.partition(".")[0]) >= 13
-
-
-def photo(width: int = 60, height: int = 40) -> Image.Image:
-    """A smooth image with something different in every corner."""
-    y, x = np.mgrid[0:height, 0:width]
-    channels = [x * 255 // max(width - 1, 1), y * 255 // max(height - 1, 1), (x + y) % 256]
-    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def pixels(source: bytes | Image.Image) -> np.ndarray:
@@ -53,16 +41,6 @@ def refusal(source: Any, **options: Any) -> RequestError:
         prepare_image(source, SETTINGS, **options)
     assert caught.value.message
     return caught.value
-
-
-def png(width: int, height: int, *, bits: int = 8, colour: int = 2, data: bytes = b"") -> bytes:
-    """A PNG file written by hand, whatever it claims."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG", "MPO"])

@@ -11,7 +11,7 @@ import pytest
 
 from npu_runner import LLM
 from npu_runner.errors import RequestError
-from tests.batch.test_classes import classify_row, job, probs
+from tests.batch.pooled_jobs import classify_row, job, probs
 from tests.oracle.classifiers import expected_logits, make_classifier
 from tests.oracle.running import SMALL
 

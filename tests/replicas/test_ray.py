@@ -28,9 +28,8 @@ from tests.replicas.jobs import (
 )
 from tests.replicas.ray_nodes import Node, need_ray, nodes, other_package, wait_for_resource
 from tests.replicas.scripted_job import HOLD
-from tests.replicas.test_scripted_deaths import NUM_ROWS, lines, rows, run, undisturbed
+from tests.replicas.scripted_runs import NUM_ROWS, lines, rows, run
 
-__all__ = ["undisturbed"]
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
 

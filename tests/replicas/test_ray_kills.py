@@ -10,9 +10,9 @@ import pytest
 
 from tests.replicas.jobs import RANK, ended, kill_at_random, processes, singly, start_real, wait_until_gone
 from tests.replicas.ray_nodes import Node, need_ray, nodes, wait_for_resource
-from tests.replicas.test_real_replicas import _time_and_threads, folder, killed_until_done
+from tests.replicas.real_jobs import killed_until_done
 
-__all__ = ["_time_and_threads", "folder"]
+pytestmark = pytest.mark.usefixtures("fixed_time", "one_thread_each")
 _THREADS = {"OMP_NUM_THREADS": "1"}
 
 

@@ -28,33 +28,9 @@ from tests.replicas.jobs import (
     wait_until,
     wait_until_gone,
 )
+from tests.replicas.scripted_runs import NUM_ROWS, lines, rows, run
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
-NUM_ROWS = 150
-
-
-def rows(**special: str) -> list[Any]:
-    texts = {f"r{n}": f"{n:03d}" + "x" * (n % 17) for n in range(NUM_ROWS)} | special
-    return [row(name, text, temperature=n % 2) for n, (name, text) in enumerate(texts.items())] + [b"not json"]
-
-
-def run(folder: Path, **options: Any) -> tuple[int, str]:
-    return ended(start_scripted(folder, **options))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    write_rows(folder / "in.jsonl", rows())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-        status, said = run(folder, data_parallel_size=1)
-    assert status == 3, said
-    return sorted((folder / "out.jsonl").read_bytes().splitlines())
-
-
-def lines(folder: Path) -> list[bytes]:
-    return sorted((folder / "out.jsonl").read_bytes().splitlines())
 
 
 def test_a_killed_replica_is_named_its_rows_are_answered_and_it_is_started_again(

@@ -16,6 +16,21 @@ from npu_runner.prompts.text.tokenizer import resolve_sampling
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.sampler import Sampler, SamplerOutput
 
+VOCAB = 300
+SEVERAL = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_p=0.7, temperature=1.2),
+    SamplingParams(top_k=20, top_p=0.9),
+    SamplingParams(min_p=0.05),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, top_k=50),
+    SamplingParams(temperature=0.0, repetition_penalty=1.1, min_tokens=6, stop_token_ids=[5]),
+    SamplingParams(bad_words=["ab", "cde"], logit_bias={token: 3.0 for token in range(10, 16)}),
+    SamplingParams(min_tokens=15, logprobs=2),
+    SamplingParams(temperature=0.0, no_repeat_ngram_size=2, no_repeat_ngram_exempt_ids=[0, 250]),
+    SamplingParams(temperature=0.5, no_repeat_ngram_size=3, no_repeat_ngram_window=9, presence_penalty=-2.0),
+]
 EOS = 2
 
 
@@ -126,3 +141,15 @@ class MemoryRunsOut(TorchDispatchMode):
 
 def storages(values: Any) -> set[int]:
     return {value.untyped_storage().data_ptr() for value in tree_leaves(values) if isinstance(value, Tensor)}
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def spell(text: str) -> list[int]:
+    return [9 if letter == " " else ord(letter) - ord("a") + 10 for letter in text]
+
+
+def conversation(number: int) -> Conversation:
+    return Conversation(SEVERAL[number % len(SEVERAL)], [number + 20, 7, 7, 200], seed=1000 + number)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.errors import EngineDeadError, OutOfMemoryError, RequestError
 from npu_runner.request.outputs import RequestOutput
 from tests.full_set import only_full
-from tests.oracle.running import runner_of
+from tests.runner.failing_steps import POISON, failing, poison_of, raise_at_poison
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128,
                             "kv_cache_bytes": 1 << 20}
 NUM_PROMPTS = 21
-POISON = "Z"
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +33,6 @@ def llm(path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def poison_of(llm: LLM) -> int:
-    return int(llm.engine.processor.tokenizer.token_to_id(POISON))
-
-
 def prompts_and_params(llm: LLM) -> tuple[list[str], list[SamplingParams]]:
     """Nobody generates the poison."""
     rng = random.Random(2)
@@ -50,32 +44,6 @@ def prompts_and_params(llm: LLM) -> tuple[list[str], list[SamplingParams]]:
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.completions] for output in outputs]
-
-
-@contextmanager
-def failing(llm: LLM, fault: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """`fault` sees the token ids of every step and may raise."""
-    model: Any = runner_of(llm).model
-    embed = model.embed
-
-    def poisoned(ids: torch.Tensor) -> torch.Tensor:
-        fault(ids)
-        result: torch.Tensor = embed(ids)
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "embed", poisoned)
-        yield
-
-
-def raise_at_poison(llm: LLM, error: Exception) -> Callable[[torch.Tensor], None]:
-    poison = poison_of(llm)
-
-    def fault(ids: torch.Tensor) -> None:
-        if (ids == poison).any():
-            raise error
-
-    return fault
 
 
 @pytest.mark.parametrize(("error", "code"), [

@@ -17,22 +17,22 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.platforms import pick_platform
 from npu_runner.request.outputs import RequestOutput
 from tests.cuda.gated_delta_work import state_in_ring
+from tests.oracle.mixed_requests import few_blocks
 from tests.oracle.running import runner_of
-from tests.oracle.test_async_scheduling import few_blocks
-from tests.runner import test_several_tokens
-from tests.runner.test_several_tokens import (
+from tests.runner.drafted_answers import (
     DRAWN,
     FORCED,
+    SETTINGS,
     KnowsWhatFollows,
     assert_every_feature_is_as_without,
     assert_same,
     assert_two_ranks_answer_as_one_without,
+    counted_replays,
     knows,
     requests,
 )
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-SETTINGS: dict[str, Any] = test_several_tokens.SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +225,7 @@ def test_plain_steps_run_in_graphs_and_those_with_drafts_without(checkpoint: Any
     with LLM(path, speculative_config=FORCED, **SETTINGS | graphs) as llm:
         assert llm.engine.info.graphs == "6"
         knows(llm, plain, 3)
-        used = test_several_tokens.counted_replays(runner_of(llm).steps.buckets)
+        used = counted_replays(runner_of(llm).steps.buckets)
         assert_same(llm.generate([prompt for _, prompt in pairs], [each for each, _ in pairs]), plain)
         stats = llm.stats()
     assert stats.num_accepted_tokens > 0

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_runner import LLM, SamplingParams
 from tests.oracle.running import SMALL
-from tests.runner.sampler_steps import make_sampler, step
+from tests.runner.sampler_steps import make_sampler, step, tensors_in
 
 VOCAB, ROWS = 2048, 32
 LOGITS_BV = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -50,10 +50,6 @@ class ElementCount(TorchDispatchMode):
             read = 0 if name in PICKING else max((one.numel() for one in given), default=0)
             self.total += max(read, sum(one.numel() for one in made))
         return result
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def elements(asked: dict[str, Any], num_asking: int) -> int:

@@ -14,7 +14,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 from npu_runner.errors import RequestError
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.sampler import ALL_BANNED
-from tests.oracle.test_repeated_ngrams import Ban
+from tests.oracle.banned_ngrams import Ban
 from tests.runner.sampler_steps import make_sampler, sample_one, step
 
 VOCAB = 5

@@ -23,7 +23,7 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 from tests.full_set import only_full
 from tests.oracle.running import runner_of
-from tests.runner.test_culprits import failing
+from tests.runner.failing_steps import failing
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 256,
                             "preprocessing_workers": 0, "kv_cache_bytes": 16 << 20}  # fmt: skip

@@ -16,36 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.sampler import Sampler
-from tests.runner.sampler_steps import Conversation, MemoryRunsOut, generate, make_sampler, run_together, step
-
-VOCAB = 300
-SEVERAL = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(top_p=0.7, temperature=1.2),
-    SamplingParams(top_k=20, top_p=0.9),
-    SamplingParams(min_p=0.05),
-    SamplingParams(repetition_penalty=1.3),
-    SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, top_k=50),
-    SamplingParams(temperature=0.0, repetition_penalty=1.1, min_tokens=6, stop_token_ids=[5]),
-    SamplingParams(bad_words=["ab", "cde"], logit_bias={token: 3.0 for token in range(10, 16)}),
-    SamplingParams(min_tokens=15, logprobs=2),
-    SamplingParams(temperature=0.0, no_repeat_ngram_size=2, no_repeat_ngram_exempt_ids=[0, 250]),
-    SamplingParams(temperature=0.5, no_repeat_ngram_size=3, no_repeat_ngram_window=9, presence_penalty=-2.0),
-]
-
-
-def spell(text: str) -> list[int]:
-    return [9 if letter == " " else ord(letter) - ord("a") + 10 for letter in text]
+from tests.runner.sampler_steps import (
+    SEVERAL,
+    VOCAB,
+    Conversation,
+    MemoryRunsOut,
+    conversation,
+    generate,
+    make_sampler,
+    run_together,
+    spell,
+    step,
+)
 
 
 @pytest.fixture(scope="module")
 def table_VV() -> Tensor:
     return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
-
-
-def conversation(number: int) -> Conversation:
-    return Conversation(SEVERAL[number % len(SEVERAL)], [number + 20, 7, 7, 200], seed=1000 + number)
 
 
 def add(sampler: Sampler, slot: int, one: Conversation) -> None:

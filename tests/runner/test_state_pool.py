@@ -20,8 +20,7 @@ from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.kv_cache import KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.states import StateNeeds, StatePlan, StatePool, StateShape, plan_states
 from tests.full_set import only_full
-from tests.oracle.running import SMALL, greedy, runner_of
-from tests.oracle.test_scheduling_changes_nothing import UncompiledGraphs
+from tests.oracle.running import SMALL, UncompiledGraphs, greedy, runner_of
 
 LAYER = GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
 SHAPE = StateShape(num_layers=24, layer=LAYER, element_bytes=2)

@@ -24,8 +24,7 @@ from npu_runner.request.structured_outputs import StructuredOutputsParams
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from tests.oracle.tiny_checkpoints import write_tokenizer
-from tests.runner.sampler_steps import SpellingSampler, make_sampler, step
-from tests.runner.test_everybody_pays import tensors_in
+from tests.runner.sampler_steps import SpellingSampler, make_sampler, step, tensors_in
 
 VOCAB, ROWS = 333, 12  # no multiple of 32
 LOGITS_BV = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))

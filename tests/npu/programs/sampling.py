@@ -22,8 +22,7 @@ from npu_runner.grammars.matchers import Matchers
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from tests.oracle.tiny_checkpoints import write_tokenizer
-from tests.runner.sampler_steps import Conversation, make_sampler
-from tests.runner.test_sampler_state import SEVERAL, VOCAB, conversation, spell
+from tests.runner.sampler_steps import SEVERAL, VOCAB, Conversation, conversation, make_sampler, spell
 
 NUM_STEPS = 8
 _RULED_VOCAB = 333
