@@ -39,7 +39,7 @@ UNMADE = (AssertionError, AttributeError, ImportError, IndexError, KeyError, Str
           ValueError)
 
 
-SERVED = set(re.findall(r"`([\w.-]+)`", re.search(r"Equal are these \d+:(.*?)\nLarger", (
+SERVED = set(re.findall(r"`([\w.-]+)`", re.search(r"These \d+ are equal:(.*?)\nLarger", (
     Path(__file__).parents[2] / "docs" / "generic.md").read_text(), re.DOTALL)[1]))  # type: ignore[index]
 
 
