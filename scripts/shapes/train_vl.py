@@ -1,25 +1,21 @@
 """Makes npu_runner/assets/shapes-vl from nothing: fresh drawings in, a Qwen3-VL checkpoint out.
 
-Only transformers' own Qwen3VLForConditionalGeneration is trained here (shapes_training.py). Needs one GPU for some
+Only transformers' own Qwen3VLForConditionalGeneration is trained here (training.py). Needs one GPU for some
 minutes; a few steps on a CPU show that it works.
 
-    python scripts/train_shapes_vl.py --output npu_runner/assets/shapes-vl --steps 12000
+    python -m scripts.shapes.train_vl --output npu_runner/assets/shapes-vl --steps 12000
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from shapes_training import Family, branch_mask, see, train
-from shapes_vl_checkpoint import build_config
+from scripts.shapes.checkpoint import build_config
+from scripts.shapes.training import Family, branch_mask, see, train
 
 
 def forward(model: Qwen3VLForConditionalGeneration, batch: dict[str, Any]) -> Tensor:
@@ -39,4 +35,4 @@ def forward(model: Qwen3VLForConditionalGeneration, batch: dict[str, Any]) -> Te
 
 
 if __name__ == "__main__":
-    train(Family("train_shapes_vl.py", __doc__ or "", build_config, Qwen3VLForConditionalGeneration, forward))
+    train(Family("train_vl", __doc__ or "", build_config, Qwen3VLForConditionalGeneration, forward))

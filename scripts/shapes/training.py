@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
-from shapes_vl_batches import Batches
-from shapes_vl_checkpoint import TEMPORAL_PATCH, build_tokenizer, save_checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+
+from scripts.shapes.batches import Batches
+from scripts.shapes.checkpoint import TEMPORAL_PATCH, build_tokenizer, save_checkpoint
+from scripts.shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
 
 COMPILING_STEPS = 30
 """While these run, layers are compiled: their time is not the learning rate's."""
@@ -33,7 +34,7 @@ COMPILING_STEPS = 30
 class Family:
     """What is trained: its config, transformers' class for it, and logits of the answer tokens of a batch."""
 
-    script: str
+    program: str
     description: str
     build_config: Callable[[PreTrainedTokenizerFast], Any]
     model_class: type[PreTrainedModel]
@@ -232,7 +233,7 @@ def train(family: Family) -> None:
 
     log = Log(arguments.output, append=bool(arguments.resume))
     log.write(
-        command=" ".join(["python", f"scripts/{family.script}", *sys.argv[1:]]),
+        command=" ".join(["python", "-m", f"scripts.shapes.{family.program}", *sys.argv[1:]]),
         device=torch.cuda.get_device_name() if device != "cpu" else "cpu",
         torch=torch.__version__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

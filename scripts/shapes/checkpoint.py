@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes.drawing import TRAIN_SEEDS, draw_group, draw_scene, group_questions, questions, text_question
-from shapes.questions import SYSTEM_PROMPTS, Question
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3VLConfig,
 )
+
+from scripts.shapes.drawing import TRAIN_SEEDS, draw_group, draw_scene, group_questions, questions, text_question
+from scripts.shapes.questions import SYSTEM_PROMPTS, Question
 
 PATCH, MERGE, TEMPORAL_PATCH = 16, 2, 2
 MIN_PIXELS, MAX_PIXELS = 128 * 128, 320 * 320

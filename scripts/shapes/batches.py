@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from shapes.drawing import (
+from tokenizers import Tokenizer
+from torch.utils.data import Dataset
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from scripts.shapes.checkpoint import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH
+from scripts.shapes.drawing import (
     draw_group,
     draw_scene,
     group_questions,
@@ -23,12 +29,7 @@ from shapes.drawing import (
     questions,
     text_question,
 )
-from shapes.questions import SYSTEM_PROMPTS, Question
-from shapes_vl_checkpoint import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH
-from tokenizers import Tokenizer
-from torch.utils.data import Dataset
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+from scripts.shapes.questions import SYSTEM_PROMPTS, Question
 
 PART_TEXT_ONLY, PART_WITH_SEVERAL_IMAGES = 0.02, 0.4
 PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3

@@ -3,8 +3,8 @@
 `hf` is transformers' greedy generate in float32, one question at a time; `runner` is this project; `both` also
 compares the two token for token. Ends with one line of JSON; exit status 1 when tokens differ.
 
-    python scripts/eval_shapes_vl.py --engine both --num-pictures 1000
-    python scripts/eval_shapes_vl.py --engine runner --model FOLDER --settings '{"platform": "npu"}'
+    python -m scripts.shapes.evaluate --engine both --num-pictures 1000
+    python -m scripts.shapes.evaluate --engine runner --model FOLDER --settings '{"platform": "npu"}'
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from shapes.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
-
 from npu_runner.assets import SHAPES_VL
+from scripts.shapes.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
 
 MAX_NEW_TOKENS = 96
 

@@ -5,7 +5,7 @@ hidden states are kept. The head learns to name the token after next of these an
 pair the one behind it. Its layer and norms are transformers' own classes; a whole head it has not. Some minutes on one
 core of a CPU:
 
-    OMP_NUM_THREADS=1 python scripts/train_shapes_hybrid_mtp.py --output npu_runner/assets/shapes-hybrid
+    OMP_NUM_THREADS=1 python -m scripts.shapes.train_hybrid_mtp --output npu_runner/assets/shapes-hybrid
 
 B rows of a batch, T tokens of the longest one, D hidden size, V vocabulary.
 """
@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,16 +26,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS, draw_example, draw_json_example
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import EMBEDDED
 from npu_runner.request.prompt_inputs import PromptInputs
+from scripts.shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS, draw_example, draw_json_example
 
 SHAPES_HYBRID = EMBEDDED["shapes-hybrid"]
 PART_IN_JSON = 0.4
