@@ -1,4 +1,4 @@
-"""The work that both sides of bench_device do: the same prompts, lengths and images for everybody."""
+"""The work of bench.device: the same prompts, lengths and images for every engine."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ class Sizes:
     hybrid_model: str
     bandwidth_bytes: int
     """Read to measure the bandwidth."""
+    prompts: tuple[tuple[int, int, int], ...]
+    """(prompts, tokens of each, tokens of an answer)."""
 
-    def of_family(self, family: str) -> Sizes:
-        """The same work for one model of a family, "moe" or "hybrid"; with "" as it is."""
-        if not family:
-            return self
-        name = {"moe": self.moe_model, "hybrid": self.hybrid_model}[family]
+    def with_model(self, name: str) -> Sizes:
+        """The same work for another model; "moe" and "hybrid" name the models of these families."""
+        name = {"moe": self.moe_model, "hybrid": self.hybrid_model}.get(name, name)
         return replace(self, text_model=name, decode_model=name, vision_model=name)
 
 
 SIZES = {
     "real": Sizes("qwen3-0.6b", 256, 100, 1024, "qwen3-8b", (1, 8, 64), 512, 64, "qwen3-vl-4b", 256, (896, 672), 32,
-                  128, "qwen3.6-35b-a3b", "qwen3.5-9b", 4 << 30),
+                  128, "qwen3.6-35b-a3b", "qwen3.5-9b", 4 << 30,
+                  ((1, 64, 1), (1, 512, 1), (1, 1024, 1), (16, 16384, 129), (256, 4000, 8))),
     "host": Sizes("tiny", 256, 30, 60, "tiny", (1, 64, 256, 1024), 64, 64, "tiny-vl", 64, (96, 64), 8, 6, "tiny-moe",
-                  "tiny-hybrid", 64 << 20),
+                  "tiny-hybrid", 64 << 20, ((1, 64, 1), (4, 700, 8))),
     "tiny": Sizes("tiny", 16, 5, 40, "tiny", (1, 3), 24, 8, "tiny-vl", 6, (96, 64), 8, 6, "tiny-moe",
-                  "tiny-hybrid", 64 << 20),
+                  "tiny-hybrid", 64 << 20, ((1, 64, 1), (4, 700, 8))),
 }
-_NUM_TOKEN_IDS = 10000
+NUM_TOKEN_IDS = 10000
 # Each is one token of shapes-vl's tokenizer behind a space, as "Describe" is at the start.
 _WORDS = ("the", "circle", "and", "many", "red", "square", "are", "there", "in", "picture", "colour", "is")
 
@@ -64,7 +65,7 @@ def text_requests(sizes: Sizes, vocab_size: int, repeat: int = 0) -> list[tuple[
     Every repeat has other ids, so that nothing comes out of a prefix cache.
     """
     random = Random(0)
-    num_ids = min(_NUM_TOKEN_IDS, vocab_size - 1) + 1
+    num_ids = min(NUM_TOKEN_IDS, vocab_size - 1) + 1
     prompts = [[(random.randrange(num_ids) + repeat) % num_ids
                 for _ in range(random.randint(sizes.least_tokens, sizes.most_tokens))] for _ in range(sizes.num_texts)]
     return [(prompt, random.randint(sizes.least_tokens, sizes.most_tokens)) for prompt in prompts]
@@ -73,12 +74,12 @@ def text_requests(sizes: Sizes, vocab_size: int, repeat: int = 0) -> list[tuple[
 def decode_prompts(batch_size: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
     """Distinct prompts of one length."""
     random = Random(batch_size)
-    last_id = min(_NUM_TOKEN_IDS, vocab_size - 1)
+    last_id = min(NUM_TOKEN_IDS, vocab_size - 1)
     return [[random.randint(0, last_id) for _ in range(num_tokens)] for _ in range(batch_size)]
 
 
 def longest_side(sizes: Sizes, *, is_mixed: bool) -> int:
-    """Pixels that no side of an image has more than."""
+    """The largest side of an image in pixels."""
     longest = max(sizes.image)
     return longest * 4 // 3 if is_mixed else longest
 

@@ -3,12 +3,15 @@
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
-    python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile] [--pairs 5]
+    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile] [--pairs 5]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
 without and with the files that are replaced while a job runs (status, metrics), in turn,
 and which share of the driver's time these took.
+
+`--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
+characters and answers of 64 tokens of shapes-vl, without images.
 
 Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
 driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
@@ -27,7 +30,6 @@ import logging
 import os
 import pstats
 import resource
-import sys
 import tempfile
 import time
 from collections import deque
@@ -38,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_common import commit, versions
 
 import npu_runner
+from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
@@ -119,30 +121,55 @@ class EchoReplica(Replica):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=1)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
     parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
     parser.add_argument("--profile", action="store_true", help="where the driver's time goes, instead of figures")
+    parser.add_argument("--report", type=int, metavar="N", help="measure a report of N rows instead")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench_scale-") as folder, ExitStack() as opened:
+    if arguments.report:
+        measure_report(arguments.report, arguments)
+        return
+    with tempfile.TemporaryDirectory(prefix="bench_driver-") as folder, ExitStack() as opened:
         write_input(Path(folder) / "in.jsonl", arguments.rows)
         if arguments.ray:
             opened.enter_context(ray_cluster(max(arguments.replicas)))
         measured = []
-        turns = [False] if not arguments.pairs else [False, True] * arguments.pairs
+        turns = [False, True] * arguments.pairs or [False] * arguments.repeats
         for count, is_watched in itertools.product(arguments.replicas, turns):
             profiler = cProfile.Profile() if arguments.profile else None
             measured.append(measure(Path(folder), count, is_carried=arguments.carry,
                                     is_ray=arguments.ray, is_watched=is_watched, profiler=profiler))  # fmt: skip
-            show(measured[-1])
+            print("  ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
             if profiler is not None:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    print(json.dumps({"bench": "bench_scale", "commit": commit(), "cores": len(os.sched_getaffinity(0)),
-                      "rows": arguments.rows, "carried": arguments.carry, "ray": arguments.ray,
-                      "measured": measured, **versions()}))
+    print_result("driver", arguments, measured=measured)
+
+
+def measure_report(num_rows: int, arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_input(folder / "in.jsonl", num_rows)
+        files = ("-i", folder / "in.jsonl", "-o")
+        run_command("batch", *files, folder / "out.jsonl", "--model", SHAPES_VL, "--platform", "cpu")
+        seconds = [run_command("report", folder / "out.jsonl", *files, folder / "page", "--report-rows", num_rows)
+                   for _ in range(arguments.repeats)]
+        page = folder / "page"
+        sizes = [path.stat().st_size for path in ([page] if page.is_file() else page.rglob("*")) if path.is_file()]
+    print(f"a report of {num_rows} rows: {show(seconds, 2)} s, {len(sizes)} files, {sum(sizes) / 1e6:.2f} MB")
+    print_result("report", arguments, seconds=seconds, num_files=len(sizes), num_bytes=sum(sizes))
+
+
+def run_command(*arguments: Any) -> float:
+    """Seconds of an npu-runner command."""
+    started = time.perf_counter()
+    child = start_child("npu_runner", *arguments)
+    child.communicate()
+    assert child.returncode == 0, f"npu-runner {arguments[0]} failed"
+    return time.perf_counter() - started
 
 
 def write_input(path: Path, num_rows: int) -> None:
@@ -168,7 +195,7 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
 
 def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool) -> list[Any]:
     """What makes each of them."""
-    from bench_scale import EchoReplica  # by its name, so that replicas can import what they are sent
+    from bench.driver import EchoReplica  # by its name, so that replicas can import what they are sent
 
     names = [f"echo {number}" for number in range(num_replicas)]
     if not is_ray:
@@ -263,10 +290,5 @@ def peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def show(figures: dict[str, Any]) -> None:
-    print("  ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -4,13 +4,14 @@ calls."""
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_device_idle import Span, busy_ns
+
+from bench.profiler import busy_ns, device_profile
 
 CALLS = 12
 DEVICE = torch.device("cuda")
@@ -23,30 +24,29 @@ class Case:
 
     name: str
     call: Callable[[int], Any]
-    num_bytes: float
+    num_bytes: float = 0
     operations: float = 0
     in_graph: bool = False
     """Timed as a graph of several calls: with the gaps between kernels, as a decode step has them."""
+
+
+def rotate(run: Callable[..., Any], layers: Sequence[Any]) -> Callable[[int], Any]:
+    """Calls `run` with one layer's buffers after the other, so that none is in the L2 cache."""
+    return lambda index: run(layers[index % len(layers)])
 
 
 def measure(case: Case) -> dict[str, Any]:
     for index in range(3):
         case.call(index)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with device_profile("cuda") as profile:
         for index in range(CALLS):
             case.call(index)
-        torch.cuda.synchronize()
-    microseconds: Counter[str] = Counter()
-    spans_ns: list[Span] = []
-    for event in profile.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            microseconds[event.name()[:40]] += event.duration_ns() / 1e3 / CALLS
-            spans_ns.append((event.start_ns(), event.end_ns()))
     # A kernel that is started before the one before has ended waits for a part of its time.
-    total = _in_graph(case) if case.in_graph else busy_ns(spans_ns) / 1e3 / CALLS
+    total = _in_graph(case) if case.in_graph else busy_ns(profile.spans_ns) / 1e3 / CALLS
+    kernels = {name: microseconds / CALLS for name, microseconds in profile.microseconds.most_common(8)}
     return {"name": case.name, "microseconds": total, "gb_per_second": case.num_bytes / total / 1e3,
-            "tflops": case.operations / total / 1e6, "kernels": dict(microseconds.most_common(8))}
+            "tflops": case.operations / total / 1e6, "kernels": kernels}
 
 
 def _in_graph(case: Case) -> float:
@@ -67,6 +67,19 @@ def _in_graph(case: Case) -> float:
 
 
 def report(result: dict[str, Any]) -> str:
-    kernels = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in result["kernels"].items())
+    kernels = ", ".join(f"{name[:40]} {microseconds:.1f}" for name, microseconds in result["kernels"].items())
     return (f"{result['name']:<46}{result['microseconds']:>10.1f} us{result['gb_per_second']:>8.0f} GB/s"
             f"{result['tflops']:>7.1f} TFLOP/s   {kernels}")
+
+
+@contextmanager
+def changed(owner: Any, **values: Any) -> Iterator[None]:
+    """`values` in the place of the owner's own, while a case of this run is measured."""
+    kept = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(owner, name, value)

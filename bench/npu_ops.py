@@ -13,17 +13,16 @@ Starts the emulated CANN by itself, and builds it when it is not there. Prints t
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.metadata
 import json
-import platform
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, commit
+from bench.common import make_parser, print_result
+from tests.cann.environment import has_real_cann, run_python
+from tests.cann.setup_site import PACKAGES
+from tests.npu.layer_kinds import KINDS, LAYERS
+from tests.oracle.tiny_checkpoints import make_checkpoint
 
 MODES = ("eager", "reduce-overhead", "max-autotune")
 # GE operators that launch nothing: views, and transposes of weights, which go into the product.
@@ -35,28 +34,29 @@ Calls = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--kind", choices=(*layer_kinds().KINDS, "tower"), action="append",
+    parser.add_argument("--kind", choices=(*KINDS, "tower"), action="append",
                         help="of layer; may be repeated; default: all")
     parser.add_argument("--mode", choices=MODES, action="append", help="may be repeated; default: all three")
     arguments = parser.parse_args()
-    if among_tests("cann.environment").has_real_cann():
+    if has_real_cann():
         parser.error("this host has a real CANN, which counts nothing; run it where libascendcl.so is not to be found")
-    kinds = arguments.kind or [*layer_kinds().KINDS, "tower"]
+    kinds = arguments.kind or [*KINDS, "tower"]
     for name in [name for name in kinds if name != "tower"]:
         costs = measure_kind(name, arguments.mode or MODES, arguments.batch_size)
         print_kind(name, costs)
-        print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "kind": name,
-                          "batch_size": arguments.batch_size, "versions": versions(),
-                          "modes": {mode: summary(cost) for mode, cost in costs.items()}}), flush=True)
+        print_result("npu_ops", arguments, kind=name, emulated=emulated_versions(),
+                     modes={mode: summary(cost) for mode, cost in costs.items()})
     if "tower" in kinds:
-        print_tower()
+        per_layer = measure_tower()
+        print_result("npu_ops", arguments, kind="tower", emulated=emulated_versions(),
+                     launches_per_layer=sum(per_layer.values()), per_layer=per_layer)
 
 
 def measure_kind(name: str, modes: Any, batch_size: int) -> dict[str, dict[str, Any]]:
     """Counts by mode, and the host's times, which are measured in a process of their own."""
-    kind = layer_kinds().KINDS[name]
+    kind = KINDS[name]
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder), kind)
         given = models, batch_size, Path(folder), kind.settings
@@ -86,10 +86,10 @@ def print_host(costs: dict[str, dict[str, Any]]) -> None:
     print()
 
 
-def print_tower() -> None:
+def measure_tower() -> Calls:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        done = among_tests("cann.environment").run_python(
+        done = run_python(
             ["-m", "tests.npu.programs.tower_cost", str(results)], allow_fp32_attention=True)
         if done.returncode != 0:
             raise SystemExit(f"tower: {done.stderr[-4000:]}")
@@ -97,30 +97,17 @@ def print_tower() -> None:
     print("== vision tower")
     print_calls("launches a layer", {"eager": cost["per_layer"]})
     print_calls("launches beside, deepstack with", {"eager": cost["rest"]})
-    print(json.dumps({"bench": "bench_npu_ops", "commit": commit(), "kind": "tower", "versions": versions(),
-                      "launches_per_layer": sum(cost["per_layer"].values()), "per_layer": cost["per_layer"]}))
-
-
-def among_tests(name: str) -> Any:
-    """The emulation, the counting program and the tiny checkpoints live among the tests."""
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    return importlib.import_module(f"tests.{name}")
-
-
-def layer_kinds() -> Any:
-    return among_tests("npu.layer_kinds")
+    return dict(cost["per_layer"])
 
 
 def make_models(folder: Path, kind: Any) -> dict[int, str]:
     """Checkpoints that differ in nothing but their number of layers of that kind."""
-    make_checkpoint = among_tests("oracle.tiny_checkpoints").make_checkpoint
     return {count: str(make_checkpoint(folder / f"layers-{count}", kind.model_type, **kind.config(count)))
-            for count in layer_kinds().LAYERS}
+            for count in LAYERS}
 
 
 def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path, more: dict[str, str],
-            emulation: dict[str, str]) -> dict[str, Any]:
+            emulation: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"graph_mode": mode, "dtype": "bfloat16", "vision_cache_bytes": 0, **more}
     if mode != "eager":
         settings |= {"graph_batch_sizes": [batch_size]}
@@ -128,7 +115,7 @@ def measure(mode: str, models: dict[int, str], batch_size: int, folder: Path, mo
         settings |= {"use_graph_cache": False}
     spec, results = folder / "spec.json", folder / "results.json"
     spec.write_text(json.dumps({"models": models, "batch_size": batch_size, "settings": settings}))
-    done = among_tests("cann.environment").run_python(
+    done = run_python(
         ["-m", "tests.npu.programs.decode_cost", str(spec), str(results)], **emulation)
     if done.returncode != 0:
         raise SystemExit(f"{mode}: {done.stderr[-4000:]}")
@@ -179,10 +166,9 @@ def summary(cost: dict[str, Any]) -> dict[str, Any]:
                                           "host_milliseconds", "host_milliseconds_per_layer")}}
 
 
-def versions() -> dict[str, str]:
-    wheel = next(name for name in among_tests("cann.setup_site").PACKAGES if name.startswith("torch_npu"))
-    return {"python": platform.python_version(), "torch": importlib.metadata.version("torch"),
-            "torch_npu": wheel.partition("==")[2], "cann": "emulated"}
+def emulated_versions() -> dict[str, str]:
+    wheel = next(name for name in PACKAGES if name.startswith("torch_npu"))
+    return {"torch_npu": wheel.partition("==")[2], "cann": "emulated"}
 
 
 if __name__ == "__main__":

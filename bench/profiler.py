@@ -1,9 +1,10 @@
-"""The share of a time in which a device does nothing, by its vendor's profiler. Knows no workload."""
+"""What a device does in a time, by its vendor's profiler: the share of the time that it idles, and its kernels."""
 
 from __future__ import annotations
 
 import csv
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 Span = tuple[int, int]
 """Nanoseconds, from a kernel's start to its end."""
 # torch_npu's profiler writes one row for each kernel that ran.
-_KERNELS, _START, _DURATION = "kernel_details.csv", "Start Time(us)", "Duration(us)"
+_KERNELS, _NAME, _START, _DURATION = "kernel_details.csv", "Name", "Start Time(us)", "Duration(us)"
+_MOST_KERNELS, _NAME_LENGTH = 16, 80
 
 
 def has_profiler(platform: str) -> bool:
@@ -22,35 +24,48 @@ def has_profiler(platform: str) -> bool:
 
 
 def not_profiled(platform: str) -> dict[str, Any]:
-    """As `DeviceProfile.idle` says it of a platform without one."""
+    """What `DeviceProfile.report` returns on a platform without a profiler."""
     return {"idle_share": None, "why": f"platform {platform} has no profiler of a device"}
 
 
 class DeviceProfile:
-    """What ran on the device while `device_profile` was open; `why` says why nobody knows."""
+    """The kernels that ran while `device_profile` was open; `why` is the reason where they are unknown."""
 
     def __init__(self) -> None:
         self.spans_ns: list[Span] = []
+        self.microseconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.why: str | None = None
 
-    def idle(self, seconds: float) -> dict[str, Any]:
-        """{"idle_share": of the `seconds` before the last kernel's end} or {"idle_share": None, "why": the reason}."""
+    def add(self, name: str, span_ns: Span) -> None:
+        self.spans_ns.append(span_ns)
+        self.microseconds[name[:_NAME_LENGTH]] += (span_ns[1] - span_ns[0]) / 1e3  # type: ignore[assignment]
+        self.calls[name[:_NAME_LENGTH]] += 1
+
+    def report(self, seconds: float, num_steps: int = 1) -> dict[str, Any]:
+        """The idle share of the `seconds` before the last kernel's end, and the longest kernels of a step as
+        (microseconds, calls, name); {"idle_share": None, "why": the reason} where they are unknown."""
         if self.why is None and not self.spans_ns:
             self.why = "the profiler saw no kernel"
         if self.why is not None:
             return {"idle_share": None, "why": self.why}
-        return {"idle_share": idle_share(self.spans_ns, seconds)}
+        kernels = [(round(total / num_steps, 2), round(self.calls[name] / num_steps, 2), name)
+                   for name, total in self.microseconds.most_common(_MOST_KERNELS)]
+        return {"idle_share": idle_share(self.spans_ns, seconds), "busy_ms": busy_ns(self.spans_ns) / 1e6 / num_steps,
+                "kernels": kernels}
 
 
 @contextmanager
 def device_profile(platform: str) -> Iterator[DeviceProfile]:
-    """Everything that is open while it is: a few per cent slower, and a row in memory for each kernel."""
+    """Profiles everything inside, which is a few per cent slower then and takes memory for each kernel."""
     profile = DeviceProfile()
     if platform == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as cuda:
             yield profile
-        profile.spans_ns = [(event.start_ns(), event.end_ns()) for event in cuda.profiler.kineto_results.events()
-                            if event.device_type() == torch.autograd.DeviceType.CUDA]
+            torch.cuda.synchronize()
+        for event in cuda.profiler.kineto_results.events():
+            if event.device_type() == torch.autograd.DeviceType.CUDA:
+                profile.add(event.name(), (event.start_ns(), event.end_ns()))
     elif platform == "npu":
         with _npu_profile(profile):
             yield profile
@@ -71,14 +86,15 @@ def _npu_profile(profile: DeviceProfile) -> Iterator[None]:
         if not files:
             profile.why = f"torch_npu's profiler left no {_KERNELS}; it needs the toolkit's msprof"
         for file in files:
-            profile.spans_ns += kernel_spans(file)
+            read_kernels(file, profile)
 
 
-def kernel_spans(file: Path) -> list[Span]:
-    """Of torch_npu's kernel_details.csv."""
+def read_kernels(file: Path, profile: DeviceProfile) -> None:
+    """Adds the kernels of torch_npu's kernel_details.csv."""
     with file.open(newline="", encoding="utf-8") as rows:
-        return [(int(float(row[_START]) * 1e3), int((float(row[_START]) + float(row[_DURATION])) * 1e3))
-                for row in csv.DictReader(rows)]
+        for row in csv.DictReader(rows):
+            start = float(row[_START])
+            profile.add(row[_NAME], (int(start * 1e3), int((start + float(row[_DURATION])) * 1e3)))
 
 
 def idle_share(spans_ns: Iterable[Span], window_seconds: float) -> float:
@@ -90,7 +106,7 @@ def idle_share(spans_ns: Iterable[Span], window_seconds: float) -> float:
 
 
 def busy_ns(spans_ns: Iterable[Span], start: int = 0) -> int:
-    """Nanoseconds from `start` on that some span covers."""
+    """Nanoseconds from `start` on that a span covers."""
     busy, reached = 0, start
     for first, last in sorted(spans_ns):
         first = max(first, reached)
@@ -101,6 +117,6 @@ def busy_ns(spans_ns: Iterable[Span], start: int = 0) -> int:
 
 
 def describe_idle(result: dict[str, Any]) -> str:
-    """The share in words, of what `DeviceProfile.idle` or a child that ended made."""
+    """The share in words, from `DeviceProfile.report` or from a child that failed."""
     share = result.get("idle_share")
     return f"not available ({result.get('why') or result.get('failed')})" if share is None else f"{share:.1%}"

@@ -1,18 +1,17 @@
-"""What stands beside attention in a dense decoder's step, the general operators and the kernels in their place.
-
-Parts of bench_cuda_kernels.py.
-"""
+"""What stands beside attention in a dense decoder's step: the general operators, and the kernels in their place."""
+# ruff: noqa: B023  A case is measured before its loop goes on.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
+from bench.cuda.cases import CALLS, DEVICE, Case, rotate
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cuda import grouped_products, hopper_few_rows, hopper_grouped, hopper_products
 from npu_runner.platforms.cuda import quantised_products as quantised
@@ -30,58 +29,49 @@ _VOCABULARY = 151_936
 _HEADS = {"0.6b": (16, 8, 128, 128, False), "8b": (32, 8, 128, 128, False), "35b-a3b": (16, 2, 256, 64, True)}
 _BLOCK_SIZE = 64
 # (output, input features) of Qwen3-8B's weights and of Qwen3-0.6B's
-_WEIGHTS = {"8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24_576, 4096), "8b down": (4096, 12_288),
-            "8b head": (_VOCABULARY, 4096), "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048),
+_LAYER = {"8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24_576, 4096), "8b down": (4096, 12_288)}
+_WEIGHTS = {**_LAYER, "8b head": (_VOCABULARY, 4096), "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048),
             "0.6b gate_up": (6144, 1024), "0.6b down": (1024, 3072), "0.6b head": (_VOCABULARY, 1024)}
+_NUM_WEIGHTS = sum(outputs * inputs for outputs, inputs in _LAYER.values())
 
 
-def draws() -> Iterator[Case]:
-    """A token of each row from bfloat16 logits: drawn, or the most probable."""
+def draws(_: Namespace) -> Iterator[Case]:
+    """A token of each row from bfloat16 logits: sampled, or the most probable."""
     for batch_size in (1, 8, 64, 256):
         layers = [torch.randn(batch_size, _VOCABULARY, device=DEVICE).mul_(3).bfloat16() for _ in range(3)]
         uniforms_B1 = torch.rand(batch_size, 1, device=DEVICE)
         for kind, temperature in (("draw", 0.6), ("greedy", 0.0)):
             temperature_B1 = torch.full((batch_size, 1), temperature, device=DEVICE)
-
-            def plain(index: int, layers: Any = layers, t: Any = temperature_B1, u: Any = uniforms_B1) -> Any:
-                return plain_draw(layers[index % len(layers)], t, u)
-
-            def kernels(index: int, layers: Any = layers, t: Any = temperature_B1, u: Any = uniforms_B1) -> Any:
-                return draw_from_softmax(layers[index % len(layers)], t, u)
-
-            def greedy(index: int, layers: Any = layers) -> Any:
-                return sampling_ops.most_probable(layers[index % len(layers)])
-
-            num_bytes = 2.0 * batch_size * _VOCABULARY
-            for way, call in (("operators", plain if temperature else greedy), ("kernels", kernels)):
-                yield Case(name=f"{kind} of {batch_size}, {way}", call=call, num_bytes=num_bytes, in_graph=True)
+            ways: dict[str, Callable[[Tensor], Any]] = {
+                "operators": (lambda x: _plain_draw(x, temperature_B1, uniforms_B1)) if temperature
+                else sampling_ops.most_probable,
+                "kernels": lambda x: draw_from_softmax(x, temperature_B1, uniforms_B1)}
+            for way, run in ways.items():
+                yield Case(name=f"{kind} of {batch_size}, {way}", call=rotate(run, layers), in_graph=True,
+                           num_bytes=2.0 * batch_size * _VOCABULARY)
 
 
-def plain_draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """What the sampler does where a platform has no draw of its own."""
+def _plain_draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+    """The sampler's operators where a platform has no kernel for a draw."""
     largest_B1, tokens_B1 = sampling_ops.most_probable(logits_BV)
     unusable_B1 = sampling_ops.is_unusable(logits_BV, largest_B1)
     weights_BV = sampling_ops.token_weights(logits_BV.float(), largest_B1.float(), temperature_B1)
     return sampling_ops.draw(weights_BV, tokens_B1, uniform_B1, min_p_B1=None).masked_fill(unusable_B1, -1)
 
 
-def heads() -> Iterator[Case]:
+def heads(_: Namespace) -> Iterator[Case]:
     """Norm, rotary embedding and cache write of the heads of a step, or of a prompt."""
     for model, shape in _HEADS.items():
         for num_tokens in (1, 8, 64, 256, 8192):
             layers = [_Heads(num_tokens, *shape) for _ in range(CALLS if num_tokens <= 256 else 3)]
             for way, run in (("operators", AttentionBackend.norm_rotary_store),
                              ("kernel", TritonAttention.norm_rotary_store)):
-
-                def call(index: int, layers: Any = layers, run: Any = run) -> Any:
-                    return layers[index % len(layers)].store(run)
-
-                yield Case(name=f"heads of {model}, {num_tokens} tokens, {way}", call=call, in_graph=True,
-                           num_bytes=layers[0].num_bytes)
+                yield Case(name=f"heads of {model}, {num_tokens} tokens, {way}", in_graph=True,
+                           call=rotate(lambda layer: layer.store(run), layers), num_bytes=layers[0].num_bytes)
 
 
 class _Heads:
-    """What one layer's product leaves of a step, and the layer's cache."""
+    """One layer's queries, keys and values of a step, and the layer's cache."""
 
     def __init__(self, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
                  is_gated: bool):
@@ -108,83 +98,51 @@ class _Heads:
         return q_TNH
 
 
-def products(is_sweep: bool) -> Iterator[Case]:
-    """A few rows times a weight, by the library and by the kernels."""
+def matmul(arguments: Namespace) -> Iterator[Case]:
+    """A few rows times a weight in bfloat16, by the library and by the kernels."""
     for name, (num_outputs, num_inputs) in _WEIGHTS.items():
-        num_layers = 2 if num_outputs == _VOCABULARY else CALLS
         weights = [torch.randn(num_outputs, num_inputs, device=DEVICE, dtype=torch.bfloat16) * num_inputs**-0.5
-                   for _ in range(num_layers)]
+                   for _ in range(2 if num_outputs == _VOCABULARY else CALLS)]
         for num_rows in (1, 2, 4, 8, 16):
             x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
-            ways: dict[str, Any] = {"library": F.linear, "triton": few_rows}
+            ways: dict[str, Callable[[Tensor], Tensor]] = {"library": lambda w: F.linear(x_MI, w),
+                                                           "triton": lambda w: few_rows(x_MI, w, None)}
             if hopper_few_rows.takes(x_MI, weights[0], torch.bfloat16, in_blocks=False):
-                ways["CUDA C++"] = lambda x, w, b: hopper_few_rows.multiply(x, None, w, None, b, torch.bfloat16)
-            for tile in _tiles(num_rows) if is_sweep else ():
-                ways[f"{tuple(tile)}"] = lambda x, w, b, tile=tile: few_rows(x, w, b, tile)
+                ways["CUDA C++"] = lambda w: hopper_few_rows.multiply(x_MI, None, w, None, None, torch.bfloat16)
+            for tile in _tiles(num_rows) if arguments.sweep else ():
+                ways[f"{tuple(tile)}"] = lambda w, tile=tile: few_rows(x_MI, w, None, tile)  # type: ignore[misc]
             for way, run in ways.items():
-
-                def call(index: int, run: Any = run, x_MI: Any = x_MI, weights: Any = weights) -> Any:
-                    return run(x_MI, weights[index % len(weights)], None)
-
-                yield Case(name=f"{name}, {num_rows} rows, {way}", call=call, in_graph=True,
+                yield Case(name=f"{name}, {num_rows} rows, {way}", call=rotate(run, weights), in_graph=True,
                            num_bytes=2.0 * num_outputs * num_inputs,
                            operations=2.0 * num_rows * num_outputs * num_inputs)
 
 
-def some_rows(_: bool) -> Iterator[Case]:
+def _tiles(num_rows: int) -> Iterator[Tile]:
+    if num_rows == 1:
+        sizes = [(4, 1024, 4, 1), (8, 512, 4, 1), (8, 512, 4, 3), (8, 1024, 8, 1), (16, 256, 4, 4), (2, 1024, 4, 1)]
+    else:
+        sizes = [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
+                 (128, 64, 4, 5), (128, 128, 8, 4)]
+    yield from (Tile(*size) for size in sizes)
+
+
+def rows(_: Namespace) -> Iterator[Case]:
     """The four weights of a layer of Qwen3-8B in FP8 one behind the other, as one call: by the library, by the kernels
     in Triton up to their most rows, by those in CUDA C++ (Hopper)."""
-    shapes = [shape for name, shape in _WEIGHTS.items() if name.startswith("8b") and name != "8b head"]
-    num_weights = sum(outputs * inputs for outputs, inputs in shapes)
     for in_blocks in (False, True):
-        layers = [[_weight(*shape, in_blocks) for shape in shapes] for _ in range(3)]
+        layers = [[_weight(*shape, in_blocks) for shape in _LAYER.values()] for _ in range(3)]
         for num_rows in (1, 2, 8, 16, 32, 64, 96, 128, 192):
             inputs = {width: quantise_rows(torch.randn(num_rows, width, device=DEVICE).bfloat16(), torch.float8_e4m3fn,
-                                           in_groups=in_blocks) for _, width in shapes}
+                                           in_groups=in_blocks) for _, width in _LAYER.values()}
+            limits = {"triton": (1, quantised.MOST_ROWS), "few rows": (1, hopper_few_rows.MOST_ROWS),
+                      "hopper": hopper_products.LIMITS[in_blocks]}
             for way, run in _WAYS.items():
-                limits = {"triton": (1, quantised.MOST_ROWS), "few rows": (1, hopper_few_rows.MOST_ROWS),
-                          "hopper": hopper_products.LIMITS[in_blocks]}
                 least, most = limits.get(way, (1, num_rows))
-                if not least <= num_rows <= most:
-                    continue
-
-                def call(index: int, run: Any = run, inputs: Any = inputs, layers: Any = layers) -> Any:
-                    return [run(*inputs[weight.shape[1]], weight, scale) for weight, scale in layers[index % 3]]
-
-                yield Case(name=f"{'block' if in_blocks else 'row'}, {num_rows} rows, {way}", call=call, in_graph=True,
-                           num_bytes=float(num_weights), operations=2.0 * num_rows * num_weights)
-
-
-def integers(_: bool) -> Iterator[Case]:
-    """The four weights of a layer of Qwen3-8B in 4 bits, groups of 128 without zeros, one behind the other, as one
-    call: in Triton and, on Hopper, in CUDA C++."""
-    shapes = [shape for name, shape in _WEIGHTS.items() if name.startswith("8b") and name != "8b head"]
-    layers = [[_grouped_weight(*shape) for shape in shapes] for _ in range(6)]
-    for num_rows in (1, 2, 4, 8, 16):
-        inputs = {width: torch.randn(num_rows, width, device=DEVICE).bfloat16() for _, width in shapes}
-        ways: dict[str, Callable[[Tensor, GroupedWeight], Tensor]] = {"triton": _grouped_in_triton}
-        if all(hopper_grouped.has_product(inputs[width], layers[0][i]) for i, (_, width) in enumerate(shapes)):
-            ways["CUDA C++"] = lambda x, weight: hopper_grouped.multiply(x, weight, None)
-        for way, run in ways.items():
-
-            def call(index: int, run: Any = run, inputs: Any = inputs) -> Any:
-                return [run(inputs[width], layers[index % 6][i]) for i, (_, width) in enumerate(shapes)]
-
-            yield Case(name=f"4 bits, {num_rows} rows, {way}", call=call, in_graph=True,
-                       num_bytes=float(sum(weight.values.nbytes + weight.scales.nbytes for weight in layers[0])),
-                       operations=2.0 * num_rows * sum(outputs * inputs for outputs, inputs in shapes))
-
-
-def _grouped_weight(num_outputs: int, num_inputs: int) -> GroupedWeight:
-    values = torch.randint(0, 256, (num_outputs, num_inputs // 2), device=DEVICE, dtype=torch.uint8)
-    scales = torch.rand(num_outputs, num_inputs // 128, device=DEVICE).bfloat16() * 1e-2
-    return grouped_products.settled(GroupedWeight(values, scales, None))
-
-
-def _grouped_in_triton(x: Tensor, weight: GroupedWeight) -> Tensor:
-    out = x.new_empty(len(x), weight.scales.shape[1])
-    grouped_products.few_rows(x, weight, None, out)
-    return out
+                if least <= num_rows <= most:
+                    yield Case(name=f"{'block' if in_blocks else 'row'}, {num_rows} rows, {way}", in_graph=True,
+                               call=rotate(lambda layer: [run(*inputs[weight.shape[1]], weight, scale)
+                                                          for weight, scale in layer], layers),
+                               num_bytes=float(_NUM_WEIGHTS), operations=2.0 * num_rows * _NUM_WEIGHTS)
 
 
 def _weight(num_outputs: int, num_inputs: int, in_blocks: bool) -> tuple[Tensor, Tensor]:
@@ -209,10 +167,28 @@ _WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _tiles(num_rows: int) -> Iterator[Tile]:
-    if num_rows == 1:
-        sizes = [(4, 1024, 4, 1), (8, 512, 4, 1), (8, 512, 4, 3), (8, 1024, 8, 1), (16, 256, 4, 4), (2, 1024, 4, 1)]
-    else:
-        sizes = [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
-                 (128, 64, 4, 5), (128, 128, 8, 4)]
-    yield from (Tile(*size) for size in sizes)
+def int4(_: Namespace) -> Iterator[Case]:
+    """The same weights in 4 bits, groups of 128 without zeros: in Triton and, on Hopper, in CUDA C++."""
+    layers = [[_grouped_weight(*shape) for shape in _LAYER.values()] for _ in range(6)]
+    num_bytes = float(sum(weight.values.nbytes + weight.scales.nbytes for weight in layers[0]))
+    for num_rows in (1, 2, 4, 8, 16):
+        inputs = [torch.randn(num_rows, width, device=DEVICE).bfloat16() for _, width in _LAYER.values()]
+        ways: dict[str, Callable[[Tensor, GroupedWeight], Tensor]] = {"triton": _grouped_in_triton}
+        if all(hopper_grouped.has_product(x, weight) for x, weight in zip(inputs, layers[0], strict=True)):
+            ways["CUDA C++"] = lambda x, weight: hopper_grouped.multiply(x, weight, None)
+        for way, run in ways.items():
+            yield Case(name=f"4 bits, {num_rows} rows, {way}", in_graph=True, num_bytes=num_bytes,
+                       call=rotate(lambda layer: [run(*pair) for pair in zip(inputs, layer, strict=True)], layers),
+                       operations=2.0 * num_rows * _NUM_WEIGHTS)
+
+
+def _grouped_weight(num_outputs: int, num_inputs: int) -> GroupedWeight:
+    values = torch.randint(0, 256, (num_outputs, num_inputs // 2), device=DEVICE, dtype=torch.uint8)
+    scales = torch.rand(num_outputs, num_inputs // 128, device=DEVICE).bfloat16() * 1e-2
+    return grouped_products.settled(GroupedWeight(values, scales, None))
+
+
+def _grouped_in_triton(x: Tensor, weight: GroupedWeight) -> Tensor:
+    out = x.new_empty(len(x), weight.scales.shape[1])
+    grouped_products.few_rows(x, weight, None, out)
+    return out

@@ -1,4 +1,4 @@
-"""The bytes that a decode step must move, for bench_device: weights, chosen experts, keys and values, states."""
+"""The bytes that a decode step must move: weights, chosen experts, keys and values, states."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT
+from bench.common import SHAPES_VL
 
-SHAPES_VL = ROOT / "npu_runner" / "assets" / "shapes-vl"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _QWEN3: dict[str, Any] = {
@@ -84,13 +83,23 @@ _VL_TEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def make_text_model(folder: Path, name: str) -> Path:
-    """A folder that `LLM(folder, load_format="dummy")` takes."""
-    return _write(folder / name, TEXT[name])
+FORMS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
+             "checkpoint_format": "gptq"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+                  "fmt": "e4m3"},
+}
+"""Quantised forms of a checkpoint's weights: its `quantization_config`."""
+
+
+def make_text_model(folder: Path, name: str, form: str | None = None) -> Path:
+    """A folder for `LLM(folder, load_format="dummy")`, whose weights have a form of FORMS."""
+    return _write(folder / name, TEXT[name] | ({"quantization_config": FORMS[form]} if form else {}))
 
 
 def make_vision_model(folder: Path, name: str, side: int) -> Path:
-    """Likewise; images of up to side x side pixels are not scaled."""
+    """The same for a model with a vision tower; images of up to side x side pixels are not scaled."""
     ours = json.loads((SHAPES_VL / "config.json").read_text())
     tokens = {key: ours[key] for key in ("image_token_id", "video_token_id", "vision_start_token_id",
                                          "vision_end_token_id")}

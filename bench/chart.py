@@ -1,6 +1,6 @@
 """Draws docs/benchmarks.svg from the first table of docs/benchmarks.md. Measures nothing.
 
-usage: python scripts/draw_benchmarks.py
+usage: python -m bench.chart
 
 A bar per row that has a peer: how many times as fast npu_runner is. A time (unit s or ms) is better when it is smaller,
 every other figure when it is larger.
