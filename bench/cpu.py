@@ -26,12 +26,10 @@ import json
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -69,7 +67,6 @@ def main() -> None:
     parser.add_argument("--num-pictures", type=int, default=256)
     parser.add_argument("--batch-size", type=int, help="of transformers' padded batches (default: 32); rows of one of "
                         "Ray Data's batches (default: all)")
-    parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside each engine")
     parser.add_argument("--against", type=Path, metavar="TREE", help="measure the npu_runner of this tree, too")
     parser.add_argument("--calls", action="store_true", help="milliseconds of short calls, in place of the engines")
     parser.add_argument("--steps", action="store_true", help="decode steps with long contexts, in place of the engines")
@@ -133,7 +130,7 @@ def run_engine(engine: str, folder: Path, arguments: argparse.Namespace, tree: P
     else:
         command = ["bench.cpu", *sys.argv[1:], "--child", engine, "--folder", folder]
     started = time.perf_counter()
-    with busy(arguments.busy), start_child(*map(str, command), tree=tree) as process:
+    with start_child(*map(str, command), tree=tree) as process:
         peak = PeakMemory(process.pid)
         text, _ = process.communicate()
         wall_seconds = time.perf_counter() - started
@@ -145,18 +142,6 @@ def run_engine(engine: str, folder: Path, arguments: argparse.Namespace, tree: P
     else:
         figures = json.loads(text.splitlines()[-1])
     return {**figures, "wall_seconds": wall_seconds, "peak_rss_mib": peak.stop() / 2**20}
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """`count` processes that never wait, as another job on the host would be."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 def write_requests(folder: Path, questions: str, count: int) -> None:

@@ -3,7 +3,7 @@
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
-    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile] [--pairs 5]
+    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
@@ -21,14 +21,12 @@ are there before).
 from __future__ import annotations
 
 import argparse
-import cProfile
 import dataclasses
 import functools
 import itertools
 import json
 import logging
 import os
-import pstats
 import resource
 import tempfile
 import time
@@ -127,7 +125,6 @@ def main() -> None:
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
     parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
-    parser.add_argument("--profile", action="store_true", help="where the driver's time goes, instead of figures")
     parser.add_argument("--report", type=int, metavar="N", help="measure a report of N rows instead")
     arguments = parser.parse_args()
     if arguments.report:
@@ -140,12 +137,9 @@ def main() -> None:
         measured = []
         turns = [False, True] * arguments.pairs or [False] * arguments.repeats
         for count, is_watched in itertools.product(arguments.replicas, turns):
-            profiler = cProfile.Profile() if arguments.profile else None
-            measured.append(measure(Path(folder), count, is_carried=arguments.carry,
-                                    is_ray=arguments.ray, is_watched=is_watched, profiler=profiler))  # fmt: skip
+            measured.append(measure(Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray,
+                                    is_watched=is_watched))
             print("  ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
-            if profiler is not None:
-                pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     print_result("driver", arguments, measured=measured)
 
 
@@ -210,10 +204,7 @@ def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray:
     return [functools.partial(RayReplica, name, make, demand, num_rows_ahead=MAX_ROWS) for name in names]
 
 
-def measure(
-    folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool,
-    profiler: cProfile.Profile | None,
-) -> dict[str, Any]:  # fmt: skip
+def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool) -> dict[str, Any]:
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
     tally, suspects = Tally(), Suspects(None)
@@ -239,10 +230,7 @@ def measure(
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
-                if profiler is None:
-                    driver.run(look)
-                else:
-                    profiler.runcall(driver.run, look)
+                driver.run(look)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"

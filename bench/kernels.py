@@ -13,8 +13,8 @@ Other platforms (--platform):
 
 Times of CUDA kernels are those of the kernels alone, from the profiler, or those of a graph of several calls, gaps
 included. Bytes and operations are what the definition needs, whatever the kernel does. Buffers of several layers take
-turns: a model, too, finds none of them in the L2 cache. --sweep tries other tiles and warps: the tables of tiles below
-platforms/cuda were filled from it. Prints a table, then one JSON line.
+turns: a model, too, finds none of them in the L2 cache. --sweep tries other tiles and warps for attention and experts:
+the tables of tiles below platforms/cuda were filled from it. Prints a table, then one JSON line.
 
     python -m bench.kernels --part experts decode [--sweep] [--shape 35b-a3b]
     python -m bench.kernels --platform cpu --part operators delta

@@ -24,7 +24,6 @@ from bench.work import Sizes, decode_prompts, longest_side, text_requests, write
 
 _PATIENCE_SECONDS = 150.0
 _REPORT_SECONDS = 10.0
-_PADDED_BATCH = 64
 _MAX_MODEL_LEN = 4096
 _VLLM_PACKAGES = {"cuda": ("vllm",), "npu": ("vllm", "vllm_ascend")}
 Requests = list[tuple[list[int], int]]
@@ -61,7 +60,7 @@ def _transformers_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> 
 
     model = _transformers(sizes.text_model, settings)
     if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
-        return _padded_text(model, sizes)  # continuous batching refuses it
+        raise PeerStoppedError("transformers has no continuous batching for Gated DeltaNet")
     config = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=sizes.most_tokens,
                               eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(default_compile_level=int(settings["platform"] == "cuda"))
@@ -83,20 +82,6 @@ def _rates(run: Callable[[Requests], int], sizes: Sizes, vocab_size: int, repeat
         rates.append(count / (time.perf_counter() - started))
         assert count == sum(wanted for _, wanted in requests), f"{count} tokens came"
     return rates
-
-
-def _padded_text(model: Any, sizes: Sizes) -> dict[str, Any]:
-    """One batch of the first requests, padded on the left, until the longest has its tokens; once."""
-    requests = text_requests(sizes, model.config.vocab_size)[:_PADDED_BATCH]
-    longest = max(len(prompt) for prompt, _ in requests)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests], device=model.device)
-    is_token = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests],
-                            device=model.device)
-    counts = [count for _, count in requests]
-    for num_tokens in (4, max(counts)):  # the first one warms up
-        seconds = _generate(model, ids, num_tokens, is_token=is_token, cache_implementation=None)
-    return {"output_tokens_per_second": [sum(counts) / seconds],
-            "note": f"one padded batch of {len(requests)} through generate, which has no continuous batching here"}
 
 
 def _transformers_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
@@ -136,14 +121,13 @@ def _transformers(name: str, settings: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["dtype"])).eval()
 
 
-def _generate(model: Any, inputs: torch.Tensor, num_tokens: int, is_token: torch.Tensor | None = None,
-              cache_implementation: str | None = "static") -> float:
-    """Seconds of one call."""
-    mask = torch.ones_like(inputs) if is_token is None else is_token
+def _generate(model: Any, inputs: torch.Tensor, num_tokens: int) -> float:
+    """Seconds of one call over a static cache."""
     started = time.perf_counter()
     with torch.inference_mode():
-        output = model.generate(input_ids=inputs, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens,
-                                eos_token_id=-1, pad_token_id=0, cache_implementation=cache_implementation)
+        output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                                max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0,
+                                cache_implementation="static")
     output.cpu()
     return time.perf_counter() - started
 

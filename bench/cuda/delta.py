@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,11 +11,9 @@ from typing import Any
 
 import torch
 
-from bench.cuda.cases import CALLS, DEVICE, Case, changed, rotate
+from bench.cuda.cases import CALLS, DEVICE, Case, rotate
 from bench.kernels import SHAPE
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.cuda import gated_delta
-from npu_runner.platforms.cuda.gated_delta import Launch
 from npu_runner.platforms.gated_delta import Ring
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
@@ -46,7 +43,7 @@ def steps(_: Namespace) -> Iterator[Case]:
                    num_bytes=batch_size * (_STATE_BYTES + _STATE_BYTES / _RING))
 
 
-def prompts(arguments: Namespace) -> Iterator[Case]:
+def prompts(_: Namespace) -> Iterator[Case]:
     """8,192 tokens of prompts of equal lengths."""
     num_tokens, backend = 8192, _backend()
     inputs = _Inputs(num_tokens)
@@ -60,25 +57,10 @@ def prompts(arguments: Namespace) -> Iterator[Case]:
         lengths = [num_tokens // batch_size] * batch_size
         metadata = _metadata(batch_size, backend.plan_prefill(lengths, lengths, [], DEVICE))
         name = f"{batch_size} x {num_tokens // batch_size}"
-        convolve = Case(name=f"convolve, {name}", num_bytes=2 * num_bytes,
-                        call=lambda _: backend.convolve(inputs.qkv, inputs.weight, conv_state, metadata))
-        rule = Case(name=f"delta rule, {name}", num_bytes=num_bytes, operations=operations,
-                    call=lambda _: backend.delta_rule(inputs.qkv, *inputs.gates, state, metadata))
-        yield from (convolve, rule)
-        for option, launch in _launches() if arguments.sweep else ():
-            with changed(gated_delta, **{option: launch}):
-                yield dataclasses.replace(convolve if "CONV" in option else rule,
-                                          name=f"  {option} {tuple(launch)} {name}")
-
-
-def _launches() -> Iterator[tuple[str, Any]]:
-    for size, num_warps, num_stages in itertools.product((16, 32, 64), (4, 8), (1, 2)):
-        yield "_SCAN", Launch(size, num_warps, num_stages)
-    for num_warps in (2, 4):
-        yield "_INVERT", Launch(0, num_warps)
-    yield "_PRODUCTS_OF_CHUNKS", Launch(0, 8)
-    for size, num_warps in ((32, 4), (64, 8), (128, 8)):
-        yield "_CONVOLVE_CHUNKS", Launch(size, num_warps)
+        yield Case(name=f"convolve, {name}", num_bytes=2 * num_bytes,
+                   call=lambda _: backend.convolve(inputs.qkv, inputs.weight, conv_state, metadata))
+        yield Case(name=f"delta rule, {name}", num_bytes=num_bytes, operations=operations,
+                   call=lambda _: backend.delta_rule(inputs.qkv, *inputs.gates, state, metadata))
 
 
 def small(_: Namespace) -> Iterator[Case]:

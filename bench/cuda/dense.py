@@ -18,7 +18,7 @@ from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.attention import TritonAttention
 from npu_runner.platforms.cuda.draw import draw_from_softmax
 from npu_runner.platforms.cuda.ops import TritonOps
-from npu_runner.platforms.cuda.products import Tile, few_rows
+from npu_runner.platforms.cuda.products import few_rows
 from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeadNorms
@@ -98,7 +98,7 @@ class _Heads:
         return q_TNH
 
 
-def matmul(arguments: Namespace) -> Iterator[Case]:
+def matmul(_: Namespace) -> Iterator[Case]:
     """A few rows times a weight in bfloat16, by the library and by the kernels."""
     for name, (num_outputs, num_inputs) in _WEIGHTS.items():
         weights = [torch.randn(num_outputs, num_inputs, device=DEVICE, dtype=torch.bfloat16) * num_inputs**-0.5
@@ -109,21 +109,10 @@ def matmul(arguments: Namespace) -> Iterator[Case]:
                                                            "triton": lambda w: few_rows(x_MI, w, None)}
             if hopper_few_rows.takes(x_MI, weights[0], torch.bfloat16, in_blocks=False):
                 ways["CUDA C++"] = lambda w: hopper_few_rows.multiply(x_MI, None, w, None, None, torch.bfloat16)
-            for tile in _tiles(num_rows) if arguments.sweep else ():
-                ways[f"{tuple(tile)}"] = lambda w, tile=tile: few_rows(x_MI, w, None, tile)  # type: ignore[misc]
             for way, run in ways.items():
                 yield Case(name=f"{name}, {num_rows} rows, {way}", call=rotate(run, weights), in_graph=True,
                            num_bytes=2.0 * num_outputs * num_inputs,
                            operations=2.0 * num_rows * num_outputs * num_inputs)
-
-
-def _tiles(num_rows: int) -> Iterator[Tile]:
-    if num_rows == 1:
-        sizes = [(4, 1024, 4, 1), (8, 512, 4, 1), (8, 512, 4, 3), (8, 1024, 8, 1), (16, 256, 4, 4), (2, 1024, 4, 1)]
-    else:
-        sizes = [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
-                 (128, 64, 4, 5), (128, 128, 8, 4)]
-    yield from (Tile(*size) for size in sizes)
 
 
 def rows(_: Namespace) -> Iterator[Case]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from scripts.shapes.batches import Batches
@@ -62,9 +62,7 @@ def parse_arguments(family: Family) -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="save and stop after this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile every layer")
-    parser.add_argument("--save-state", type=Path, help="file for weights and optimizer, to resume from")
-    parser.add_argument("--resume", type=Path, help="such a file")
-    parser.add_argument("--init-from", type=Path, help="folder of such a checkpoint, whose weights learn on")
+    parser.add_argument("--init-from", type=Path, help="folder of such a checkpoint, whose weights are trained on")
     return parser.parse_args()
 
 
@@ -163,30 +161,12 @@ def build_optimizer(model: nn.Module, arguments: argparse.Namespace) -> torch.op
     return torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.98), fused=arguments.device != "cpu")
 
 
-def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Moments in bfloat16: half the size, and AdamW does not notice."""
-    state = optimizer.state_dict()
-    for moments in state["state"].values():
-        moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg"].bfloat16(), moments["exp_avg_sq"].bfloat16()
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    torch.save({"weights": weights, "optimizer": state, "step": step}, path)
-
-
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["weights"], strict=False)
-    for moments in state["optimizer"]["state"].values():
-        moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg"].float(), moments["exp_avg_sq"].float()
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
-
-
 class Log:
     """Lines of JSON, on the screen and in the checkpoint's folder."""
 
-    def __init__(self, folder: Path, *, append: bool):
+    def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "training_log.jsonl").open("a" if append else "w")
+        self.file = (folder / "training_log.jsonl").open("w")
 
     def write(self, **record: Any) -> None:
         line = json.dumps(record)
@@ -225,24 +205,22 @@ def train(family: Family) -> None:
 
     model = build_model(family, arguments, family.build_config(tokenizer))
     optimizer = build_optimizer(model, arguments)
-    first = load_state(arguments.resume, model, optimizer) if arguments.resume else 0
     drawn = {"num_workers": arguments.workers, "batch_size": None, "pin_memory": device != "cpu"}
     drawn |= {"prefetch_factor": 6, "multiprocessing_context": "spawn"} if arguments.workers else {}
-    loader = iter(DataLoader(Subset(data, range(first, arguments.steps)), **drawn))
+    loader = iter(DataLoader(data, **drawn))
     validation = [held_out[index] for index in range(len(held_out))]
 
-    log = Log(arguments.output, append=bool(arguments.resume))
+    log = Log(arguments.output)
     log.write(
         command=" ".join(["python", "-m", f"scripts.shapes.{family.program}", *sys.argv[1:]]),
         device=torch.cuda.get_device_name() if device != "cpu" else "cpu",
         torch=torch.__version__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        first_step=first,
         seconds=round(time.monotonic() - started, 1),
     )
-    step, waited, compiling, loss = first, 0.0, 0.0, torch.zeros(())
+    step, waited, compiling, loss = 0, 0.0, 0.0, torch.zeros(())
     while step < arguments.steps and time.monotonic() - started < arguments.max_seconds:
-        if step == first + COMPILING_STEPS:
+        if step == COMPILING_STEPS:
             compiling = time.monotonic() - started
         seconds = time.monotonic() - started - compiling
         rate = learning_rate(step, seconds / (arguments.max_seconds - compiling), arguments)
@@ -265,8 +243,6 @@ def train(family: Family) -> None:
     del loader  # ends the drawing processes
     if step < arguments.steps:
         log.write(step=step, stopped="max_seconds", loss=round(loss.item(), 4))
-    if arguments.save_state:
-        save_state(arguments.save_state, model, optimizer, step)
     rounded = save_checkpoint(model, family.build_config(tokenizer), tokenizer, arguments.output)
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), rounded.parameters(), strict=True):
