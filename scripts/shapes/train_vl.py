@@ -1,4 +1,4 @@
-"""Makes npu_runner/assets/shapes-vl from nothing: fresh drawings in, a Qwen3-VL checkpoint out.
+"""Makes the weights of npu_runner/assets/shapes-vl from nothing: fresh drawings in, a Qwen3-VL checkpoint out.
 
 Only transformers' own Qwen3VLForConditionalGeneration is trained here (training.py). Needs one GPU for some
 minutes; a few steps on a CPU show that it works.
@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
-from scripts.shapes.checkpoint import build_config
 from scripts.shapes.training import Family, branch_mask, see, train
 
 
@@ -35,4 +34,4 @@ def forward(model: Qwen3VLForConditionalGeneration, batch: dict[str, Any]) -> Te
 
 
 if __name__ == "__main__":
-    train(Family("train_vl", __doc__ or "", build_config, Qwen3VLForConditionalGeneration, forward))
+    train(Family("train_vl", __doc__ or "", "shapes-vl", Qwen3VLForConditionalGeneration, forward))

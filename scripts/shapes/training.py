@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import AttentionInterface, PreTrainedModel, set_seed
 
 from scripts.shapes.batches import Batches
-from scripts.shapes.checkpoint import TEMPORAL_PATCH, build_tokenizer, save_checkpoint
+from scripts.shapes.checkpoint import TEMPORAL_PATCH, read_config, read_tokenizer, save_checkpoint
 from scripts.shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
 
 COMPILING_STEPS = 30
@@ -32,11 +32,11 @@ COMPILING_STEPS = 30
 
 @dataclass(frozen=True)
 class Family:
-    """What is trained: its config, transformers' class for it, and logits of the answer tokens of a batch."""
+    """A program's model: the embedded one, transformers' class for it, and the logits of a batch's answer tokens."""
 
     program: str
     description: str
-    build_config: Callable[[PreTrainedTokenizerFast], Any]
+    model_name: str
     model_class: type[PreTrainedModel]
     forward: Callable[[nn.Module, dict[str, Any]], Tensor]
     begin: Callable[[nn.Module], None] = lambda model: None
@@ -194,8 +194,7 @@ def train(family: Family) -> None:
     set_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
     device = arguments.device
-    tokenizer = build_tokenizer()
-    tokenizer_json = tokenizer.backend_tokenizer.to_str()
+    tokenizer_json = read_tokenizer().backend_tokenizer.to_str()
     data = Batches(TRAIN_SEEDS, tokenizer_json, arguments.batch_size, arguments.steps, arguments.easy_steps,
                    by_branch=family.by_branch)
     # Of the same size: layers are compiled for it.
@@ -203,7 +202,7 @@ def train(family: Family) -> None:
                        -(-arguments.validation_samples // arguments.batch_size),
                        by_branch=family.by_branch)
 
-    model = build_model(family, arguments, family.build_config(tokenizer))
+    model = build_model(family, arguments, read_config(family.model_name))
     optimizer = build_optimizer(model, arguments)
     drawn = {"num_workers": arguments.workers, "batch_size": None, "pin_memory": device != "cpu"}
     drawn |= {"prefetch_factor": 6, "multiprocessing_context": "spawn"} if arguments.workers else {}
@@ -243,7 +242,7 @@ def train(family: Family) -> None:
     del loader  # ends the drawing processes
     if step < arguments.steps:
         log.write(step=step, stopped="max_seconds", loss=round(loss.item(), 4))
-    rounded = save_checkpoint(model, family.build_config(tokenizer), tokenizer, arguments.output)
+    rounded = save_checkpoint(model, family.model_name, arguments.output)
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), rounded.parameters(), strict=True):
             ours.copy_(theirs)
