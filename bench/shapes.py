@@ -51,38 +51,46 @@ _HYBRID_TEXT: dict[str, dict[str, Any]] = {
                  "shared_expert_intermediate_size": 32},
     "tiny-hybrid": {**_TINY_HYBRID, **_DENSE_TEXT, "intermediate_size": 96},
 }
+# Hidden size, MLP width, layers, heads, tied embeddings; of experts their number and width; of towers their depth.
+_SIZES: dict[str, tuple[int, int, int, int, bool]] = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, True), "qwen3-1.7b": (2048, 6144, 28, 16, True),
+    "qwen3-4b": (2560, 9728, 36, 32, True), "qwen3-8b": (4096, 12288, 36, 32, False),
+    "qwen3-14b": (5120, 17408, 40, 40, False), "qwen3-32b": (5120, 25600, 64, 64, False),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, False), "qwen3-vl-2b": (2048, 6144, 28, 16, True),
+    "qwen3-vl-4b": (2560, 9728, 36, 32, True), "qwen3-vl-8b": (4096, 12288, 36, 32, False),
+    "qwen3-vl-32b": (5120, 25600, 64, 64, False),
+}
+_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": []}
+
+
+def _qwen3(name: str) -> dict[str, Any]:
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+    return {**_QWEN3, **(_MOE if name == "qwen3-30b-a3b" else {}), **dict(zip(keys, _SIZES[name], strict=True))}
+
+
 TEXT: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "tie_word_embeddings": True},
-    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "tie_word_embeddings": False},
-    "qwen3-30b-a3b": {**_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-                      "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-                      "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-                      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-                      "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
+    **{name: _qwen3(name) for name in _SIZES if "-vl-" not in name},
     "tiny": {**_QWEN3, **_TINY_TEXT, "tie_word_embeddings": True},
     **_HYBRID_TEXT,
 }
-_VISION: dict[str, dict[str, Any]] = {
-    "qwen3-vl-4b": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
-                    "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304},
-    "tiny-vl": {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64,
-                "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
-    **{name: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
-              "out_hidden_size": _HYBRID_TEXT[name]["hidden_size"], "num_position_embeddings": 2304}
-       for name in ("qwen3.6-35b-a3b", "qwen3.5-9b")},
-    **{name: {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64,
-              "num_position_embeddings": 64} for name in ("tiny-moe", "tiny-hybrid")},
-}
 _VL_TEXT: dict[str, dict[str, Any]] = {
-    "qwen3-vl-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-                    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
-    "tiny-vl": {**_TINY_TEXT,
-                "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2]}},
+    **{name: {**_qwen3(name), "rope_scaling": {"rope_type": "default", "mrope_interleaved": True,
+                                               "mrope_section": [24, 20, 20]}} for name in _SIZES if "-vl-" in name},
+    "tiny-vl": {**TEXT["tiny"], "rope_scaling": {"rope_type": "default", "mrope_interleaved": True,
+                                                 "mrope_section": [3, 3, 2]}},
 }
-
-
+_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+_LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+_TINY_TOWER = {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_position_embeddings": 64}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen3-vl-2b": _SMALL_TOWER, "qwen3-vl-4b": _SMALL_TOWER,
+    **{name: {**_LARGE_TOWER, "deepstack_visual_indexes": [8, 16, 24]} for name in ("qwen3-vl-8b", "qwen3-vl-32b")},
+    "tiny-vl": {**_TINY_TOWER, "deepstack_visual_indexes": [0, 1]},
+    **{name: _TINY_TOWER if name.startswith("tiny") else _LARGE_TOWER for name in _HYBRID_TEXT},
+}
 FORMS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
              "checkpoint_format": "gptq"},
@@ -98,25 +106,29 @@ def make_text_model(folder: Path, name: str, form: str | None = None) -> Path:
     return _write(folder / name, TEXT[name] | ({"quantization_config": FORMS[form]} if form else {}))
 
 
-def make_vision_model(folder: Path, name: str, side: int) -> Path:
-    """The same for a model with a vision tower; images of up to side x side pixels are not scaled."""
+def vision_config(name: str) -> dict[str, Any]:
+    """The config.json of a model with a vision tower."""
     ours = json.loads((SHAPES_VL / "config.json").read_text())
     tokens = {key: ours[key] for key in ("image_token_id", "video_token_id", "vision_start_token_id",
                                          "vision_end_token_id")}
-    family, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
     if name in _HYBRID_TEXT:
         text = _HYBRID_TEXT[name]
         family = str(text["model_type"]).removesuffix("_text")
         architecture = str(text["architectures"][0]).replace("CausalLM", "ConditionalGeneration")
     else:
-        text = {**_QWEN3, "model_type": "qwen3_vl_text", "rope_theta": 5000000.0, "max_position_embeddings": 262144,
-                "tie_word_embeddings": True, **_VL_TEXT[name]}
+        family, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
+        text = {**_VL_TEXT[name], "model_type": "qwen3_vl_text", "rope_theta": 5000000.0,
+                "max_position_embeddings": 262144}
     vision = {"model_type": family, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-              "in_channels": 3, "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02, **_VISION[name]}
-    config = {"architectures": [architecture], "model_type": family, "dtype": "bfloat16",
-              "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text, "vision_config": vision,
-              **tokens}
-    path = _write(folder / name, config)
+              "in_channels": 3, "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02, "num_heads": 16,
+              "num_position_embeddings": 2304, "out_hidden_size": text["hidden_size"], **_TOWERS[name]}
+    return {"architectures": [architecture], "model_type": family, "dtype": "bfloat16",
+            "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text, "vision_config": vision, **tokens}
+
+
+def make_vision_model(folder: Path, name: str, side: int) -> Path:
+    """The same for a model with a vision tower; images of up to side x side pixels are not scaled."""
+    path = _write(folder / name, vision_config(name))
     settings = json.loads((SHAPES_VL / "preprocessor_config.json").read_text())
     settings["size"] = {"shortest_edge": 4096, "longest_edge": side * side}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
