@@ -3,9 +3,9 @@
     python -m tests.without_oracle [FILE_OR_FOLDER...]       pytest takes the list: pytest @list.txt
 
 A definition (function, class, assignment) needs transformers if it imports it, or names a definition that does, in its
-file or in another of tests, scripts and bench. A test needs its fixtures, too. A file that imports it at its top needs it
-whole. Code of other programs in strings counts by its import statements, `python -m` by the module's name.
-Runs nothing.
+file or in another of tests, scripts and bench. A test needs its fixtures, too. A file that imports it at its top needs
+it whole. Code of other programs in strings counts by its import statements, `python -m` by the module's name. Runs
+nothing.
 """
 
 from __future__ import annotations
