@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, commit, versions
-from bench_device_shapes import make_text_model
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from bench.common import ROOT, commit, versions
+from bench.shapes import make_text_model
 
 PREFIX = "NPU_RUNNER_ASCEND_"
 Settings = Mapping[str, Any]
@@ -229,7 +231,7 @@ def main() -> int:
             found[name] = compare(comparison, common, arguments.size, arguments.repeats)
             print("\n".join(as_rows(name, comparison, found[name])), flush=True)
     print(json.dumps({"bench": "compare_ascend", "commit": commit(), "size": arguments.size,
-                      "repeats": arguments.repeats, "versions": versions("torch", "torch_npu"), "found": found}))
+                      "repeats": arguments.repeats, "versions": versions(), "found": found}))
     return 1 if any("error" in figures for sides in found.values() for figures in sides.values()) else 0
 
 

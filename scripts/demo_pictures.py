@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
 
-from shapes.drawing import DEMO_SEEDS, draw_scene, leftmost_question
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from scripts.shapes.drawing import DEMO_SEEDS, draw_scene, leftmost_question
 
 
 def main() -> None:

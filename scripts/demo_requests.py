@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from shapes.drawing import DEMO_SEEDS, Example, draw_example, draw_json_example
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from scripts.shapes.drawing import DEMO_SEEDS, Example, draw_example, draw_json_example
 
 
 def main() -> None:

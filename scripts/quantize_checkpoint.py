@@ -20,11 +20,13 @@ import sys
 from pathlib import Path
 
 import torch
-from quantised.calibration import input_ranges
-from quantised.writing import FORMATS, STATIC, quantise
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.errors import NpuRunnerError
+from scripts.quantised.calibration import input_ranges
+from scripts.quantised.writing import FORMATS, STATIC, quantise
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
 # checkpoint and no images of yours.
 # usage: regress_ascend.sh [--out FOLDER] [--rows N] [--quick] [--bench] [-- PYTEST ARGUMENTS]
 #   --quick   minutes instead of hours: the doctor does not generate, the job runs eagerly, two sides, twice, of a tiny model
-#   --bench   also scripts/bench_device.py on this NPU, with vllm-ascend beside it where that is installed; with --quick
+#   --bench   also python -m bench.device on this NPU, with vllm-ascend beside it where that is installed; with --quick
 #             at tiny sizes, whose figures mean nothing
 # Exit status 1: something failed; report.txt says what.
 set -uo pipefail
@@ -85,7 +85,7 @@ step batch batch.txt "$python" -m npu_runner batch --platform npu "${job[@]}" \
     --allowed-media-dir "$out/job/pictures" --summary "$out/summary.json"
 rm -rf "$out/job"
 step compare compare.txt "$python" scripts/compare_ascend.py "${compare[@]}"
-[ -z "$bench" ] || step bench bench.txt "$python" scripts/bench_device.py "${figures[@]}"
+[ -z "$bench" ] || step bench bench.txt "$python" -m bench.device "${figures[@]}"
 
 {
     echo

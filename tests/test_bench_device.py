@@ -1,4 +1,4 @@
-"""scripts/bench_device.py at sizes that a CPU does in seconds: that it counts what it says. Times mean nothing here."""
+"""bench.device at sizes that a CPU does in seconds: that it counts what it says. Times mean nothing here."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from npu_runner.assets import SHAPES_VL
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+from bench.common import ROOT, SHAPES_VL
+from bench.profiler import idle_share
+from bench.work import SIZES, write_images
 
 
 @pytest.mark.slow
 @pytest.mark.full("every part of a benchmark, a process each; nothing that serves depends on it")
 def test_every_part_of_ours_at_tiny_sizes() -> None:
-    command = [sys.executable, str(SCRIPTS / "bench_device.py"), "--platform", "cpu", "--sizes", "tiny",
+    command = [sys.executable, "-m", "bench.device", "--platform", "cpu", "--sizes", "tiny",
                "--dtype", "float32", "--repeats", "1", "--no-peer"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]
 
@@ -30,7 +30,7 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
     # A tied head: every weight is read. Hidden size 64, 2 layers, 2 kv heads of 16, 2,048 tokens, MLP width 96.
     layer = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
     weights = 4 * (2048 * 64 + 2 * layer + 64)
-    assert decode["read_by"] in ("sum", "product, batch 1", "product, batch 8")
+    assert decode["read_by"] in ("sum", "GEMM, batch 1", "GEMM, batch 8")
     for size in (1, 3):
         batch = decode["batches"][str(size)]
         assert batch["bytes"] == {"weight_bytes": weights, "expert_bytes": 0,
@@ -54,19 +54,13 @@ def test_every_part_of_ours_at_tiny_sizes() -> None:
         assert images["seconds"]["head_start"] > 0
 
 
-def test_idle_share_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_device_idle import idle_share
-
+def test_idle_share_counts_overlapping_work_once() -> None:
     second = 1_000_000_000
     before, overlapping, last = (0, second), (10 * second, 12 * second), (11 * second, 13 * second)
     assert idle_share([last, before, overlapping, (15 * second, 16 * second)], 8.0) == pytest.approx(0.5)
 
 
-def test_questions_have_the_tokens_that_they_are_said_to_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_device_work import SIZES, write_images
-
+def test_questions_have_the_tokens_that_they_are_said_to_have(tmp_path: Path) -> None:
     sizes = dataclasses.replace(SIZES["real"], num_pictures=3, image=(32, 32))
     rows = write_images(tmp_path, sizes).read_text().splitlines()
     tokenizer = Tokenizer.from_file(str(SHAPES_VL / "tokenizer.json"))

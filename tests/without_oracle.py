@@ -3,9 +3,9 @@
     python -m tests.without_oracle [FILE_OR_FOLDER...]       pytest takes the list: pytest @list.txt
 
 A definition (function, class, assignment) needs transformers if it imports it, or names a definition that does, in its
-file or in another of tests and scripts. A test needs its fixtures, too. A file that imports it at its top needs it
-whole. Code of other programs in strings counts by its import statements, `python -m` by the module's name.
-Runs nothing.
+file or in another of tests, scripts and bench. A test needs its fixtures, too. A file that imports it at its top needs
+it whole. Code of other programs in strings counts by its import statements, `python -m` by the module's name. Runs
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ORACLE = "transformers"
 _IMPORTED = re.compile(rf"^\s*(?:import|from) {ORACLE}\b", re.MULTILINE)
-_OWN_MODULE = re.compile(r"(?:tests|scripts)(?:\.\w+)+")
+_OWN_MODULE = re.compile(r"(?:tests|scripts|bench)(?:\.\w+)+")
 # The emulated CANN brings packages of its own, in front of those of the environment.
 _ELSEWHERE = ("tests/npu", "tests/cann", "tests/cuda")
 
@@ -129,7 +129,7 @@ def _imported(statement: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tu
 
 
 def _file(module: str, path: Path) -> Path | None:
-    """Of a module of tests or scripts, as `path` imports it; None for all others."""
+    """Of a module of tests, scripts or bench, as `path` imports it; None for all others."""
     steps = len(module) - len(module.lstrip("."))
     inside = module.strip(".").replace(".", "/")
     folder = path.parents[steps - 1] if steps else ROOT

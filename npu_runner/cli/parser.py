@@ -79,7 +79,7 @@ _INSTEAD = {
     "run-batch": "npu-runner batch -i ROWS -o ANSWERS answers a file in OpenAI's batch format",
     "chat": "npu-runner generate QUESTION asks one question through the chat template",
     "complete": "rows of /v1/completions hold raw prompts, which npu-runner batch continues",
-    "bench": "the project's scripts/bench_device.py and scripts/bench_cpu.py measure",
+    "bench": "in a checkout, python -m bench.device and python -m bench.cpu measure",
     "collect-env": "npu-runner doctor looks at this host",
 }
 """Commands of vLLM, and what does that here."""

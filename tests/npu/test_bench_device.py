@@ -1,4 +1,4 @@
-"""scripts/bench_device.py on the npu platform, as an Ascend host runs it: tiny sizes here, whose times mean nothing."""
+"""bench.device on the npu platform, as an Ascend host runs it: tiny sizes here, whose times mean nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
+from bench.profiler import DeviceProfile, idle_share, read_kernels
 from tests.cann.environment import has_real_cann, installed_wheel, run_python
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def run_bench(*arguments: str, **emulation: Any) -> tuple[str, dict[str, Any]]:
     """(the table, the results of the JSON line)."""
-    done = run_python(["scripts/bench_device.py", "--platform", "npu", "--sizes", "tiny", "--repeats", "1", "--no-peer",
+    done = run_python(["-m", "bench.device", "--platform", "npu", "--sizes", "tiny", "--repeats", "1", "--no-peer",
                        *arguments], timeout=900, **emulation)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["platform"] == "npu"
+    assert report["arguments"]["platform"] == "npu"
     return done.stdout, report["results"]
 
 
@@ -56,7 +55,7 @@ def test_every_kind_of_part_through_captured_graphs() -> None:
 
 @pytest.mark.npu
 @pytest.mark.skipif(has_real_cann(), reason="another torch_npu may be installed there")
-def test_kernels_are_read_from_the_file_that_torch_npu_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_read_from_the_file_that_torch_npu_writes(tmp_path: Path) -> None:
     headers = installed_wheel() / "torch_npu/profiler/analysis/prof_common_func/_csv_headers.py"
     columns = runpy.run_path(str(headers))["CsvHeaders"].OP_SUMMARY_KERNEL_BASE_HEADERS
     with (tmp_path / "kernel_details.csv").open("w", newline="") as file:
@@ -64,9 +63,8 @@ def test_kernels_are_read_from_the_file_that_torch_npu_writes(tmp_path: Path, mo
         rows.writeheader()
         for start, duration in (("1763800000000000.125", "250000.5"), ("1763800000500000.125", "250000.0")):
             rows.writerow({"Name": "aclnnMatmul", "Start Time(us)": start, "Duration(us)": duration})
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_device_idle import idle_share, kernel_spans
-
-    spans = kernel_spans(tmp_path / "kernel_details.csv")
+    profile = DeviceProfile()
+    read_kernels(tmp_path / "kernel_details.csv", profile)
+    spans = profile.spans_ns
     assert [end - start for start, end in spans] == pytest.approx([250_000_500, 250_000_000], abs=1000)
     assert idle_share(spans, 1.0) == pytest.approx(0.5, abs=1e-3)

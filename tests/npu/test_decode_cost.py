@@ -122,9 +122,8 @@ def test_launches_of_the_models_own_head(mode: str, checkpoint: Any, tmp_path: P
 
 @pytest.mark.full("prints what the tests above hold; a minute")
 def test_the_script_prints_layers_the_sampler_the_tower_and_the_time_of_the_host() -> None:
-    command = [sys.executable, str(ROOT / "scripts/bench_npu_ops.py"), "--mode", "eager", "--kind", "dense", "--kind",
-               "tower"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "bench.npu_ops", "--mode", "eager", "--kind", "dense", "--kind", "tower"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     dense, tower = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     cost = dense["modes"]["eager"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.shapes import make_text_model, make_vision_model
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import TensorParallel
@@ -20,6 +21,7 @@ from npu_runner.platforms import find_platform
 from npu_runner.request.limits import GIB
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.strategies import pick_strategy
+from scripts.sizing_table import MODELS, config_of, row
 from tests import zygote
 from tests.families import FAMILIES, RANKS, split_by
 from tests.full_set import only_full
@@ -27,9 +29,6 @@ from tests.hub_cache import make_hub_cache
 from tests.runner.rank_bytes import bytes_of_start, settings_for
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
-from bench_device_shapes import make_text_model, make_vision_model  # noqa: E402
-from sizing_table import MODELS, config_of, row  # noqa: E402
 
 
 def estimated(config: RunnerConfig, platform: str, device_bytes: int) -> Estimate:
@@ -102,7 +101,7 @@ def bytes_of_two_ranks(paths: list[Path], tmp_path: Path, experts: str) -> list[
 
 
 # Bytes that a start measured on one H100 80GB (torch 2.11.0+cu130, commit 85ef21d): the allocator's peak of the worst
-# step less what stands. Shapes of scripts/bench_device_shapes.py; images of up to 1280 x 1280 pixels.
+# step less what stands. Shapes of bench/shapes.py; images of up to 1280 x 1280 pixels.
 MEASURED: list[tuple[str, dict[str, Any], int]] = [
     ("qwen3-0.6b", {}, 1_790_249_984),
     ("qwen3-8b", {}, 1_790_254_080),

@@ -1,7 +1,7 @@
 """How large the tiles of the attention kernels are, by head dim: a fixed table. Knows no kernel and no model.
 
-They were taken on an H200 (triton 3.6); `python scripts/bench_cuda_attention.py --sweep` tries others. The tables know
-no lengths: a tile is part of what is compiled, and nothing is compiled while serving.
+They were taken on an H200 (triton 3.6); `python -m bench.kernels --part decode prefill tower --sweep` tries
+others. The tables know no lengths: a tile is part of what is compiled, and nothing is compiled while serving.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Tiling:
     down: Tile
 
 
-# The quickest of those that `python scripts/bench_cuda_kernels.py --part experts --sweep` tries, on an H200,
+# The quickest of those that `python -m bench.kernels --part experts --sweep` tries, on an H200,
 # but for the last: with four stages it took 6 % less, and had no room in an A100's shared memory.
 _IN_16_BITS = (
     Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3)),

@@ -25,7 +25,7 @@ from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
 from npu_runner.platforms.ops import HeldExperts
 from npu_runner.platforms.quantised import QuantisedExperts
 
-# The quickest of those that `python scripts/bench_quantised_experts.py --part layer --sweep` tries, on an H100.
+# The quickest of those that `python -m bench.kernels --part experts --sweep` tries, on an H100.
 _IN_FP8 = (
     Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 128, 8, 3), down=Tile(64, 128, 8, 4)),
     Tiling(most_pairs_per_expert=32, rows=32, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4)),

@@ -1,0 +1,93 @@
+"""The bytes that a decode step must move: weights, chosen experts, keys and values, states."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npu_runner.checkpoint.model_config import GatedDeltaNetConfig
+from npu_runner.layers.expert_weights import ExpertWeights
+from npu_runner.platforms import pick_platform
+
+_MOST_LAYERS = 1024
+
+
+class RouterRecord:
+    """Keeps, by number of tokens, the experts that the last forward chose in each layer: of a graph, its own tensors.
+
+    While it is open the platform's router tells it. Compiled code cannot: what is known there of as many tokens is of
+    other steps, before.
+    """
+
+    def __init__(self, platform_name: str):
+        self._ops = type(pick_platform(platform_name).make_ops())
+        self._route: Any = self._ops.route
+        self._chosen: dict[int, deque[Tensor]] = defaultdict(lambda: deque(maxlen=_MOST_LAYERS))
+
+    def __enter__(self) -> RouterRecord:
+        route, chosen = self._route, self._chosen
+
+        def recorded(self_: Any, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+            weights_TK, experts_TK = route(self_, logits_TE, top_k, renormalise)
+            if not torch.compiler.is_compiling():
+                chosen[len(logits_TE)].append(experts_TK)
+            return weights_TK, experts_TK
+
+        self._ops.route = recorded  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self._ops.route = self._route  # type: ignore[method-assign]
+
+    def last(self, num_tokens: int, num_layers: int) -> list[Tensor]:
+        found = list(self._chosen[num_tokens])[-num_layers:]
+        assert len(found) == num_layers, "the router of compiled code is not seen; take another --graph-mode"
+        return found
+
+
+def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord | None) -> dict[str, int | None]:
+    """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read.
+    Where there are rings, that is the mean of as many steps as a ring has tokens.
+
+    Those of experts are None where nobody saw which ones a step chose (`chosen` None).
+    """
+    model, config = runner.get_model(), runner.model_config
+    layers = [module for module in model.decoder.modules() if isinstance(module, ExpertWeights)]
+    active: list[Tensor] | None = []
+    if layers:
+        active = chosen.last(batch_size, len(layers)) if chosen is not None else None
+    kv_bytes = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * runner.k_cache.element_size()
+    ring_length = runner.settings.state_ring_length
+    state_bytes = sum(_state_bytes(layer.mixer, ring_length, runner.dtype.itemsize) for layer in config.layers
+                      if isinstance(layer.mixer, GatedDeltaNetConfig))
+    return {"weight_bytes": _weight_bytes(model, config.tie_word_embeddings) - sum(map(_bytes, layers)),
+            "expert_bytes": None if active is None else
+            sum(_bytes(layer) // len(layer.gate_up) * len(experts_TK.cpu().unique())
+                for layer, experts_TK in zip(layers, active, strict=True)),
+            "kv_bytes": batch_size * context * kv_bytes, "state_bytes": batch_size * state_bytes}
+
+
+def _weight_bytes(model: nn.Module, is_tied: bool) -> int:
+    """Of the decoder and the head: all but the rows of an embedding that is not the output head."""
+    table = model.decoder.embed_tokens  # type: ignore[union-attr]
+    return _bytes(model.decoder) + (0 if is_tied else _bytes(model.lm_head) - _bytes(table))  # type: ignore[arg-type]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in module.parameters())
+
+
+def _state_bytes(mixer: GatedDeltaNetConfig, ring_length: int, element_bytes: int) -> int:
+    """Moved for one sequence and layer: the float32 matrices and the ring; next to them the convolution's inputs are
+    nothing."""
+    state = 4 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+    if not ring_length:
+        return 2 * state
+    token = (4 * mixer.num_v_heads * (mixer.head_v_dim + 1) + element_bytes * mixer.num_k_heads * mixer.head_k_dim)
+    # Of L steps one writes the state, the others a token each; they find 0 to L - 1 tokens.
+    return state + (state + (ring_length - 1) * token) // ring_length + (ring_length - 1) * token // 2
