@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types and the fast set of tests, which CI runs; makes the environment if needed. Arguments go to pytest.
-# What is left to test_all.sh is named, with the reason, in docs/testing.md.
+# Tests that are left to test_all.sh have the mark full("why"): pytest -m full --collect-only lists them.
 # TEST_PROCESSES: how many processes share the test files (3: some wait); 0 runs them in one, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
