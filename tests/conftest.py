@@ -57,8 +57,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: where several processes share the files, none has one left to do alone.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the files, those with slow tests come first: none has one left to do alone.
 
     A mark `full` needs a reason: no test leaves the fast set in silence.
     """
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("full"):
             if not mark.args or not isinstance(mark.args[0], str):
                 raise pytest.UsageError(f"{item.nodeid}: full needs a reason: pytest.mark.full('why')")
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items if item.get_closest_marker("slow")} if hasattr(config, "workerinput") else ()
     items.sort(key=lambda item: item.path not in slow)
 
 
