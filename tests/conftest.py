@@ -14,7 +14,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import full_set, zygote
+# Helpers assert, too: a failure there says what was compared.
+_FOLDERS = ("batch", "cann", "cuda", "faults", "npu", "oracle", "prompts", "replicas", "runner", "tables")
+pytest.register_assert_rewrite(*(f"tests.{folder}" for folder in _FOLDERS))
+
+from tests import full_set, zygote  # noqa: E402
 
 # Images of containers often forbid compiled modules. Then each process rewrites and compiles every test: 17 s each.
 sys.dont_write_bytecode = False
@@ -53,9 +57,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: where several processes share the files, none has one left to do alone."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the files, those with slow tests come first: none has one left to do alone.
+
+    A mark `full` needs a reason: no test leaves the fast set in silence.
+    """
+    for item in items:
+        for mark in item.iter_markers("full"):
+            if not mark.args or not isinstance(mark.args[0], str):
+                raise pytest.UsageError(f"{item.nodeid}: full needs a reason: pytest.mark.full('why')")
+    slow = {item.path for item in items if item.get_closest_marker("slow")} if hasattr(config, "workerinput") else ()
     items.sort(key=lambda item: item.path not in slow)
 
 

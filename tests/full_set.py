@@ -18,10 +18,7 @@ def examples(count: int) -> int:
 
 
 def only_full(reason: str, *cases: Any) -> list[Any]:
-    """These cases of pytest.mark.parametrize, marked `full`. A tuple is one value for each parameter.
-
-    To be called within the decorator, with the reason as it stands in docs/testing.md (tests/core/test_fast_set.py).
-    """
+    """Cases of pytest.mark.parametrize, marked `full` with this reason. A tuple is one value for each parameter."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full(reason))
             for case in cases]
 

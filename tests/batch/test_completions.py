@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
 from npu_runner.request.logprobs import Logprob, PositionLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from tests.batch.random_completions import COMPLETIONS
 from tests.batch.scripted import ScriptedProcessor, completion_row, prepared, read_rows, row, write_rows
 
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
@@ -131,24 +131,6 @@ def test_a_missing_prompt_is_named() -> None:
     with pytest.raises(RequestError) as caught:
         parsed({"temperature": 0})
     assert (caught.value.code, caught.value.param) == ("missing_required_parameter", "prompt")
-
-
-TOKENS = st.builds(
-    Logprob,
-    token_id=st.integers(0, 99),
-    token=st.text(max_size=3),
-    logprob=st.one_of(st.floats(max_value=0), st.just(math.nan)),
-    token_bytes=st.binary(max_size=4),
-)
-POSITIONS = st.builds(PositionLogprobs, sampled=TOKENS, top=st.lists(TOKENS, max_size=2).map(tuple))
-COMPLETIONS = st.builds(
-    CompletionOutput,
-    index=st.integers(0, 3),
-    text=st.text(),
-    token_ids=st.lists(st.integers(0, 99)),
-    finish_reason=st.sampled_from(["stop", "length"]),
-    logprobs=st.one_of(st.none(), st.lists(POSITIONS, max_size=3)),
-)
 
 
 @given(st.lists(COMPLETIONS, min_size=1, max_size=3), st.text(st.characters(codec="utf-8"), max_size=4))

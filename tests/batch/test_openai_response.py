@@ -19,24 +19,9 @@ from npu_runner.request.limits import LIMITS
 from npu_runner.request.logprobs import CompactLogprobs, Logprob, PositionLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from tests import full_set
+from tests.batch.random_completions import COMPLETIONS
 
 STAMP = JobStamp(created=1_700_000_000, system_fingerprint="fp_1", model_name="shapes-vl")
-TOKENS = st.builds(
-    Logprob,
-    token_id=st.integers(0, 99),
-    token=st.text(max_size=3),
-    logprob=st.one_of(st.floats(max_value=0), st.just(math.nan)),
-    token_bytes=st.binary(max_size=4),
-)
-POSITIONS = st.builds(PositionLogprobs, sampled=TOKENS, top=st.lists(TOKENS, max_size=2).map(tuple))
-COMPLETIONS = st.builds(
-    CompletionOutput,
-    index=st.integers(0, 3),
-    text=st.text(),
-    token_ids=st.lists(st.integers(0, 99)),
-    finish_reason=st.sampled_from(["stop", "length"]),
-    logprobs=st.one_of(st.none(), st.lists(POSITIONS, max_size=3)),
-)
 OUTPUTS = st.builds(
     RequestOutput,
     request_id=st.just("a"),

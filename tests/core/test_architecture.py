@@ -86,9 +86,9 @@ MOST_OF_AN_OPENING = {"What": 408, "Of": 209, "How": 86, "Those": 43, "That": 13
 
 
 @functools.cache
-def read(path: Path) -> tuple[list[str], list[str]]:
-    """The modules that a file imports, wherever in the file it does, and the strings of its code; its docstrings, those
-    under fields too, are not among them."""
+def read(path: Path) -> tuple[list[str], list[str], list[str]]:
+    """The modules that a file imports, wherever in the file it does, the strings of its code, and its docstrings, also
+    those under fields."""
     found: list[str] = []
     nodes = list(ast.walk(ast.parse(path.read_text())))
     for node in nodes:
@@ -99,8 +99,11 @@ def read(path: Path) -> tuple[list[str], list[str]]:
             if node.module == "npu_runner":
                 found += [f"npu_runner.{alias.name}" for alias in node.names]
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    return found, [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
-                   and id(node) not in docstrings]
+    texts: tuple[list[str], list[str]] = [], []
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts[id(node) in docstrings].append(node.value)
+    return found, *texts
 
 
 def imports(path: Path) -> list[str]:
@@ -212,14 +215,15 @@ def literals(path: Path) -> list[str]:
 
 def test_no_test_file_imports_another() -> None:
     """Shared parts lie in helper modules beside the tests, named for what they hold. A test file is read alone."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
     found = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{path.relative_to(ROOT)}:{node.lineno}" for name in names
-                      if any(part.startswith("test_") and next((ROOT / "tests").rglob(f"{part}.py"), None)
-                             for part in name.split("."))]
+    for path in files:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if tests & set(re.findall(r"\btest_\w+", text)) else ():
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                found += [f"{path.relative_to(ROOT)}:{node.lineno}" for name in names if tests & set(name.split("."))]
     assert found == []
 
 
@@ -298,15 +302,7 @@ def test_the_fields_words_replace_our_own(pattern: str) -> None:
     assert len(re.findall(pattern, text_of_the_house(), re.IGNORECASE)) <= MOST_OF_A_WORD[pattern]
 
 
-@functools.cache
-def docstring_openings() -> Counter[str]:
-    """The first words of all docstrings of the house, also of those under a field."""
-    strings = [node.value.value for path in all_sources() for node in ast.walk(ast.parse(path.read_text()))
-               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-               and isinstance(node.value.value, str)]
-    return Counter(string.split(maxsplit=1)[0] for string in strings if string.strip())
-
-
 @pytest.mark.parametrize("opening", MOST_OF_AN_OPENING)
 def test_a_docstring_has_a_subject(opening: str) -> None:
-    assert docstring_openings()[opening] <= MOST_OF_AN_OPENING[opening]
+    docstrings = [text for path in all_sources() for text in read(path)[2]]
+    assert sum(text.split(maxsplit=1)[:1] == [opening] for text in docstrings) <= MOST_OF_AN_OPENING[opening]

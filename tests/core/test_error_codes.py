@@ -58,11 +58,3 @@ def test_the_page_has_the_codes_of_the_sources() -> None:
     assert not [code for code in on_page if not any(pattern.fullmatch(code) for pattern in patterns)], "gone"
     assert not sorted(code for code, pattern in zip(sources, patterns, strict=True)
                       if not any(pattern.fullmatch(named) for named in on_page)), "without a line"
-
-
-def test_each_line_says_what_to_do() -> None:
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("| `"):
-            _, _, meaning, remedy, _ = (cell.strip() for cell in line.split("|"))
-            assert len(meaning) > 15, line
-            assert len(remedy) > 6, line

@@ -232,9 +232,6 @@ def test_the_docs_explain_every_error_code() -> None:
     rows = [line for line in (ROOT / "docs" / "running-on-ascend.md").read_text().splitlines() if line.startswith("|")]
     for code, (meaning, _) in ERROR_CODES.items():
         assert any(code in row and meaning in row.replace("`", "") for row in rows), code
-    pages = [re.findall(r"^\| ([A-Z0-9, ]+) \|", (ROOT / "docs" / f"running-on-ascend{page}.md").read_text(), re.M)
-             for page in ("", ".zh")]
-    assert pages[0] == pages[1], "both languages have the same codes"
 
 
 @pytest.mark.parametrize(("codes", "first"), [

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import arithmetic, read_quantization
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
-from npu_runner.layers.parallel import LayerContext, TensorParallel
+from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8, Fp8Weight, fp8_rows
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.formats import fp8_rows as stored_rows
 from tests.oracle.fp8_reference import fp8_product, multiplied_out, nearest_fp8, rounded_fp8
+from tests.oracle.int8_linears import Parts
 from tests.oracle.quantised_folders import in_small_pieces, loaded, write_folder
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -31,13 +32,6 @@ TOKENS = torch.randn(5, NUM_INPUTS, generator=torch.Generator().manual_seed(9)) 
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 BY_TENSOR = {"quant_method": "fp8"}
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-
-
-class Parts(TensorParallel):
-    """One of two ranks by itself; what it would add up is added up by the test."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
 
 
 def by_row(inputs: dict[str, Any] | None = DYNAMIC, strategy: str = "channel") -> dict[str, Any]:

@@ -23,7 +23,7 @@ from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.cli.main import main
 from npu_runner.errors import WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, OutputPart, Padding, RowParallelLinear
-from npu_runner.layers.parallel import LayerContext, TensorParallel
+from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight, dequantised, packed, unpacked
@@ -33,6 +33,7 @@ from scripts.quantised.formats import awq, compressed_int, fp8_block, gptq, inte
 from scripts.quantised.writing import quantise
 from tests.full_set import only_full
 from tests.oracle.family_prompts import prompts_of
+from tests.oracle.int8_linears import Parts
 from tests.oracle.quantised_folders import in_small_pieces, loaded, weights, write_folder
 from tests.oracle.running import SMALL, greedy, runner_of
 
@@ -84,13 +85,6 @@ CASES: dict[str, Case] = {
     "W4A16": (lambda w: modelslim_int4(w, 32), "W4A16", 4, 32, False),
     "W4A16 by row": (lambda w: modelslim_int4(w, layout="columns"), "W4A16", 4, 0, False),
 }
-
-
-class Parts(TensorParallel):
-    """One of several ranks by itself; what it would add up is added up by the test."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
 
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:

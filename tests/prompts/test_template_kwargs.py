@@ -17,6 +17,7 @@ from npu_runner.prompts.text.reasoning import find_reasoning_tokens, thinking_af
 from npu_runner.request.limits import LIMITS
 from tests.full_set import examples
 from tests.oracle.thinking_checkpoints import LEAVES_IT, OPENS, make_thinking
+from tests.prompts.deep_values import nested
 
 ASKS = [{"role": "user", "content": "which of the two?"}]
 REPLAYED = [
@@ -115,13 +116,6 @@ def test_the_settings_count_where_the_request_says_nothing(folders: dict[str, Pa
     assert pickle.loads(pickle.dumps(ours))(ASKS).token_ids == ours(ASKS).token_ids
     assert ours.identity()["chat_template_kwargs"] == {"enable_thinking": False, "effort": "low"}
     assert {**ours.identity(), "chat_template_kwargs": None} == {**opens.identity(), "chat_template_kwargs": None}
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def looped() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.messages import parse_messages
 from npu_runner.prompts.text.tools import parse_tool_calls
 from npu_runner.request.limits import LIMITS
+from tests.prompts.deep_values import nested
 
 CALLS = """\
 {%- if tools %}<|system|>You may call{% for tool in tools %}
@@ -159,13 +160,6 @@ def test_a_template_that_would_hide_the_fences_refuses_what_it_cannot_keep_apart
 
 def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 BAD_TOOLS: list[tuple[Any, str, str]] = [

@@ -148,6 +148,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def spell(text: str) -> list[int]:
+    """A token per letter; 'a' is 10, a space is 9."""
     return [9 if letter == " " else ord(letter) - ord("a") + 10 for letter in text]
 
 

@@ -21,12 +21,6 @@ SETTINGS: dict[str, Any] = {"platform": "cpu", "max_model_len": 256, "max_num_se
 NUM_PROMPTS = 21
 
 
-@pytest.fixture(scope="module")
-def path(checkpoint: Any) -> Path:
-    folder: Path = checkpoint("qwen3")
-    return folder
-
-
 @pytest.fixture
 def llm(path: Path) -> Iterator[LLM]:
     with LLM(path, **SETTINGS) as llm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,6 @@ from tests.oracle.running import SMALL, greedy, runner_of
 
 PROMPTS = ["which", "what colour is the picture?", "a b c d e f g", "colour " * 40]
 EOS = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Any) -> Path:
-    folder: Path = checkpoint("qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(path: Path, platform_name: str) -> Iterator[LLM]:
-    with LLM(path, platform=platform_name, **SMALL) as llm:
-        yield llm
 
 
 @torch.inference_mode()

@@ -17,17 +17,13 @@ from tests.runner.sampler_steps import (
     make_sampler,
     run_together,
     sample_one,
+    spell,
     step,
     tokens_over_unit_interval,
 )
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 60
-
-
-def spell(text: str) -> list[int]:
-    """A token per letter; 'a' is 10, a space is 9."""
-    return [9 if letter == " " else ord(letter) - ord("a") + 10 for letter in text]
 
 
 @pytest.fixture

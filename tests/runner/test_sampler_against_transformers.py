@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.request.sampling_params import SamplingParams
-from tests.runner.sampler_steps import EOS, Conversation, generate, tokens_over_unit_interval
+from tests.runner.sampler_steps import EOS, Conversation, generate, spell, tokens_over_unit_interval
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,10 +65,6 @@ def test_repetition_penalty_is_theirs(penalty, table_VV):
     expected = generate_with([transformers.RepetitionPenaltyLogitsProcessor(penalty)], table_VV, conversation, 60,
                              sees_prompt=True)
     assert generate(table_VV, conversation, 60) == expected
-
-
-def spell(text: str) -> list[int]:
-    return [9 if letter == " " else ord(letter) - ord("a") + 10 for letter in text]
 
 
 @pytest.mark.parametrize("bad_words", [["ab"], ["a", "bcd"], ["abab", "ba", "cc"], ["abcabc", "cab", "b a"]])

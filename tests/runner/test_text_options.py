@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from npu_runner import LLM, SamplingParams
-from tests.oracle.running import SMALL
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 PROMPT = "what colour is the picture?"
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Any) -> Path:
-    folder: Path = checkpoint("qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(path: Path, platform_name: str) -> Iterator[LLM]:
-    with LLM(path, platform=platform_name, **SMALL) as llm:
-        yield llm
 
 
 def special_now_and_then(llm: LLM, **changes: Any) -> SamplingParams:

@@ -31,12 +31,6 @@ TEMPLATE = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}
 
 
 @pytest.fixture(scope="module")
-def path(checkpoint: Any) -> Path:
-    folder: Path = checkpoint("qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def llm(path: Path, platform_name: str) -> Iterator[LLM]:
     with LLM(path, platform=platform_name, kv_cache_bytes="64M", **SMALL) as llm:
         yield llm

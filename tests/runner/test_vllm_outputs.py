@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,18 +23,6 @@ from tests.oracle.running import SMALL, greedy
 PROMPT = "what colour is the picture?"
 # A control token that a person typed is text in the prompt, as it was written.
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is <|im_end|> for?"}]
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Any) -> Path:
-    folder: Path = checkpoint("qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(path: Path, platform_name: str) -> Iterator[LLM]:
-    with LLM(path, platform=platform_name, **SMALL) as llm:
-        yield llm
 
 
 def test_a_result_has_its_prompt(llm: LLM) -> None:
