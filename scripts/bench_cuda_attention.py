@@ -5,7 +5,7 @@
 `--against FOLDER`, platforms/cuda of another checkout: its attention runs beside ours, on the same tensors, and how far
 the two are apart is said. All runs in Triton, too, and towers in torch's flash attention. `--fp8`: keys and values are
 in e4m3. `--sweep` tries other tiles and numbers of parts of Triton's kernels, from which
-platforms/cuda/attention_tiles.py is filled, and other shapes of the decode kernel. Times of decode attention are
+platforms/cuda/attention/tiles.py is filled, and other shapes of the decode kernel. Times of decode attention are
 those in a graph, as a decode step has it, the others' those of the kernels alone, as in bench_cuda_kernels.py; the
 share is that of the read bandwidth, measured in the same run. Prints a table, then one JSON line.
 """
@@ -34,9 +34,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.cuda import decode_attention
-from npu_runner.platforms.cuda.attention import TritonAttention
-from npu_runner.platforms.cuda.attention_tiles import Tile
+from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
+from npu_runner.platforms.cuda.attention.tiles import Tile
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _BLOCK_SIZE = 64
@@ -98,10 +98,12 @@ def load_attention(folder: Path) -> Callable[..., Any]:
     """TritonAttention of the files in `folder`, as modules of another name beside ours."""
     package = Path(tempfile.mkdtemp()) / "other_attention"
     package.mkdir()
-    for path in (*folder.glob("*.py"), *folder.glob("*.cu")):
-        (package / path.name).write_text(path.read_text().replace(_PACKAGE, package.name))
+    for path in (*folder.rglob("*.py"), *folder.rglob("*.cu")):
+        copy = package / path.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text().replace(_PACKAGE, package.name))
     sys.path.insert(0, str(package.parent))
-    attention: Callable[..., Any] = importlib.import_module("other_attention.attention").TritonAttention
+    attention: Callable[..., Any] = importlib.import_module("other_attention.attention.backend").TritonAttention
     return attention
 
 
@@ -222,7 +224,7 @@ def _prefill_choices() -> Iterator[Tile]:
 
 def tower(is_sweep: bool, other: Other) -> Iterator[Case]:
     """14 images of 896 x 672 as Qwen3-VL sees them, mixed ones, and windows of Qwen2.5-VL's size."""
-    from npu_runner.platforms.cuda import attention
+    from npu_runner.platforms.cuda.attention import backend as attention
 
     images = {"14 x 2352": [2352] * 14, "mixed": [2352, 300, 4096, 1024, 700, 64, 9000, 2352, 5000, 1200],
               "512 x 64": [64] * 512}

@@ -14,13 +14,16 @@ from bench_cuda_cases import CALLS, DEVICE, Case
 from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.cuda import grouped_products, hopper_few_rows, hopper_grouped, hopper_products
-from npu_runner.platforms.cuda import quantised_products as quantised
-from npu_runner.platforms.cuda.attention import TritonAttention
-from npu_runner.platforms.cuda.draw import draw_from_softmax
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
+from npu_runner.platforms.cuda.matmul import grouped as grouped_products
+from npu_runner.platforms.cuda.matmul import hopper_fp8 as hopper_products
+from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
+from npu_runner.platforms.cuda.matmul import hopper_small_m as hopper_few_rows
+from npu_runner.platforms.cuda.matmul import quantised as quantised
+from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
+from npu_runner.platforms.cuda.matmul.small_m import Tile, few_rows
 from npu_runner.platforms.cuda.ops import TritonOps
-from npu_runner.platforms.cuda.products import Tile, few_rows
-from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
+from npu_runner.platforms.cuda.sampling.sample import draw_from_softmax
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.sampling import sampling_ops

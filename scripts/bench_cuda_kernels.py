@@ -112,7 +112,7 @@ def steps(shape: Shape, _: bool) -> Iterator[Case]:
 
 def prompts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
     """8,192 tokens of prompts of equal lengths."""
-    from npu_runner.platforms.cuda import gated_delta
+    from npu_runner.platforms.cuda.gated_delta import backend as gated_delta
 
     delta, num_tokens = shape.delta, 8192
     backend = _backend(delta)
@@ -145,7 +145,7 @@ def prompts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
 
 
 def _delta_launches() -> Iterator[tuple[str, Any]]:
-    from npu_runner.platforms.cuda.gated_delta import Launch
+    from npu_runner.platforms.cuda.gated_delta.backend import Launch
 
     for size, num_warps, num_stages in itertools.product((16, 32, 64), (4, 8), (1, 2)):
         yield "_SCAN", Launch(size, num_warps, num_stages)
@@ -160,7 +160,7 @@ def experts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
     """Router, order, products and sum; for prompts, torch's grouped product over rows in order beside it."""
     if not shape.num_experts:
         return
-    from npu_runner.platforms.cuda import experts as kernels
+    from npu_runner.platforms.cuda.moe import experts as kernels
 
     ops = _ops()
     layers = [_expert_weights(shape) for _ in range(2)]
@@ -194,7 +194,7 @@ def experts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
 
 
 def _tilings(average: float) -> Iterator[Any]:
-    from npu_runner.platforms.cuda.experts import Tile, Tiling
+    from npu_runner.platforms.cuda.moe.experts import Tile, Tiling
 
     if average <= 8:
         options = [(16, (c, d, w, s), (2 * c, d, w, s)) for c, d, w, s in (

@@ -22,7 +22,7 @@ from bench_common import commit, versions
 from bench_device_shapes import make_text_model
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.platforms.cuda import prompt_attention
+from npu_runner.platforms.cuda.attention import hopper_prompts as prompt_attention
 from npu_runner.request.prompt_inputs import PromptInputs
 
 # Prompts, their tokens, tokens of an answer.

@@ -30,8 +30,9 @@ from triton.runtime.errors import OutOfResources
 
 from npu_runner import LLM
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.cuda import experts, quantised_experts
-from npu_runner.platforms.cuda.experts import Tile, Tiling
+from npu_runner.platforms.cuda.moe import experts
+from npu_runner.platforms.cuda.moe import quantised as quantised_experts
+from npu_runner.platforms.cuda.moe.experts import Tile, Tiling
 from npu_runner.platforms.quantised import FP8_BLOCK, QuantisedExperts
 
 

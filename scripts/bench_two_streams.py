@@ -21,7 +21,7 @@ from bench_cuda_attention import Contexts, Heads
 from bench_cuda_kernels import DEVICE
 
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.cuda.attention import TritonAttention
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
 _HIDDEN, _MLP, _LAYERS, _TOKENS, _CONTEXT = 2560, 9728, 36, 8192, 720
 _HEADS = Heads(32, 8, 128)

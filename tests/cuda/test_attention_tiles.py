@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from npu_runner.platforms.cuda.attention import TritonAttention
-from npu_runner.platforms.cuda.attention_tiles import (
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
+from npu_runner.platforms.cuda.attention.tiles import (
     NUMBERS_OF_PARTS,
     Gpu,
     decode_tile,

@@ -191,8 +191,8 @@ def test_threads_give_each_kernel_its_own_launcher(platform_name: str, device: t
     """Launchers that were loaded before share one module in CPython. A wrong one has another number of arguments."""
     if platform_name != "cuda":
         pytest.skip("needs a GPU (--platform cuda)")
-    from npu_runner.platforms.cuda import draw
     from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+    from npu_runner.platforms.cuda.sampling import sample as draw
     draw.compile_all(1000, device)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

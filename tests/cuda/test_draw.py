@@ -18,7 +18,7 @@ VOCABULARIES = [3, 1000, 8192, 8193, 151_936]
 
 
 def draw_rows(device: torch.device, logits_BV: Tensor, temperatures: list[float], uniforms: list[float]) -> list[int]:
-    from npu_runner.platforms.cuda.draw import draw_from_softmax
+    from npu_runner.platforms.cuda.sampling.sample import draw_from_softmax
 
     columns = (torch.tensor(values, dtype=torch.float32, device=device)[:, None] for values in (temperatures, uniforms))
     drawn_B1 = draw_from_softmax(logits_BV.to(device), *columns)
@@ -123,8 +123,8 @@ def test_logits_may_lie_anywhere(device: torch.device, row_width: int, first: in
 def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_size: int,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, dtypes and places of logits that come with adjusted rows and with parts of a vocabulary."""
-    from npu_runner.platforms.cuda import draw
     from npu_runner.platforms.cuda.ops import TritonOps
+    from npu_runner.platforms.cuda.sampling import sample as draw
 
     variants = []
     sum_blocks = draw._sum_blocks

@@ -89,7 +89,7 @@ def test_what_ranges_of_experts_compute_adds_up(device: torch.device, dtype: tor
 
 @pytest.mark.parametrize("rows", [16, 32, 128])
 def test_every_tile_size(device: torch.device, rows: int) -> None:
-    from npu_runner.platforms.cuda import experts
+    from npu_runner.platforms.cuda.moe import experts
 
     work = draw(90, 3, 5, 160, 80, torch.bfloat16)
     (tiling,) = [tiling for tiling in experts.tilings(torch.bfloat16) if tiling.rows == rows]
@@ -108,7 +108,7 @@ def test_every_tile_size(device: torch.device, rows: int) -> None:
 ])
 def test_every_pair_stands_once_in_a_block_of_its_expert(device: torch.device, num_tokens: int, num_experts: int,
                                                          top_k: int, rows: int, few: int) -> None:
-    from npu_runner.platforms.cuda import experts
+    from npu_runner.platforms.cuda.moe import experts
 
     torch.manual_seed(1)
     experts_TK = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k].int().contiguous()

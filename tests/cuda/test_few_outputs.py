@@ -12,7 +12,7 @@ from tests.cuda.test_products import DTYPES, assert_product, draw
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [
     (1, 16, 1024), (2, 128, 2048), (16, 64, 1024), (17, 48, 2048), (64, 512, 1024)])
 def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
-    from npu_runner.platforms.cuda.few_outputs import has_product, product
+    from npu_runner.platforms.cuda.matmul.small_n import has_product, product
 
     x_MI, weight_OI, _ = draw(num_rows, num_outputs, num_inputs, dtype)
     wider = torch.cat((x_MI, x_MI[:, :64]), dim=1).to(device)[:, :num_inputs]  # rows of a wider tensor
@@ -26,14 +26,14 @@ def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_in
     (1, 128, 1100, torch.bfloat16), (1, 128, 2048, torch.float32)])
 def test_others_are_left_to_the_library(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int,
                                         dtype: torch.dtype) -> None:
-    from npu_runner.platforms.cuda.few_outputs import has_product
+    from npu_runner.platforms.cuda.matmul.small_n import has_product
 
     x_MI, weight_OI = (torch.zeros(rows, num_inputs, dtype=dtype, device=device) for rows in (num_rows, num_outputs))
     assert not has_product(x_MI, weight_OI)
 
 
 def test_linear_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import few_outputs
+    from npu_runner.platforms.cuda.matmul import small_n as few_outputs
     from npu_runner.platforms.cuda.ops import TritonOps
 
     calls: list[int] = []

@@ -25,7 +25,7 @@ NUM_SLOTS = 13
 
 
 def make_backend(shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
-    from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+    from npu_runner.platforms.cuda.gated_delta.backend import TritonGatedDelta
 
     return TritonGatedDelta(shape, dtype)
 

@@ -97,7 +97,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_s
 
 
 def test_a_tile_that_cuts_inputs_and_one_row_alone(device: torch.device) -> None:
-    from npu_runner.platforms.cuda import grouped_products as kernels
+    from npu_runner.platforms.cuda.matmul import grouped as kernels
 
     for bits, group_size in ((4, 128), (4, 64), (8, 0)):
         weight = weight_of(bits, group_size, (72, 768), BF16, device, has_zeros=True)

@@ -27,7 +27,7 @@ def _hopper(device: torch.device) -> None:
 def twice(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Tensor | None, bias_O: Tensor | None,
           dtype: torch.dtype) -> Tensor:
     """What a product leaves behind serves the next, and sums are added in one order."""
-    from npu_runner.platforms.cuda.hopper_few_rows import multiply
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import multiply
 
     torch.cuda.synchronize()  # a weight is written long before
     found, again = (multiply(x_MI, x_scale, weight_OI, scale, bias_O, dtype) for _ in range(2))
@@ -90,7 +90,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 def test_a_graph_of_products_one_behind_the_other() -> None:
     """Each asks for the next one's weight. The graph gives what the calls gave."""
-    from npu_runner.platforms.cuda.hopper_few_rows import multiply
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import multiply
 
     weights = [torch.randn(shape, device="cuda").bfloat16() * 0.02 for shape in ((6144, 4096), (4096, 6144)) * 3]
     x_MI = torch.randn(4, 4096, device="cuda").bfloat16()
@@ -113,7 +113,7 @@ def test_a_graph_of_products_one_behind_the_other() -> None:
 
 
 def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
-    from npu_runner.platforms.cuda.hopper_few_rows import takes
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import takes
 
     def taken(x_MI: Tensor, weight_OI: Tensor) -> bool:
         return takes(x_MI, weight_OI, torch.bfloat16, in_blocks=False)
@@ -132,7 +132,7 @@ def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
 
 
 def test_in_16_bits_some_multiprocessors_may_be_left_without_outputs() -> None:
-    from npu_runner.platforms.cuda.hopper_few_rows import takes
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import takes
 
     def taken(num_rows: int, *shape: int) -> bool:
         weight_OI = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)

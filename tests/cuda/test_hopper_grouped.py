@@ -24,7 +24,7 @@ def _hopper(device: torch.device) -> None:
 def check(module: Any, kind: tuple[int, int, torch.dtype], shape: tuple[int, int], rows: tuple[int, ...],
           device: torch.device, *, has_zeros: bool, **how: Any) -> None:
     """Twice: what a product leaves behind serves the next, and sums are added in one order."""
-    from npu_runner.platforms.cuda.grouped_products import settled
+    from npu_runner.platforms.cuda.matmul.grouped import settled
 
     bits, group_size, dtype = kind
     weight = weight_of(bits, group_size, shape, dtype, device, has_zeros=has_zeros)
@@ -42,7 +42,7 @@ def check(module: Any, kind: tuple[int, int, torch.dtype], shape: tuple[int, int
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_rows(kind: tuple[int, int, torch.dtype], has_zeros: bool, device: torch.device) -> None:
     """Clusters and programs alone, warps without a run, several passes, outputs that fill no tile, many tiles."""
-    from npu_runner.platforms.cuda import hopper_grouped
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
 
     for shape in ((72, 384), (1000, 1536), (4224, 3072), (512, 12_288), (24_576, 768)):
         check(hopper_grouped, kind, shape, (1, 2, 8, 9, 16), device, has_zeros=has_zeros)
@@ -52,7 +52,7 @@ def test_a_few_rows(kind: tuple[int, int, torch.dtype], has_zeros: bool, device:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_plan_of_some_rows(kind: tuple[int, int, torch.dtype], has_zeros: bool, device: torch.device) -> None:
     """One row, rows and outputs that fill no tile, uneven parts of the inputs, more items than programs."""
-    from npu_runner.platforms.cuda import hopper_grouped_rows as kernels
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_wgmma as kernels
 
     for groups in (2, 3):
         for rows in (64, 96, 128):
@@ -65,8 +65,9 @@ def test_each_plan_of_some_rows(kind: tuple[int, int, torch.dtype], has_zeros: b
 
 
 def test_rows_of_any_stride_and_address(device: torch.device) -> None:
-    from npu_runner.platforms.cuda import hopper_grouped, hopper_grouped_rows
-    from npu_runner.platforms.cuda.grouped_products import settled
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_wgmma as hopper_grouped_rows
+    from npu_runner.platforms.cuda.matmul.grouped import settled
 
     weight = weight_of(4, 128, (256, 1024), BF16, device, has_zeros=True)
     ours, whole_OI = settled(weight), exact(weight)
@@ -78,7 +79,7 @@ def test_rows_of_any_stride_and_address(device: torch.device) -> None:
 
 
 def test_scales_and_rows_that_shared_memory_does_not_hold_stay_with_triton(device: torch.device) -> None:
-    from npu_runner.platforms.cuda import hopper_grouped
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
     from npu_runner.platforms.grouped import GroupedWeight
 
     for num_rows, num_outputs, num_inputs, group_size, is_taken in (
@@ -92,14 +93,15 @@ def test_scales_and_rows_that_shared_memory_does_not_hold_stay_with_triton(devic
 
 def test_rings_of_two_stages_where_three_have_no_room(device: torch.device) -> None:
     """Scales of groups of 64, and zeros, of many outputs."""
-    from npu_runner.platforms.cuda import hopper_grouped
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
 
     check(hopper_grouped, (4, 64, BF16), (16_384, 8192), (1, 16), device, has_zeros=True)
 
 
 def test_what_stays_with_triton_and_the_library(device: torch.device) -> None:
-    from npu_runner.platforms.cuda import hopper_grouped, hopper_grouped_rows
-    from npu_runner.platforms.cuda.grouped_products import settled
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
+    from npu_runner.platforms.cuda.matmul import hopper_grouped_wgmma as hopper_grouped_rows
+    from npu_runner.platforms.cuda.matmul.grouped import settled
 
     for kind, is_taken in (((4, 32), False), ((8, 32), False), ((4, 64), True), ((8, 0), True)):
         weight = settled(weight_of(*kind, (128, 512), BF16, device, has_zeros=False))

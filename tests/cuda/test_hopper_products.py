@@ -24,7 +24,7 @@ def _hopper(device: torch.device) -> None:
 
 def check(form: str, num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, tile: object) -> None:
     """Twice: what a product leaves behind serves the next, and sums are added in one order."""
-    from npu_runner.platforms.cuda.hopper_products import multiply
+    from npu_runner.platforms.cuda.matmul.hopper_fp8 import multiply
 
     generator = torch.Generator("cuda").manual_seed(num_rows)
     whole = -(-num_outputs // 128) * 128 if form == FP8_BLOCKS else num_outputs  # a block of an edge is cut short
@@ -47,7 +47,7 @@ def check(form: str, num_rows: int, num_outputs: int, num_inputs: int, has_bias:
 @pytest.mark.parametrize("form", FORMS)
 def test_each_tile(form: str, has_bias: bool) -> None:
     """One row, tiles that are filled, what is left over of rows, outputs and slices, several tiles a cluster."""
-    from npu_runner.platforms.cuda.hopper_products import TILES
+    from npu_runner.platforms.cuda.matmul.hopper_fp8 import TILES
 
     inputs = 1536 if form == FP8_BLOCKS else 1552
     for tile in TILES[form == FP8_BLOCKS]:
@@ -59,7 +59,7 @@ def test_each_tile(form: str, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_number_of_rows_gets_a_tile_that_fits(form: str) -> None:
-    from npu_runner.platforms.cuda import hopper_products
+    from npu_runner.platforms.cuda.matmul import hopper_fp8 as hopper_products
 
     in_blocks = form == FP8_BLOCKS
     least, most = hopper_products.LIMITS[in_blocks]
@@ -75,7 +75,7 @@ def test_every_number_of_rows_gets_a_tile_that_fits(form: str) -> None:
 
 
 def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
-    from npu_runner.platforms.cuda.hopper_products import taken
+    from npu_runner.platforms.cuda.matmul.hopper_fp8 import taken
 
     weight_OI = torch.zeros(1024, 1032, device="cuda").to(torch.float8_e4m3fn)
     x_MI = torch.zeros(40, 1032, device="cuda").to(torch.float8_e4m3fn)

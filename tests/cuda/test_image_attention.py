@@ -24,14 +24,14 @@ def _hopper(device: torch.device) -> None:
 
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import image_attention
+    from npu_runner.platforms.cuda.attention import hopper_images as image_attention
 
     monkeypatch.setattr(image_attention, "_SHAPES", {
         head_dim: (shape, 0) for head_dim, (shape, _) in image_attention._SHAPES.items()})
 
 
 def backend_of(dtype: torch.dtype) -> Any:
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     return TritonAttention(num_heads=4, num_kv_heads=4, head_dim=64, block_size=64, dtype=dtype)
 

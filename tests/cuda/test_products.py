@@ -34,7 +34,7 @@ def assert_product(found: Tensor, x_MI: Tensor, weight_OI: Tensor, bias_O: Tenso
 def test_a_product(device: torch.device, num_rows: int, num_outputs: int, excess: tuple[int, int], dtype: torch.dtype,
                    has_bias: bool) -> None:
     """With the tile that weights of so many outputs have: two of them, two steps, and what is left over."""
-    from npu_runner.platforms.cuda.products import few_rows, tile_of
+    from npu_runner.platforms.cuda.matmul.small_m import few_rows, tile_of
 
     tile = tile_of(num_rows, num_outputs)
     sizes = [2 * size + more for size, more in zip((tile.outputs, tile.inputs), excess, strict=True)]
@@ -50,7 +50,7 @@ def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(
     device: torch.device, num_inputs: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows of 1,028 inputs no tiles can be copied at once: they are no multiples of 16 bytes."""
-    from npu_runner.platforms.cuda import products
+    from npu_runner.platforms.cuda.matmul import small_m as products
     from npu_runner.platforms.cuda.ops import TritonOps
 
     most, compiled = (products.MOST_ROWS, [1, 2]) if num_inputs == 1024 else (1, [1])
@@ -73,7 +73,7 @@ def test_linear_takes_it_up_to_its_most_rows_and_compiles_it_before(
 
 
 def test_a_weight_whose_tiles_cannot_be_copied_at_once_stays_with_the_library(device: torch.device) -> None:
-    from npu_runner.platforms.cuda.products import MOST_ROWS, most_rows
+    from npu_runner.platforms.cuda.matmul.small_m import MOST_ROWS, most_rows
 
     weight_OI = torch.zeros(8192, 1024, dtype=torch.bfloat16, device=device)
     assert most_rows(weight_OI) == MOST_ROWS
@@ -82,7 +82,7 @@ def test_a_weight_whose_tiles_cannot_be_copied_at_once_stays_with_the_library(de
 
 
 def test_small_weights_and_float32_stay_with_the_library(device: torch.device) -> None:
-    from npu_runner.platforms.cuda.products import has_product
+    from npu_runner.platforms.cuda.matmul.small_m import has_product
 
     x_MI, weight_OI, _ = draw(1, 1024, 1024, torch.bfloat16)
     assert has_product(x_MI, weight_OI)
@@ -93,7 +93,7 @@ def test_small_weights_and_float32_stay_with_the_library(device: torch.device) -
 @pytest.mark.parametrize("num_rows", [63, 64, 100, 128, 129])
 def test_long_sums_of_the_library(device: torch.device, num_rows: int) -> None:
     """Between 64 and 128 rows another of its kernels may be chosen."""
-    from npu_runner.platforms.cuda.products import of_the_library
+    from npu_runner.platforms.cuda.matmul.small_m import of_the_library
 
     x_MI, weight_OI, bias_O = draw(num_rows, 2048, 4096, torch.bfloat16)
     for bias in (None, bias_O):

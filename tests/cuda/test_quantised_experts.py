@@ -126,7 +126,8 @@ def test_what_ranges_of_experts_compute_adds_up(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_tile_size(form: str) -> None:
-    from npu_runner.platforms.cuda import experts, quantised_experts
+    from npu_runner.platforms.cuda.moe import experts
+    from npu_runner.platforms.cuda.moe import quantised as quantised_experts
 
     work = draw(form, 90, 3, 5, 384, 256)
     x_TD, weights_TK, experts_TK, gate_up, down = (on_device(each) for each in work.values())

@@ -63,7 +63,7 @@ def rows_of(num_rows: int, num_inputs: int, generator: torch.Generator, dtype: t
 
 
 def rounded(form: str, x_MI: Tensor) -> Any:
-    from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
+    from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
 
     kind, dtype = (Int8Rows, torch.int8) if form == INT8 else (Fp8Rows, torch.float8_e4m3fn)
     return kind(*quantise_rows(x_MI, dtype, in_groups=form == FP8_BLOCKS), x_MI.dtype)
@@ -141,7 +141,7 @@ def test_int8_of_float16() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
     """Also the tiles of more outputs, split or not, which the sizes above may not take."""
-    from npu_runner.platforms.cuda.quantised_products import Tile, few_rows
+    from npu_runner.platforms.cuda.matmul.quantised import Tile, few_rows
 
     generator = torch.Generator("cuda").manual_seed(2)
     weight = weight_of(form, 640, 1536, generator)

@@ -44,7 +44,7 @@ def laid_anywhere(rows: int, vocab_size: int, dtype: torch.dtype, seed: int) -> 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_logits_have_minus_infinity_where_there_is_no_bit(device: torch.device, vocab_size: int,
                                                           dtype: torch.dtype) -> None:
-    from npu_runner.platforms.cuda.token_masks import allow_tokens
+    from npu_runner.platforms.cuda.sampling.token_masks import allow_tokens
 
     for seed, rows in enumerate((None, [0, 2], [4], [3, 1, 0, 4, 2])):
         logits_BV = laid_anywhere(5, vocab_size, dtype, seed)
@@ -63,7 +63,7 @@ def test_logits_have_minus_infinity_where_there_is_no_bit(device: torch.device, 
 def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.device, vocab_size: int,
                                                               dtype: torch.dtype) -> None:
     """Rows with masks and without, in any order; temperature 0 among them."""
-    from npu_runner.platforms.cuda.draw import draw_from_softmax, draw_of_the_allowed
+    from npu_runner.platforms.cuda.sampling.sample import draw_from_softmax, draw_of_the_allowed
 
     masks = [1, -1, 0, 2, -1, 3]
     logits_BV = laid_anywhere(6, vocab_size, dtype, seed=3)
@@ -84,7 +84,7 @@ def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.devi
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_token_says_why(device: torch.device, temperature: float) -> None:
     """Not a number where no bit hides it and where one does, nothing left to come, and neighbours that draw."""
-    from npu_runner.platforms.cuda.draw import draw_of_the_allowed
+    from npu_runner.platforms.cuda.sampling.sample import draw_of_the_allowed
 
     logits_BV = torch.zeros(6, 9000)
     words_CW = np.zeros((6, 282), dtype=np.int32)
@@ -101,8 +101,9 @@ def test_a_row_without_a_token_says_why(device: torch.device, temperature: float
 def test_rows_with_rules_have_the_tokens_of_the_plain_operators(device: torch.device,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Real grammars through the whole sampler; every mask goes through one of the kernels."""
-    from npu_runner.platforms.cuda import draw, token_masks
     from npu_runner.platforms.cuda.ops import TritonOps
+    from npu_runner.platforms.cuda.sampling import sample as draw
+    from npu_runner.platforms.cuda.sampling import token_masks
 
     launched: list[str] = []
 

@@ -36,10 +36,13 @@ class NoKernel(Exception):
 
 
 class CompiledSource:
-    """Files, one behind the other, with their constants, compiled for one architecture, such as sm_90a."""
+    """Files, one behind the other, with their constants, compiled for one architecture, such as sm_90a.
 
-    def __init__(self, paths: Sequence[Path], constants: dict[str, int], architecture: str):
-        self._paths = paths
+    Paths are relative to the folder of this file.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], constants: dict[str, int], architecture: str):
+        self._paths = [Path(__file__).parent / path for path in paths]
         self._options = [f"--gpu-architecture={architecture}", "--std=c++17",
                          *(f"-D{name}={value}" for name, value in constants.items())]
 

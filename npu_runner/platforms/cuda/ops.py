@@ -15,20 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import (
-    draw,
-    experts,
-    few_outputs,
-    gated_rows,
-    grouped_products,
-    hopper_few_rows,
-    products,
-    quantised_experts,
-    token_masks,
-)
-from npu_runner.platforms.cuda import quantised_inputs as inputs
-from npu_runner.platforms.cuda import quantised_products as quantised
+from npu_runner.platforms.cuda import gated_rows
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
+from npu_runner.platforms.cuda.matmul import grouped as grouped_products
+from npu_runner.platforms.cuda.matmul import hopper_small_m as hopper_few_rows
+from npu_runner.platforms.cuda.matmul import quantised as quantised
+from npu_runner.platforms.cuda.matmul import quantised_inputs as inputs
+from npu_runner.platforms.cuda.matmul import small_m as products
+from npu_runner.platforms.cuda.matmul import small_n as few_outputs
+from npu_runner.platforms.cuda.moe import experts
+from npu_runner.platforms.cuda.moe import quantised as quantised_experts
+from npu_runner.platforms.cuda.sampling import sample as draw
+from npu_runner.platforms.cuda.sampling import token_masks
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
 from npu_runner.platforms.quantised import (

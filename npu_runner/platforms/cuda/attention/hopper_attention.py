@@ -11,19 +11,17 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
-from npu_runner.platforms.cuda.split_sums import counters
+from npu_runner.platforms.cuda.split_k import counters
 
 logger = logging.getLogger(__name__)
 
 _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
-_FOLDER = Path(__file__).parent
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -64,9 +62,9 @@ class HopperAttention:
     """The kernel for what one more file says is read; compiled in a thread of its own from now on."""
 
     def __init__(self, what: str, shape: Shape, constants: dict[str, int], dtype: torch.dtype):
-        """`what`: of the file, which is `what`_attention.cu."""
+        """`what`: of the file, which is hopper_`what`s.cu."""
         self.what, self.shape = what, shape
-        sources = [_FOLDER / name for name in ("hopper.cu", "hopper_attention.cu", f"{what}_attention.cu")]
+        sources = ["hopper.cu", "attention/hopper_attention.cu", f"attention/hopper_{what}s.cu"]
         constants = {**constants, "IS_BFLOAT16": int(dtype == torch.bfloat16), "DIMS": shape.dims,
                      "SPAN": shape.span, "CONSUMERS": shape.consumers, "COLUMNS": shape.columns, "STAGES": shape.stages}
         thread = ThreadPoolExecutor(1, f"compile-{what}")

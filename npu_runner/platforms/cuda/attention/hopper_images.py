@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npu_runner.platforms.cuda.attention.hopper_attention import HopperAttention, Shape, why_not_hopper
+from npu_runner.platforms.cuda.attention.vision import VisionPlan
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import tensor_map
-from npu_runner.platforms.cuda.hopper_attention import HopperAttention, Shape, why_not_hopper
-from npu_runner.platforms.cuda.vision_attention import VisionPlan
 
 # By head dim: the kernel's shape, and how many tokens a token sees on average from which on it is faster than Triton's
 # (H100). Registers of three consumers hold tiles of 112 columns.

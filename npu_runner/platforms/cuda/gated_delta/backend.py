@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import gated_delta_kernels as kernels
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
-from npu_runner.platforms.cuda.gated_delta_ring import (
+from npu_runner.platforms.cuda.gated_delta import kernels as kernels
+from npu_runner.platforms.cuda.gated_delta.ring_kernels import (
     delta_run_in_ring,
     delta_step_in_ring,
     plan_runs,

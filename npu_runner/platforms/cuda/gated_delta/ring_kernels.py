@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from npu_runner.platforms.cuda.dependent_launch import let_next_kernel_start, wait_for_earlier_kernels
-from npu_runner.platforms.cuda.gated_delta_kernels import _L2_EPS, _beta, _log_decay, _modulo
+from npu_runner.platforms.cuda.gated_delta.kernels import _L2_EPS, _beta, _log_decay, _modulo
 
 # Matrix units take no fewer.
 _LEAST_TOKENS = 16

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda.attention_kernels import as_stored
+from npu_runner.platforms.cuda.attention.paged_kernels import as_stored
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.ops import HeadNorms
 

@@ -1,4 +1,4 @@
-"""Attention of decode steps on Hopper through the kernel in CUDA C++ (decode_attention.cu). Knows nothing of models.
+"""Attention of decode steps on Hopper through the kernel in CUDA C++ (hopper_decode.cu). Knows nothing of models.
 
 B sequences, N query heads, K kv heads, G = N / K, H head dim, W blocks a sequence.
 """
@@ -9,24 +9,23 @@ import ctypes
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from npu_runner.platforms.cuda.attention.hopper_attention import why_not_hopper
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
-from npu_runner.platforms.cuda.hopper_attention import why_not_hopper
-from npu_runner.platforms.cuda.split_sums import MOST_TILES, counters
+from npu_runner.platforms.cuda.split_k import MOST_TILES, counters
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
 _DIMS, _MOST_QUERY_HEADS, _TILE = 128, 8, 16
-_FOLDER, _ARCHITECTURE = Path(__file__).parent, "sm_90a"
-_SOURCES = ("hopper.cu", "decode_plan.cu", "decode_attention.cu")
+_ARCHITECTURE = "sm_90a"
+_SOURCES = ("hopper.cu", "attention/hopper_decode_plan.cu", "attention/hopper_decode.cu")
 FP8 = torch.float8_e4m3fn
 
 
@@ -72,8 +71,7 @@ class DecodeAttention:
             constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
                          "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
                          **{name.upper(): value for name, value in shape._asdict().items()}}
-            sources = [_FOLDER / name for name in _SOURCES]
-            self._cubins[is_fp8] = threads.submit(CompiledSource(sources, constants, _ARCHITECTURE).cubin)
+            self._cubins[is_fp8] = threads.submit(CompiledSource(_SOURCES, constants, _ARCHITECTURE).cubin)
         threads.shutdown(wait=False)
 
     def _kernels(self, is_fp8: bool) -> _Kernels | None:
@@ -89,7 +87,7 @@ class DecodeAttention:
         except NoKernel as reason:
             logger.info("attention of decode steps: triton (%s)", reason)
             return None
-        logger.info("attention of decode steps: decode_attention.cu")
+        logger.info("attention of decode steps: hopper_decode.cu")
         return kernels
 
     def takes(self, q_BNH: Tensor, k_cache: Tensor) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_runner.platforms.cuda.expert_kernels import _begin, _load, _pairs_of, _whose
+from npu_runner.platforms.cuda.moe.kernels import _begin, _load, _pairs_of, _whose
 
 _CHANGES = ["stride_s"]
 

@@ -19,15 +19,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from npu_runner.platforms.cuda import hopper_few_rows, hopper_products
 from npu_runner.platforms.cuda.dependent_launch import (
     after_earlier_kernels,
     fetch,
     launch_settings,
     wait_for_earlier_kernels,
 )
-from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
-from npu_runner.platforms.cuda.split_sums import counters, finish
+from npu_runner.platforms.cuda.matmul import hopper_fp8 as hopper_products
+from npu_runner.platforms.cuda.matmul import hopper_small_m as hopper_few_rows
+from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
+from npu_runner.platforms.cuda.split_k import counters, finish
 
 MOST_ROWS = 64
 """That `few_rows` takes, which is quicker than the library there (docs/benchmarks.md)."""

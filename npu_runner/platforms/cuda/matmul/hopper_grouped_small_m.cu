@@ -1,7 +1,7 @@
 // Products y = x W^T of a few rows with a weight of 4 or 8 bit integers, w = (q - z) s, on Hopper. What bounds them is
 // reading the weight, so it is asked for before earlier kernels are done.
 //
-// The weight lies in pieces of 64 rows of 64 bytes (grouped_products.settled). A pair of tiles is 32 outputs, a run 128
+// The weight lies in pieces of 64 rows of 64 bytes (matmul/grouped.settled). A pair of tiles is 32 outputs, a run 128
 // inputs: half a piece of four bits, of two pieces of eight. Programs of a cluster share the runs of the same pairs. An
 // item is a pair and a part of the program's runs. A warp has items of its own, and brings what they consist of to a
 // ring of its own in shared memory: no warp waits for another until its items are done. Numbers are the left factor of

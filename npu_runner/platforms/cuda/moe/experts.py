@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import expert_kernels as kernels
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
+from npu_runner.platforms.cuda.moe import kernels as kernels
 from npu_runner.platforms.ops import HeldExperts
 
 # Pairs that one program of the sort takes at a time. Up to `FEW_PAIRS` a single program sorts them all; in a graph,

@@ -1,5 +1,5 @@
-"""Products of a few rows with weights of 4 and 8 bit integers, in CUDA C++ for Hopper (hopper_grouped.cu), by NVRTC.
-Knows nothing of models.
+"""Products of a few rows with weights of 4 and 8 bit integers, in CUDA C++ for Hopper (hopper_grouped_small_m.cu),
+by NVRTC. Knows nothing of models.
 
 M rows, I input features, O output features, G groups of inputs. A run is 128 inputs, a pair of tiles 32 outputs.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhea
 from npu_runner.platforms.grouped import GroupedWeight
 
 _CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
-_FOLDER = Path(__file__).parent
 MOST_ROWS = 16
 RUN = 128
 _PAIR, _PIECE = 32, 64
@@ -101,9 +99,9 @@ def aligned(x_MI: Tensor) -> Tensor:
     return x_MI
 
 
-def sources(name: str) -> list[Path]:
+def sources(name: str) -> list[str]:
     """What a kernel of these weights consists of."""
-    return [_FOLDER / each for each in ("hopper.cu", "hopper_integers.cu", name)]
+    return ["hopper.cu", "matmul/hopper_dequantize.cu", name]
 
 
 def num_inputs_of(weight: GroupedWeight) -> int:
@@ -148,7 +146,7 @@ class _Kernel(KernelAhead):
     def __init__(self, variant: Variant):
         self._variant = variant
         constants = {**variant._asdict(), "warps": _WARPS, "registers": _REGISTERS[variant.blocks]}
-        source = CompiledSource(sources("hopper_grouped.cu"),
+        source = CompiledSource(sources("matmul/hopper_grouped_small_m.cu"),
                                 {name.upper(): int(value) for name, value in constants.items()}, ARCHITECTURE)
         super().__init__(source, "multiply_few_rows", _SHARED_BYTES, instead="products of a few rows: triton")
         self._plans: dict[tuple[int, int, int, int], _Plan | None] = {}

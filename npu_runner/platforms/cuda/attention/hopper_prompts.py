@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.cuda import FP8_PROMPT_ROOM
+from npu_runner.platforms.cuda.attention.hopper_attention import HopperAttention, Shape, why_not_hopper
 from npu_runner.platforms.cuda.compiled_source import LoadedKernel, tensor_map
-from npu_runner.platforms.cuda.hopper_attention import HopperAttention, Shape, why_not_hopper
 from npu_runner.platforms.transfers import upload_together
 
 _SHAPE = Shape(dims=128)

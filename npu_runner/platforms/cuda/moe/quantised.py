@@ -9,9 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import quantised_expert_kernels as kernels
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
-from npu_runner.platforms.cuda.experts import (
+from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
+from npu_runner.platforms.cuda.moe import quantised_kernels as kernels
+from npu_runner.platforms.cuda.moe.experts import (
     FEW_PAIRS,
     UNSORTED_TOKENS,
     Pairs,
@@ -21,7 +22,6 @@ from npu_runner.platforms.cuda.experts import (
     sort_pairs,
     unsorted,
 )
-from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
 from npu_runner.platforms.ops import HeldExperts
 from npu_runner.platforms.quantised import QuantisedExperts
 

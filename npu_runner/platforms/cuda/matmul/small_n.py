@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda.attention_tiles import Gpu
+from npu_runner.platforms.cuda.attention.tiles import Gpu
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 
 _DTYPES = (torch.bfloat16, torch.float16)

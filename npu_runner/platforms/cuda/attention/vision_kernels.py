@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_runner.platforms.cuda.attention_kernels import load_rows, weigh
+from npu_runner.platforms.cuda.attention.paged_kernels import load_rows, weigh
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.cuda.attention import TritonAttention
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
 from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 from npu_runner.platforms.step_inputs import AttentionMetadata
 

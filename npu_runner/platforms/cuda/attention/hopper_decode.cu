@@ -1,13 +1,13 @@
 // Attention of decode steps: one query a row, over a paged cache of 128 dims a head, in 16 bits or e4m3.
 //
 // A warp has one kv head with all its query heads, and a range of the step's context tokens. Ranges are cut evenly over
-// all rows one behind the other, whatever their lengths: decode_plan.cu says where. Products are those of a warp: keys,
+// all rows one behind the other, whatever their lengths: hopper_decode_plan.cu says where. Products are those of a warp: keys,
 // and values by columns, are the left factor, query heads the right one, so a product has 8 columns of heads. What a
 // thread reads of keys and values, 16 bytes at once, is what it multiplies: nothing goes through shared memory.
 // Softmax online (arXiv 2205.14135), in base 2. e4m3 is multiplied in float16, which holds it exactly. A row that lies
 // in several ranges has sums from each; the warp that comes last adds them up, in the order of the ranges.
 //
-// Constants of the host, beside those of decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
+// Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
 // PROGRAMS on a multiprocessor.
 
 __device__ __forceinline__ uint4 read(const u8 *from) {

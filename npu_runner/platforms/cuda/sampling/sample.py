@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda.token_masks import bans
+from npu_runner.platforms.cuda.sampling.token_masks import bans
 
 _BLOCK = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

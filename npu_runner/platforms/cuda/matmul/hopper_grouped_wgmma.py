@@ -1,4 +1,4 @@
-"""Products of some rows with weights of 4 and 8 bit integers, in CUDA C++ for Hopper (hopper_grouped_rows.cu), by
+"""Products of some rows with weights of 4 and 8 bit integers, in CUDA C++ for Hopper (hopper_grouped_wgmma.cu), by
 NVRTC. Knows nothing of models.
 
 The weight is rounded once to x's dtype, as `grouped.dequantised` is; sums are float32.
@@ -18,7 +18,7 @@ from torch import Tensor
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
-from npu_runner.platforms.cuda.hopper_grouped import (
+from npu_runner.platforms.cuda.matmul.hopper_grouped_small_m import (
     ARCHITECTURE,
     RUN,
     aligned,
@@ -26,7 +26,7 @@ from npu_runner.platforms.cuda.hopper_grouped import (
     sources,
     takes_weight,
 )
-from npu_runner.platforms.cuda.split_sums import MOST_TILES, counters
+from npu_runner.platforms.cuda.split_k import MOST_TILES, counters
 from npu_runner.platforms.grouped import GroupedWeight
 
 _ROWS = (64, 96, 128)
@@ -148,7 +148,7 @@ class _Kernel(KernelAhead):
         shared_bytes = stages * variant.stage_bytes + 16 + 1024
         constants = {"IS_BFLOAT16": variant.is_bfloat16, "BITS": variant.bits, "HAS_ZEROS": variant.has_zeros,
                      "IN_HALVES": variant.in_halves, "GROUPS": variant.groups, "ROWS": variant.rows, "STAGES": stages}
-        source = CompiledSource(sources("hopper_grouped_rows.cu"),
+        source = CompiledSource(sources("matmul/hopper_grouped_wgmma.cu"),
                                 {name: int(value) for name, value in constants.items()}, ARCHITECTURE)
         super().__init__(source, "multiply_rows", shared_bytes, instead="products of some rows: triton and the library")
 

@@ -17,8 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from npu_runner.platforms.cuda import vision_kernels
-from npu_runner.platforms.cuda.attention_tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
+from npu_runner.platforms.cuda.attention import vision_kernels
+from npu_runner.platforms.cuda.attention.tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.transfers import upload
 

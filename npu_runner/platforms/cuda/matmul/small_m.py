@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from npu_runner.platforms.cuda.dependent_launch import launch_settings, wait_for_earlier_kernels
-from npu_runner.platforms.cuda.hopper_products import is_hopper
+from npu_runner.platforms.cuda.matmul.hopper_fp8 import is_hopper
 
 MOST_ROWS = 16
 # Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.

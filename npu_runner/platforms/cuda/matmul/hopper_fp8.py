@@ -1,4 +1,4 @@
-"""Products of some rows in FP8, in CUDA C++ for Hopper (hopper_products.cu), by NVRTC. Knows nothing of models.
+"""Products of some rows in FP8, in CUDA C++ for Hopper (hopper_fp8.cu), by NVRTC. Knows nothing of models.
 
 y = (q_x W^T) s_x s_w + b in bfloat16, with the scales of `quantised_products`. Sums are float32.
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
 
 _CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"
-_FOLDER = Path(__file__).parent
 _FP8 = torch.float8_e4m3fn
 # Rows from which on it is faster than Triton's kernels, and up to which than the library, by row and by block (H200).
 LIMITS = {False: (17, 192), True: (33, 96)}
@@ -150,7 +148,7 @@ class _Kernel(KernelAhead):
         self._threads = _THREADS + (_WARPGROUP if (tile.blocks + 1) * tile.rows // 2 > _FEW_SUMS else _WARP)
         constants = {"IS_BFLOAT16": 1, "IN_BLOCKS": int(in_blocks), "BLOCKS": tile.blocks, "ROWS": tile.rows,
                      "STAGES": stages, "PROGRAMS": tile.programs}
-        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_products.cu"], constants, _ARCHITECTURE)
+        source = CompiledSource(["hopper.cu", "matmul/hopper_fp8.cu"], constants, _ARCHITECTURE)
         super().__init__(source, "multiply_rows", shared_bytes, instead="products of some rows: triton and the library")
 
     @functools.cached_property

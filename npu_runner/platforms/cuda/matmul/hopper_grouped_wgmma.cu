@@ -2,7 +2,7 @@
 //
 // The weight's outputs are the left factor of a warpgroup's products, in registers, where they are made of the integers;
 // rows of x are the right one. A warp brings both by tensor maps, a run of 128 inputs at a time: the weight's pieces of
-// 64 rows of 64 bytes (grouped_products.settled), one of four bits, two of eight, with their scales. Of four bits the
+// 64 rows of 64 bytes (matmul/grouped.settled), one of four bits, two of eight, with their scales. Of four bits the
 // low ones of a piece are the first 64 inputs of a run. Where inputs are split, each part leaves its sums in memory; the
 // last to come adds them in their order, so a result does not depend on which was last.
 //

@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from npu_runner.platforms.cuda import hopper_grouped, hopper_grouped_rows
 from npu_runner.platforms.cuda.dependent_launch import fetch, launch_settings, wait_for_earlier_kernels
-from npu_runner.platforms.cuda.split_sums import counters, finish
+from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
+from npu_runner.platforms.cuda.matmul import hopper_grouped_wgmma as hopper_grouped_rows
+from npu_runner.platforms.cuda.split_k import counters, finish
 from npu_runner.platforms.grouped import GroupedWeight, unpacked
 
 MOST_ROWS = 256

@@ -1,4 +1,4 @@
-"""Products of 1 to 16 rows in CUDA C++ for Hopper (hopper_few_rows.cu), by NVRTC. Knows nothing of models.
+"""Products of 1 to 16 rows in CUDA C++ for Hopper (hopper_small_m.cu), by NVRTC. Knows nothing of models.
 
 y = (q_x W^T) s_x s_w + b in FP8, with the scales of `quantised_products`; y = x W^T + b in 16 bits. Sums are float32.
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 from npu_runner.platforms.cuda import dependent_launch
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
-from npu_runner.platforms.cuda.hopper_products import can_be_brought, is_hopper
+from npu_runner.platforms.cuda.matmul.hopper_fp8 import can_be_brought, is_hopper
 
 _ARCHITECTURE = "sm_90a"
-_FOLDER = Path(__file__).parent
 _FP8 = torch.float8_e4m3fn
 MOST_ROWS = 16
 # Rows from which on it is faster than Triton's kernels.
@@ -134,7 +132,7 @@ class _Kernel(KernelAhead):
         constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
                      "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16),
                      **{name.upper(): value for name, value in tile._asdict().items()}}
-        source = CompiledSource([_FOLDER / "hopper.cu", _FOLDER / "hopper_few_rows.cu"], constants, _ARCHITECTURE)
+        source = CompiledSource(["hopper.cu", "matmul/hopper_small_m.cu"], constants, _ARCHITECTURE)
         super().__init__(source, "multiply_few_rows", shared_bytes, instead="products of few rows: triton")
 
     def launch(self, programs: int, weight_OI: Tensor, work: _Work) -> None:

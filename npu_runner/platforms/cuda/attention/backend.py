@@ -20,8 +20,12 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.cuda import attention_kernels as kernels
-from npu_runner.platforms.cuda.attention_tiles import (
+from npu_runner.platforms.cuda.attention import paged_kernels as kernels
+from npu_runner.platforms.cuda.attention.heads import norm_rotary_store
+from npu_runner.platforms.cuda.attention.hopper_decode import DecodeAttention, why_no_decode
+from npu_runner.platforms.cuda.attention.hopper_images import ImageAttention
+from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention, StepBlocks, why_no_prompts
+from npu_runner.platforms.cuda.attention.tiles import (
     NUMBERS_OF_PARTS,
     SPLIT_TOWER,
     Gpu,
@@ -31,13 +35,9 @@ from npu_runner.platforms.cuda.attention_tiles import (
     prefill_tile,
     tower_tile,
 )
+from npu_runner.platforms.cuda.attention.vision import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.decode_attention import DecodeAttention, why_no_decode
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
-from npu_runner.platforms.cuda.heads import norm_rotary_store
-from npu_runner.platforms.cuda.image_attention import ImageAttention
-from npu_runner.platforms.cuda.prompt_attention import PromptAttention, StepBlocks, why_no_prompts
-from npu_runner.platforms.cuda.vision_attention import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
