@@ -36,7 +36,7 @@ from triton.runtime.errors import OutOfResources
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 from npu_runner.platforms.cuda.attention.backend import TritonAttention
-from npu_runner.platforms.cuda.attention.tiles import Tile
+from npu_runner.platforms.cuda.attention.tiles import AttentionTile as Tile
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _BLOCK_SIZE = 64

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cuda.attention.backend import TritonAttention
-from npu_runner.platforms.cuda.matmul import grouped as grouped_products
-from npu_runner.platforms.cuda.matmul import hopper_fp8 as hopper_products
-from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m as hopper_grouped
-from npu_runner.platforms.cuda.matmul import hopper_small_m as hopper_few_rows
-from npu_runner.platforms.cuda.matmul import quantised as quantised
+from npu_runner.platforms.cuda.matmul import (
+    grouped,
+    hopper_fp8,
+    hopper_grouped_small_m,
+    hopper_small_m,
+    library,
+    quantised,
+    small_m,
+)
+from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
-from npu_runner.platforms.cuda.matmul.small_m import Tile, few_rows
+from npu_runner.platforms.cuda.matmul.small_m import Tile
 from npu_runner.platforms.cuda.ops import TritonOps
 from npu_runner.platforms.cuda.sampling.sample import draw_from_softmax
 from npu_runner.platforms.grouped import GroupedWeight
@@ -119,15 +124,15 @@ def products(is_sweep: bool) -> Iterator[Case]:
                    for _ in range(num_layers)]
         for num_rows in (1, 2, 4, 8, 16):
             x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
-            ways: dict[str, Any] = {"library": F.linear, "triton": few_rows}
-            if hopper_few_rows.takes(x_MI, weights[0], torch.bfloat16, in_blocks=False):
-                ways["CUDA C++"] = lambda x, w, b: hopper_few_rows.multiply(x, None, w, None, b, torch.bfloat16)
+            ways: dict[str, Any] = {"library": lambda matmul: F.linear(*matmul[:3]), "triton": small_m.multiply}
+            if hopper_small_m.accepts(Matmul(x_MI, weights[0], None, torch.bfloat16)):
+                ways["CUDA C++"] = hopper_small_m.multiply
             for tile in _tiles(num_rows) if is_sweep else ():
-                ways[f"{tuple(tile)}"] = lambda x, w, b, tile=tile: few_rows(x, w, b, tile)
+                ways[f"{tuple(tile)}"] = lambda matmul, tile=tile: small_m.multiply(matmul, tile)
             for way, run in ways.items():
 
                 def call(index: int, run: Any = run, x_MI: Any = x_MI, weights: Any = weights) -> Any:
-                    return run(x_MI, weights[index % len(weights)], None)
+                    return run(Matmul(x_MI, weights[index % len(weights)], None, torch.bfloat16))
 
                 yield Case(name=f"{name}, {num_rows} rows, {way}", call=call, in_graph=True,
                            num_bytes=2.0 * num_outputs * num_inputs,
@@ -145,14 +150,15 @@ def some_rows(_: bool) -> Iterator[Case]:
             inputs = {width: quantise_rows(torch.randn(num_rows, width, device=DEVICE).bfloat16(), torch.float8_e4m3fn,
                                            in_groups=in_blocks) for _, width in shapes}
             for way, run in _WAYS.items():
-                limits = {"triton": (1, quantised.MOST_ROWS), "few rows": (1, hopper_few_rows.MOST_ROWS),
-                          "hopper": hopper_products.LIMITS[in_blocks]}
+                limits = {"triton": (1, quantised.MOST_M), "few rows": (1, hopper_small_m.MOST_M),
+                          "hopper": hopper_fp8.LIMITS[in_blocks]}
                 least, most = limits.get(way, (1, num_rows))
                 if not least <= num_rows <= most:
                     continue
 
                 def call(index: int, run: Any = run, inputs: Any = inputs, layers: Any = layers) -> Any:
-                    return [run(*inputs[weight.shape[1]], weight, scale) for weight, scale in layers[index % 3]]
+                    return [run(_fp8_matmul(inputs[weight.shape[1]], weight, scale))
+                            for weight, scale in layers[index % 3]]
 
                 yield Case(name=f"{'block' if in_blocks else 'row'}, {num_rows} rows, {way}", call=call, in_graph=True,
                            num_bytes=float(num_weights), operations=2.0 * num_rows * num_weights)
@@ -166,8 +172,10 @@ def integers(_: bool) -> Iterator[Case]:
     for num_rows in (1, 2, 4, 8, 16):
         inputs = {width: torch.randn(num_rows, width, device=DEVICE).bfloat16() for _, width in shapes}
         ways: dict[str, Callable[[Tensor, GroupedWeight], Tensor]] = {"triton": _grouped_in_triton}
-        if all(hopper_grouped.has_product(inputs[width], layers[0][i]) for i, (_, width) in enumerate(shapes)):
-            ways["CUDA C++"] = lambda x, weight: hopper_grouped.multiply(x, weight, None)
+        matmuls = [Matmul(inputs[width], layers[0][i], None, torch.bfloat16) for i, (_, width) in enumerate(shapes)]
+        if all(hopper_grouped_small_m.accepts(matmul) for matmul in matmuls):
+            ways["CUDA C++"] = lambda x, weight: hopper_grouped_small_m.multiply(
+                Matmul(x, weight, None, torch.bfloat16))
         for way, run in ways.items():
 
             def call(index: int, run: Any = run, inputs: Any = inputs) -> Any:
@@ -181,12 +189,12 @@ def integers(_: bool) -> Iterator[Case]:
 def _grouped_weight(num_outputs: int, num_inputs: int) -> GroupedWeight:
     values = torch.randint(0, 256, (num_outputs, num_inputs // 2), device=DEVICE, dtype=torch.uint8)
     scales = torch.rand(num_outputs, num_inputs // 128, device=DEVICE).bfloat16() * 1e-2
-    return grouped_products.settled(GroupedWeight(values, scales, None))
+    return grouped.lay_out(GroupedWeight(values, scales, None))
 
 
 def _grouped_in_triton(x: Tensor, weight: GroupedWeight) -> Tensor:
     out = x.new_empty(len(x), weight.scales.shape[1])
-    grouped_products.few_rows(x, weight, None, out)
+    grouped.multiply_small_m(Matmul(x, weight, None, x.dtype), out)
     return out
 
 
@@ -196,19 +204,13 @@ def _weight(num_outputs: int, num_inputs: int, in_blocks: bool) -> tuple[Tensor,
     return weight_OI, torch.full(scales, 1e-3, device=DEVICE)
 
 
-def _on_hopper(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor) -> Tensor:
-    tile = hopper_products.taken(x_MI, weight_OI, torch.bfloat16, in_blocks=scale.dim() == 2)
-    assert tile is not None, "the kernel takes it"
-    return hopper_products.multiply(x_MI, x_scale, weight_OI, scale, None, tile)
+def _fp8_matmul(rows: tuple[Tensor, Tensor], weight_OI: Tensor, scale: Tensor) -> Matmul:
+    return Matmul(rows[0], weight_OI, None, torch.bfloat16, rows[1], scale)
 
 
-_WAYS: dict[str, Callable[..., Tensor]] = {
-    "library": lambda x, x_scale, weight, scale: quantised.fp8_of_the_library(x, x_scale, weight, scale, None,
-                                                                             torch.bfloat16),
-    "triton": lambda x, x_scale, weight, scale: quantised.few_rows(x, x_scale, weight, scale, None, torch.bfloat16),
-    "few rows": lambda x, x_scale, weight, scale: hopper_few_rows.multiply(x, x_scale, weight, scale, None,
-                                                                           torch.bfloat16),
-    "hopper": _on_hopper,
+_WAYS: dict[str, Callable[[Matmul], Tensor]] = {
+    "library": library.multiply, "triton": quantised.multiply, "few rows": hopper_small_m.multiply,
+    "hopper": hopper_fp8.multiply,
 }
 
 

@@ -38,7 +38,7 @@ def make_work(context_lens: list[int], **settings: Any) -> PagedWork:
 
 def run(work: PagedWork, device: torch.device, num_sms: int | None = None) -> Tensor:
     """What the kernel makes of it; a step that it does not take fails."""
-    from npu_runner.platforms.cuda.split_k import counters
+    from npu_runner.platforms.cuda.split_k import make_counters
 
     backend = work.backend()
     if num_sms:
@@ -49,7 +49,7 @@ def run(work: PagedWork, device: torch.device, num_sms: int | None = None) -> Te
     backend.decodes.attend = lambda *arguments, **settings: taken.append(1) or attend(*arguments, **settings)
     out_TNH = work.run(device, backend, is_prefill=False)
     assert taken, "the kernel took the step"
-    assert not counters(device, 1).any(), "the next launch begins with counters of 0"
+    assert not make_counters(device, 1).any(), "the next launch begins with counters of 0"
     return out_TNH
 
 

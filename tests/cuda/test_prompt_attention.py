@@ -33,7 +33,7 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     """What the kernel makes of it; a step that it does not take fails."""
-    from npu_runner.platforms.cuda.split_k import counters
+    from npu_runner.platforms.cuda.split_k import make_counters
 
     if work.kv_scales != (1.0, 1.0):
         backend = backend.with_kv_scales(torch.tensor(work.kv_scales, device=device))
@@ -41,7 +41,7 @@ def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     backend.prompts.attend = lambda *arguments: taken.append(1) or attend(*arguments)
     out_TNH = work.run(device, backend, is_prefill=True)
     assert taken, "the kernel took the step"
-    assert counters(device, 2)[:2].tolist() == [0, 0], "the next launch begins at the first tile"
+    assert make_counters(device, 2)[:2].tolist() == [0, 0], "the next launch begins at the first tile"
     return out_TNH
 
 

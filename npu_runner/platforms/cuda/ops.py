@@ -16,13 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_runner.platforms.cuda import gated_rows
+from npu_runner.platforms.cuda.compile_ahead import CompileOnce
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
-from npu_runner.platforms.cuda.matmul import grouped as grouped_products
-from npu_runner.platforms.cuda.matmul import hopper_small_m as hopper_few_rows
-from npu_runner.platforms.cuda.matmul import quantised as quantised
 from npu_runner.platforms.cuda.matmul import quantised_inputs as inputs
-from npu_runner.platforms.cuda.matmul import small_m as products
-from npu_runner.platforms.cuda.matmul import small_n as few_outputs
+from npu_runner.platforms.cuda.matmul.grouped import lay_out
+from npu_runner.platforms.cuda.matmul.kernels import multiply
+from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.moe import experts
 from npu_runner.platforms.cuda.moe import quantised as quantised_experts
 from npu_runner.platforms.cuda.sampling import sample as draw
@@ -43,8 +42,6 @@ from npu_runner.platforms.quantised import (
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
-# Among what is compiled: no weight has so many features.
-_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED, _SIGMOID = -1, -2, -3, -4, -5, -6, -7
 
 
 class TritonOps(Ops):
@@ -52,63 +49,34 @@ class TritonOps(Ops):
     fuses_rounding = True
 
     def __init__(self) -> None:
-        self._compiled: set[tuple[int, ...]] = set()
+        self._compile_once = CompileOnce()
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        # Inductor has products of its own to choose from.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # inductor chooses among kernels of its own
             return F.linear(x_TD, weight_OD, bias_O)
-        if bias_O is None and few_outputs.has_product(x_TD, weight_OD):
-            return few_outputs.product(x_TD, weight_OD)
-        if not products.has_product(x_TD, weight_OD):
-            return F.linear(x_TD, weight_OD, bias_O)
-        self._compile_products(x_TD, weight_OD, bias_O)
-        if len(x_TD) > products.most_rows(weight_OD):
-            return products.of_the_library(x_TD, weight_OD, bias_O)
-        if hopper_few_rows.takes(x_TD, weight_OD, x_TD.dtype, in_blocks=False):
-            return hopper_few_rows.multiply(x_TD, None, weight_OD, None, bias_O, x_TD.dtype)
-        return products.few_rows(x_TD, weight_OD, bias_O)
-
-    def _compile_products(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> None:
-        """The first product with a weight of this shape, in a made-up step, is computed for few rows, too."""
-        kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
-        if kind not in self._compiled and len(x_TD):
-            self._compiled.add(kind)
-            hopper_few_rows.prepare(weight_OD, x_TD.dtype, in_blocks=False)
-            for num_rows in {1, min(2, products.most_rows(weight_OD))}:
-                products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
+        return multiply(Matmul(x_TD, weight_OD, bias_O, x_TD.dtype), self._compile_once)
 
     def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
         rows = x_TI if isinstance(x_TI, Int8Rows) else Int8Rows(*inputs.quantise_rows(x_TI, torch.int8), x_TI.dtype)
-        return self._quantised_product(rows, weight, bias_O)
+        return multiply(Matmul.from_rounded(rows, weight, bias_O), self._compile_once)
 
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        in_blocks = weight.scales.dim() == 2
         rows = x_TI if isinstance(x_TI, Fp8Rows) else Fp8Rows(
-            *inputs.quantise_rows(x_TI, inputs.FP8, in_groups=in_blocks), x_TI.dtype)
-        return self._quantised_product(rows, weight, bias_O)
-
-    def _quantised_product(self, rows: Int8Rows | Fp8Rows, weight: Int8Weight | Fp8Weight,
-                           bias_O: Tensor | None) -> Tensor:
-        """Kernels of the first product with a weight of this shape are computed for few rows, too."""
-        values_OI, scales = weight
-        kind = (*values_OI.shape, _number_of(rows.dtype), scales.dim(), int(values_OI.dtype == torch.int8),
-                int(bias_O is not None), _QUANTISED)
-        if kind not in self._compiled and len(rows.values_TI):
-            self._compiled.add(kind)
-            quantised.compile_all(values_OI, scales, bias_O, rows.dtype)
-        return quantised.product(rows.values_TI, rows[1], values_OI, scales, bias_O, rows.dtype)
+            *inputs.quantise_rows(x_TI, inputs.FP8, in_groups=weight.scales.dim() == 2), x_TI.dtype)
+        return multiply(Matmul.from_rounded(rows, weight, bias_O), self._compile_once)
 
     def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        return grouped_products.settled(weight)
+        return lay_out(weight)
 
     def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        kind = (*weight.values.shape, len(weight.scales), int(weight.zeros is not None), int(bias_O is not None),
-                _number_of(x_TI.dtype), _GROUPED)
-        if kind not in self._compiled and len(x_TI):
-            self._compiled.add(kind)
-            grouped_products.compile_all(weight, bias_O, x_TI.dtype)
-        return grouped_products.product(x_TI, weight, bias_O)
+        return multiply(Matmul(x_TI, weight, bias_O, x_TI.dtype), self._compile_once)
+
+    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        given = (x_TD, weights_TK, experts_TK, gate_up, down, held)
+        self._compile_once(("quantised experts", gate_up.values.shape, gate_up.scales.shape, experts_TK.shape[1], held),
+                           lambda: quantised_experts.compile_all(*given))
+        return quantised_experts.run_experts(*given)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
@@ -156,21 +124,19 @@ class TritonOps(Ops):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND, gate_TND = (part if part.dim() == 3 else part[:, None] for part in (x, gate))
-        kind = (_GATED, *x_TND.shape[1:], x.dtype.itemsize)
-        if not torch.compiler.is_compiling() and kind not in self._compiled and len(x_TND):
-            # One token alone has no stride from token to token; the kernel has a variant for that.
-            self._compiled.add(kind)
-            gated_rows.rms_norm(x_TND[:1], gate_TND[:1], weight, eps)
+        # One token alone has no stride between tokens, which is a variant of its own.
+        if len(x_TND):
+            self._compile_once(("gated norm", x_TND.shape[1:], x.dtype),
+                               lambda: gated_rows.rms_norm(x_TND[:1], gate_TND[:1], weight, eps))
         out_TND = gated_rows.rms_norm(x_TND, gate_TND, weight, eps)
         return out_TND if x.dim() == 3 else out_TND[:, 0]
 
     def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or x_TNH.stride(2) != 1 or gate_TNH.stride(2) != 1:
             return super().times_sigmoid(x_TNH, gate_TNH)
-        kind = (_SIGMOID, *x_TNH.shape[1:], x_TNH.dtype.itemsize)
-        if kind not in self._compiled and len(x_TNH):
-            self._compiled.add(kind)
-            gated_rows.times_sigmoid(x_TNH[:1], gate_TNH[:1])
+        if len(x_TNH):
+            self._compile_once(("sigmoid", x_TNH.shape[1:], x_TNH.dtype),
+                               lambda: gated_rows.times_sigmoid(x_TNH[:1], gate_TNH[:1]))
         return gated_rows.times_sigmoid(x_TNH, gate_TNH)
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,35 +185,21 @@ class TritonOps(Ops):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
                 held: HeldExperts | None = None) -> Tensor:
-        kind = (*gate_up.shape, experts_TK.shape[1], held)
-        if not torch.compiler.is_compiling() and kind not in self._compiled:
-            self._compiled.add(kind)
-            experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
-        return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
-
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        kind = (*gate_up.values.shape, experts_TK.shape[1], held, gate_up.scales.dim(), _QUANTISED)
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            quantised_experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
-        return quantised_experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
+        given = (x_TD, weights_TK, experts_TK, gate_up, down, held)
+        self._compile_once(("experts", gate_up.shape, experts_TK.shape[1], held), lambda: experts.compile_all(*given))
+        return experts.run_experts(*given)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._draw_from_softmax
 
     def _draw_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-        kind = (_DRAW, logits_BV.shape[1])
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            draw.compile_all(logits_BV.shape[1], logits_BV.device)
+        self._compile_once(("sample", logits_BV.shape[1]),
+                           lambda: draw.compile_all(logits_BV.shape[1], logits_BV.device))
         return draw.draw_from_softmax(logits_BV, temperature_B1, uniform_B1)
 
     def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
-        kind = (_MASKS, logits_BV.shape[1], _number_of(logits_BV.dtype))
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            token_masks.compile_all(logits_BV, words_CW)
+        self._compile_once(("masks", logits_BV.shape[1], logits_BV.dtype),
+                           lambda: token_masks.compile_all(logits_BV, words_CW))
         return token_masks.allow_tokens(logits_BV, rows_C, words_CW)
 
     def allowed_draw(self) -> AllowedDraw | None:
@@ -255,15 +207,9 @@ class TritonOps(Ops):
 
     def _draw_of_the_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
                              masks_B: Tensor) -> Tensor:
-        kind = (_MASKED_DRAW, logits_BV.shape[1], _number_of(logits_BV.dtype))
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            draw.compile_masked(logits_BV, words_CW)
+        self._compile_once(("masked sample", logits_BV.shape[1], logits_BV.dtype),
+                           lambda: draw.compile_masked(logits_BV, words_CW))
         return draw.draw_of_the_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
-
-
-def _number_of(dtype: torch.dtype) -> int:
-    return draw.DTYPES.index(dtype)
 
 
 def _warps(width: int) -> int:

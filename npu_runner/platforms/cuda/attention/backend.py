@@ -28,7 +28,6 @@ from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention, 
 from npu_runner.platforms.cuda.attention.tiles import (
     NUMBERS_OF_PARTS,
     SPLIT_TOWER,
-    Gpu,
     decode_tile,
     head_width,
     num_decode_parts,
@@ -38,6 +37,7 @@ from npu_runner.platforms.cuda.attention.tiles import (
 from npu_runner.platforms.cuda.attention.vision import SplitHeads, VisionPlan, image_attention
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
+from npu_runner.platforms.cuda.gpu import Gpu
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
@@ -110,7 +110,7 @@ class TritonAttention(AttentionBackend):
         lens = query_lens_B, context_lens_B
         tiles = upload(cut_into_tiles(*lens, self._tokens_a_tile), device)
         prompts = self.prompts
-        if prompts is None or not prompts.takes(query_lens_B):
+        if prompts is None or not prompts.accepts(query_lens_B):
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
                            blocks=StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
@@ -196,7 +196,7 @@ class TritonAttention(AttentionBackend):
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
-        if self.decodes is not None and self.decodes.takes(q_BNH, k_cache):
+        if self.decodes is not None and self.decodes.accepts(q_BNH, k_cache):
             return self.decodes.attend(q_BNH, k_cache, v_cache, metadata, scale, scales_2=self.kv_scales, window=window,
                                        num_sms=self.gpu.num_sms)
         batch_size = q_BNH.shape[0]
@@ -233,9 +233,9 @@ class TritonAttention(AttentionBackend):
         return VisionPlan(lengths, device)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
-        if self.images.takes(q_TNH, k_TNH, v_TNH, plan):
+        if self.images.accepts(q_TNH, k_TNH, v_TNH, plan):
             return self.images.attend(q_TNH, k_TNH, v_TNH, plan, scale)
-        if self._split_heads.take(q_TNH, k_TNH, v_TNH, scale):
+        if self._split_heads.accepts(q_TNH, k_TNH, v_TNH, scale):
             return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
         return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,
                                tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))

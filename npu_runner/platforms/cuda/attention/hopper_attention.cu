@@ -2,7 +2,7 @@
 //
 // Online softmax (arXiv 2205.14135) in warpgroups with roles of their own, products behind the softmax of the tile
 // before (arXiv 2407.08608). A warp brings queries, keys and values by tensor maps, from a context's last tile to its
-// first. Each consumer has 64 rows. What is read, the file behind this one says in a Work: its tiles, num_tiles,
+// first. Each consumer has 64 rows. What is read, the file behind this one says in a Params: its tiles, num_tiles,
 // num_heads, and value_scale, by which results are multiplied. An Item is one tile of one head, and its Source brings
 // keys and values.
 //
@@ -10,9 +10,9 @@
 // memory, CONSUMERS (2, 3), COLUMNS (128, 112, 96), STAGES.
 
 constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
-// Shared memory: a matrix is parts of SPAN bytes a row, swizzled; a part's rows lie one behind the other.
-constexpr int TERMS = (DIMS + 15) / 16 * 16;  // of a score: products take 16 at once
-constexpr int PARTS = (2 * TERMS + SPAN - 1) / SPAN;
+// Shared memory: a smem_descriptor is parts of SPAN bytes a row, swizzled; a part's rows lie one behind the other.
+constexpr int SCORE_DIMS = (DIMS + 15) / 16 * 16;  // of a score: products take 16 at once
+constexpr int PARTS = (2 * SCORE_DIMS + SPAN - 1) / SPAN;
 constexpr u32 QUERY_PART = ROWS * SPAN, QUERY_BYTES = PARTS * QUERY_PART;
 constexpr u32 TILE_PART = COLUMNS * SPAN, TILE_BYTES = PARTS * TILE_PART;
 constexpr u32 KEYS = QUERY_BYTES, VALUES = KEYS + STAGES * TILE_BYTES, BARRIERS = VALUES + STAGES * TILE_BYTES;
@@ -32,39 +32,39 @@ __device__ __forceinline__ void zero_rows(u32 tile, int valid) {
 }
 
 // The warp that brings all.
-template <class Work> struct Producer {
-  using Item = typename Work::Item;
-  using Source = typename Work::Source;
+template <class Params> struct Producer {
+  using Item = typename Params::Item;
+  using Source = typename Params::Source;
 
-  const Map &q_map, &k_map, &v_map;
-  const Work &work;
+  const TensorMap &q_map, &k_map, &v_map;
+  const Params &params;
   u32 shared;
   Ring<STAGES> keys, values;
   u32 query_parity = 0, tail_parity = 0;
 
-  __device__ void bring_queries(const Item &item, int index) {
+  __device__ void load_queries(const Item &item, int index) {
     wait(shared + QUERY_EMPTY, query_parity ^ 1);
     if (threadIdx.x == 0) {
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared + ITEM), "r"(index) : "memory");
-      expect(shared + QUERY_FULL, PARTS * Work::TOKENS * Work::GROUP * SPAN);
+      expect_bytes(shared + QUERY_FULL, PARTS * Params::TOKENS * Params::GROUP * SPAN);
       for (int part = 0; part < PARTS; ++part)
-        bring(shared + part * QUERY_PART, q_map, shared + QUERY_FULL, part * SPAN / 2,
-              item.head * Work::GROUP, item.first_row);
+        tma_load(shared + part * QUERY_PART, q_map, shared + QUERY_FULL, part * SPAN / 2,
+              item.head * Params::GROUP, item.first_row);
     }
     query_parity ^= 1;
   }
-  __device__ void bring_keys(Source &source, int n) {
+  __device__ void load_keys(Source &source, int n) {
     wait(shared + KEY_EMPTY + 8 * keys.stage, keys.parity ^ 1);
-    source.bring_tile(shared + KEYS + keys.stage * TILE_BYTES, k_map, shared + KEY_FULL + 8 * keys.stage, n);
+    source.load_tile(shared + KEYS + keys.stage * TILE_BYTES, k_map, shared + KEY_FULL + 8 * keys.stage, n);
     keys.next();
   }
-  __device__ void bring_values(Source &source, int n, int valid) {
+  __device__ void load_values(Source &source, int n, int valid) {
     const u32 tile = shared + VALUES + values.stage * TILE_BYTES, full = shared + VALUE_FULL + 8 * values.stage;
     wait(shared + VALUE_EMPTY + 8 * values.stage, values.parity ^ 1);
     if (valid >= COLUMNS) {
-      source.bring_tile(tile, v_map, full, n);
+      source.load_tile(tile, v_map, full, n);
     } else {
-      source.bring_tile(tile, v_map, shared + TAIL, n);
+      source.load_tile(tile, v_map, shared + TAIL, n);
       wait(shared + TAIL, tail_parity);
       tail_parity ^= 1;
       zero_rows(tile, valid);
@@ -73,19 +73,19 @@ template <class Work> struct Producer {
     values.next();
   }
   __device__ void run(u32 *counters) {
-    const int num_items = work.num_tiles * work.num_heads;
+    const int num_items = params.num_tiles * params.num_heads;
     for (int index = blockIdx.x, next; index < num_items; index = __shfl_sync(~0u, next, 0)) {
       if (threadIdx.x == 0) next = gridDim.x + atomicAdd(counters, 1);
-      const Item item(work, index);
-      Source source(work, item);
-      bring_queries(item, index);
+      const Item item(params, index);
+      Source source(params, item);
+      load_queries(item, index);
       int n = (item.end - 1) / COLUMNS;
-      bring_keys(source, n);
+      load_keys(source, n);
       for (; n > 0; --n) {
-        bring_keys(source, n - 1);
-        bring_values(source, n, item.end - n * COLUMNS);
+        load_keys(source, n - 1);
+        load_values(source, n, item.end - n * COLUMNS);
       }
-      bring_values(source, 0, item.end);
+      load_values(source, 0, item.end);
     }
     wait(shared + QUERY_EMPTY, query_parity ^ 1);
     if (threadIdx.x == 0) {
@@ -100,26 +100,26 @@ template <class Work> struct Producer {
 __device__ __forceinline__ void multiply_keys(float (&scores)[COLUMNS / 2], u32 queries, u32 keys) {
   constexpr int A_PART = SPAN / 32;
 #pragma unroll
-  for (int k = 0; k < TERMS / 16; ++k)
-    multiply(scores, matrix<SPAN>(queries + k / A_PART * QUERY_PART + k % A_PART * 32, 16),
-             matrix<SPAN>(keys + k / A_PART * TILE_PART + k % A_PART * 32, 16), k > 0);
+  for (int k = 0; k < SCORE_DIMS / 16; ++k)
+    wgmma(scores, smem_descriptor<SPAN>(queries + k / A_PART * QUERY_PART + k % A_PART * 32, 16),
+             smem_descriptor<SPAN>(keys + k / A_PART * TILE_PART + k % A_PART * 32, 16), k > 0);
 }
-__device__ __forceinline__ void multiply_values(float (&sums)[DIMS / 2], const u32 (&weights)[COLUMNS / 4], u32 values,
+__device__ __forceinline__ void multiply_values(float (&acc)[DIMS / 2], const u32 (&weights)[COLUMNS / 4], u32 values,
                                                 bool adds) {
 #pragma unroll
   for (int k = 0; k < COLUMNS / 16; ++k)
-    multiply(sums, weights + 4 * k, matrix<SPAN>(values + k * 16 * SPAN, TILE_PART), k > 0 || adds);
+    wgmma(acc, weights + 4 * k, smem_descriptor<SPAN>(values + k * 16 * SPAN, TILE_PART), k > 0 || adds);
 }
 
 // A thread has two rows, 8 apart, and of 8 columns each two: element 4 * j + 2 * row + i is column 8 * j + i behind
 // the thread's first one, 2 * (lane % 4).
 struct Softmax {
-  float factor, highest[2], total[2], fade[2];
+  float factor, row_max[2], row_sum[2], rescale[2];
 
-  __device__ void mask(float (&scores)[COLUMNS / 2], const int (&places)[2], int first_column) {
+  __device__ void mask(float (&scores)[COLUMNS / 2], const int (&positions)[2], int first_column) {
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; ++e)
-      if (e / 4 * 8 + e % 2 > places[e / 2 % 2] - first_column) scores[e] = -__int_as_float(0x7F800000);
+      if (e / 4 * 8 + e % 2 > positions[e / 2 % 2] - first_column) scores[e] = -__int_as_float(0x7F800000);
   }
   // Scores become weights. A row may have seen nothing yet where some are masked.
   template <bool IS_MASKED> __device__ void weigh(float (&scores)[COLUMNS / 2]) {
@@ -128,38 +128,38 @@ struct Softmax {
       float top = fmaxf(scores[2 * row], scores[2 * row + 1]);
 #pragma unroll
       for (int j = 1; j < COLUMNS / 8; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * row], scores[4 * j + 2 * row + 1]));
-      top = fmaxf(highest[row], highest_of_four_lanes(top));
+      top = fmaxf(row_max[row], max_of_four_lanes(top));
       float base = top * factor;
       if (IS_MASKED && top == -__int_as_float(0x7F800000)) base = 0;
-      fade[row] = exp2_of(highest[row] * factor - base);
-      highest[row] = top;
-      float sums[2] = {0, 0};
+      rescale[row] = fast_exp2(row_max[row] * factor - base);
+      row_max[row] = top;
+      float acc[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float &score = scores[4 * j + 2 * row + i];
-          score = exp2_of(score * factor - base);
-          sums[i] += score;
+          score = fast_exp2(score * factor - base);
+          acc[i] += score;
         }
-      total[row] = total[row] * fade[row] + (sums[0] + sums[1]);
+      row_sum[row] = row_sum[row] * rescale[row] + (acc[0] + acc[1]);
     }
   }
-  __device__ void fade_sums(float (&sums)[DIMS / 2]) {
+  __device__ void rescale_acc(float (&acc)[DIMS / 2]) {
 #pragma unroll
-    for (int e = 0; e < DIMS / 2; ++e) sums[e] *= fade[e / 2 % 2];
+    for (int e = 0; e < DIMS / 2; ++e) acc[e] *= rescale[e / 2 % 2];
   }
 };
 
 // A warpgroup that has 64 of the tile's rows.
-template <class Work> struct Consumer {
-  using Item = typename Work::Item;
+template <class Params> struct Consumer {
+  using Item = typename Params::Item;
 
-  const Work &work;
+  const Params &params;
   u32 shared;
   int group, row;  // of this thread: the first of its two rows
   Ring<STAGES> keys, values;
-  float sums[DIMS / 2], scores[COLUMNS / 2];
+  float acc[DIMS / 2], scores[COLUMNS / 2];
   u32 weights[COLUMNS / 4];
   Softmax softmax;
 
@@ -168,56 +168,56 @@ template <class Work> struct Consumer {
   }
   __device__ void issue_keys() {
     wait(shared + KEY_FULL + 8 * keys.stage, keys.parity);
-    begin_products();
+    wgmma_fence();
     multiply_keys(scores, shared + group * 64 * SPAN, shared + KEYS + keys.stage * TILE_BYTES);
-    end_products();
+    wgmma_commit();
   }
   template <int MOST> __device__ void await_scores() {
-    await_products<MOST>();
-    read_behind(scores);
+    wgmma_wait<MOST>();
+    fence_registers(scores);
     release(KEY_EMPTY + 8 * keys.stage);
     keys.next();
   }
   __device__ void issue_values(bool adds) {
     wait(shared + VALUE_FULL + 8 * values.stage, values.parity);
-    begin_products();
-    multiply_values(sums, weights, shared + VALUES + values.stage * TILE_BYTES, adds);
-    end_products();
+    wgmma_fence();
+    multiply_values(acc, weights, shared + VALUES + values.stage * TILE_BYTES, adds);
+    wgmma_commit();
   }
   __device__ void await_sums() {
-    await_products<0>();
-    read_behind(sums);
+    wgmma_wait<0>();
+    fence_registers(acc);
     release(VALUE_EMPTY + 8 * values.stage);
     values.next();
   }
   __device__ void round_weights() {
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; ++i) weights[i] = packed(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < COLUMNS / 4; ++i) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
   }
-  template <bool IS_MASKED> __device__ void step(const int (&places)[2], int n, bool adds) {
+  template <bool IS_MASKED> __device__ void step(const int (&positions)[2], int n, bool adds) {
     issue_keys();
     issue_values(adds);
     await_scores<1>();
-    if (IS_MASKED) softmax.mask(scores, places, n * COLUMNS);
+    if (IS_MASKED) softmax.mask(scores, positions, n * COLUMNS);
     softmax.weigh<IS_MASKED>(scores);
-    compute_first(softmax.total[0] + softmax.total[1], shared + ITEM + 4);
+    compute_first(softmax.row_sum[0] + softmax.row_sum[1], shared + ITEM + 4);
     await_sums();
-    softmax.fade_sums(sums);
+    softmax.rescale_acc(acc);
     round_weights();
   }
   __device__ void attend(const Item &item) {
     const int first = 2 * (threadIdx.x % 4), last = (item.end - 1) / COLUMNS, whole = item.whole();
-    const int places[2] = {item.place(row) - first, item.place(row + 8) - first};
-    softmax.highest[0] = softmax.highest[1] = -__int_as_float(0x7F800000);
-    softmax.total[0] = softmax.total[1] = 0;
+    const int positions[2] = {item.position(row) - first, item.position(row + 8) - first};
+    softmax.row_max[0] = softmax.row_max[1] = -__int_as_float(0x7F800000);
+    softmax.row_sum[0] = softmax.row_sum[1] = 0;
     issue_keys();
     await_scores<0>();
-    softmax.mask(scores, places, last * COLUMNS);
+    softmax.mask(scores, positions, last * COLUMNS);
     softmax.weigh<true>(scores);
     round_weights();
     int n = last - 1;
-    for (; n >= whole; --n) step<true>(places, n, n < last - 1);
-    for (; n >= 0; --n) step<false>(places, n, n < last - 1);
+    for (; n >= whole; --n) step<true>(positions, n, n < last - 1);
+    for (; n >= 0; --n) step<false>(positions, n, n < last - 1);
     release(QUERY_EMPTY);
     issue_values(last > 0);
     await_sums();
@@ -236,21 +236,21 @@ template <class Work> struct Consumer {
     }
   }
   __device__ void store(const Item &item, unsigned short *out) {
-    constexpr int GROUP = Work::GROUP, HEAD_DIM = Work::HEAD_DIM;
+    constexpr int GROUP = Params::GROUP, HEAD_DIM = Params::HEAD_DIM;
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float share = work.value_scale / sum_of_four_lanes(softmax.total[r]);
+      const float share = params.value_scale / sum_of_four_lanes(softmax.row_sum[r]);
       const int token = (row + 8 * r) / GROUP, head = item.head * GROUP + (row + 8 * r) % GROUP;
-      const long long place = (long long)(item.first_row + token) * (work.num_heads * GROUP) + head;
-      uint4 *to = reinterpret_cast<uint4 *>(out + place * HEAD_DIM) + lane;
+      const long long row_at = (long long)(item.first_row + token) * (params.num_heads * GROUP) + head;
+      uint4 *to = reinterpret_cast<uint4 *>(out + row_at * HEAD_DIM) + lane;
 #pragma unroll
       for (int part = 0; part < (DIMS + 31) / 32; ++part) {
         u32 piece[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int e = 16 * part + 4 * j + 2 * r;
-          piece[j] = e < DIMS / 2 ? packed(sums[e] * share, sums[e + 1] * share) : 0;
+          piece[j] = e < DIMS / 2 ? pack(acc[e] * share, acc[e + 1] * share) : 0;
         }
         exchange(piece);
         if (token < item.num_tokens && 32 * part + 8 * lane < HEAD_DIM)
@@ -264,7 +264,7 @@ template <class Work> struct Consumer {
       wait(shared + QUERY_FULL, parity);
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(index) : "r"(shared + ITEM) : "memory");
       if (index < 0) break;
-      const Item item(work, index);
+      const Item item(params, index);
       attend(item);
       store(item, out);
     }
@@ -272,20 +272,20 @@ template <class Work> struct Consumer {
 };
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
-  make_barrier(shared + QUERY_FULL, 1);
-  make_barrier(shared + QUERY_EMPTY, 4 * CONSUMERS);
-  make_barrier(shared + TAIL, 1);
+  init_barrier(shared + QUERY_FULL, 1);
+  init_barrier(shared + QUERY_EMPTY, 4 * CONSUMERS);
+  init_barrier(shared + TAIL, 1);
   for (int stage = 0; stage < STAGES; ++stage) {
-    make_barrier(shared + KEY_FULL + 8 * stage, 1);
-    make_barrier(shared + VALUE_FULL + 8 * stage, 1);
-    make_barrier(shared + KEY_EMPTY + 8 * stage, 4 * CONSUMERS);
-    make_barrier(shared + VALUE_EMPTY + 8 * stage, 4 * CONSUMERS);
+    init_barrier(shared + KEY_FULL + 8 * stage, 1);
+    init_barrier(shared + VALUE_FULL + 8 * stage, 1);
+    init_barrier(shared + KEY_EMPTY + 8 * stage, 4 * CONSUMERS);
+    init_barrier(shared + VALUE_EMPTY + 8 * stage, 4 * CONSUMERS);
   }
   proxy_fence();
 }
 
-template <class Work>
-__device__ __forceinline__ void attend(const Map &q_map, const Map &k_map, const Map &v_map, const Work &work,
+template <class Params>
+__device__ __forceinline__ void attend(const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map, const Params &params,
                                        unsigned short *out, u32 *counters, float factor) {
   extern __shared__ unsigned char memory[];
   const u32 shared = ((u32)__cvta_generic_to_shared(memory) + 1023) / 1024 * 1024;
@@ -295,11 +295,11 @@ __device__ __forceinline__ void attend(const Map &q_map, const Map &k_map, const
   constexpr u32 FEW = CONSUMERS == 2 ? 40 : 32, MANY = CONSUMERS == 2 ? 232 : 160;
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
-    if (threadIdx.x < 32) Producer<Work>{q_map, k_map, v_map, work, shared}.run(counters);
+    if (threadIdx.x < 32) Producer<Params>{q_map, k_map, v_map, params, shared}.run(counters);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
     const int group = threadIdx.x / 128 - 1, row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    Consumer<Work> consumer{work, shared, group, row};
+    Consumer<Params> consumer{params, shared, group, row};
     consumer.softmax.factor = factor;
     consumer.run(out);
   }

@@ -5,7 +5,7 @@
 // and values by columns, are the left factor, query heads the right one, so a product has 8 columns of heads. What a
 // thread reads of keys and values, 16 bytes at once, is what it multiplies: nothing goes through shared memory.
 // Softmax online (arXiv 2205.14135), in base 2. e4m3 is multiplied in float16, which holds it exactly. A row that lies
-// in several ranges has sums from each; the warp that comes last adds them up, in the order of the ranges.
+// in several ranges has acc from each; the warp that comes last adds them up, in the order of the ranges.
 //
 // Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
 // PROGRAMS on a multiprocessor.
@@ -35,8 +35,8 @@ __device__ __forceinline__ u32 half_pair(float low, float high) {
   return pair;
 }
 // In the kind of products.
-__device__ __forceinline__ u32 as_factor(float low, float high) {
-  return IS_FP8 ? half_pair(low, high) : packed(low, high);
+__device__ __forceinline__ u32 as_operand(float low, float high) {
+  return IS_FP8 ? half_pair(low, high) : pack(low, high);
 }
 __device__ __forceinline__ float low_of(u32 pair) {
   float x;
@@ -53,15 +53,15 @@ __device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
       "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(four));
 }
 // 16 rows, 8 columns, 16 terms.
-__device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
-#define PRODUCT(kind)                                                                                                  \
+__device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
+#define MMA(kind)                                                                                                  \
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
-               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])              \
+               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])              \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
-  if (IS_BFLOAT16 && !IS_FP8) PRODUCT("bf16"); else PRODUCT("f16");
+  if (IS_BFLOAT16 && !IS_FP8) MMA("bf16"); else MMA("f16");
 }
 // 8 x 8 of 16 bits: a thread has two neighbours of a row, and then of a column.
-__device__ __forceinline__ u32 transposed(u32 pair) {
+__device__ __forceinline__ u32 transpose(u32 pair) {
   u32 result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 count_up(u32 *counter) {
   return count;
 }
 // Over the 8 threads that have the same columns of heads.
-__device__ __forceinline__ float highest_of_rows(float x) {
+__device__ __forceinline__ float max_of_rows(float x) {
   for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
   return x;
 }
@@ -83,15 +83,15 @@ __device__ __forceinline__ float sum_of_rows(float x) {
 }
 
 struct Attention {
-  const Work &work;
+  const Params &params;
   const int head, lane, group, member;  // kv head; thread = 4 * group + member
   u32 queries[16];
   uint4 keys[TILES][2][KEY_PIECES], values[TILES][4][VALUE_PIECES];
-  float sums[8][4], highest[2], total[2];
+  float acc[8][4], row_max[2], row_sum[2];
   float factor;
 
-  __device__ Attention(const Work &work, int head)
-      : work(work), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
+  __device__ Attention(const Params &params, int head)
+      : params(params), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
 
   // Where tile `i` lies, of all rows and heads.
   __device__ static i64 tile_at(const i64 (&places)[PLACES], int i) {
@@ -101,7 +101,7 @@ struct Attention {
   template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const u8 *from = work.k_cache + tile_at(places, i) + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
+      const u8 *from = params.k_cache + tile_at(places, i) + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -118,7 +118,7 @@ struct Attention {
   template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const u8 *from = work.v_cache + tile_at(places, i) + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
+      const u8 *from = params.v_cache + tile_at(places, i) + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
 #pragma unroll
       for (int t = 0; t < 4; ++t)
 #pragma unroll
@@ -134,9 +134,9 @@ struct Attention {
   }
   // Queries of head `group`: the dims that this thread has of keys. Over e4m3 they are divided by the power of 2 that
   // puts the largest at 1 to 2.
-  __device__ void begin_row(int row) {
+  __device__ void start_row(int row) {
     constexpr int A_PIECE = 16 / ITEM;  // dims
-    const u16 *from = work.q + (i64)row * work.stride_q + (head * QUERY_HEADS + group) * DIMS;
+    const u16 *from = params.q + (i64)row * params.stride_q + (head * QUERY_HEADS + group) * DIMS;
 #pragma unroll
     for (int piece = 0; piece < KEY_PIECES; ++piece)
 #pragma unroll
@@ -146,26 +146,26 @@ struct Attention {
 #pragma unroll
         for (int w = 0; w < 4; ++w) queries[piece * A_PIECE / 2 + 4 * i + w] = word(eight, w);
       }
-    factor = work.factor;
-    if (work.scales) factor *= work.scales[0];
+    factor = params.factor;
+    if (params.scales) factor *= params.scales[0];
     if (IS_FP8) {
       float most = 0;
 #pragma unroll
       for (int i = 0; i < 16; ++i) most = fmaxf(most, fmaxf(fabsf(low_of(queries[i])), fabsf(high_of(queries[i]))));
       for (int apart = 1; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-      // The exponent's bits are the power of 2; what has none, or the highest, is left as it is.
+      // The exponent's bits are the power of 2; what has none, or the row_max, is left as it is.
       const u32 exponent = __float_as_uint(most) & 0x7F800000;
       const bool is_usual = exponent > (2u << 23) && exponent < (252u << 23);
       const float unit = is_usual ? __uint_as_float(exponent) : 1, inverse = 1 / unit;
 #pragma unroll
       for (int i = 0; i < 16; ++i)
-        queries[i] = as_factor(low_of(queries[i]) * inverse, high_of(queries[i]) * inverse);
+        queries[i] = as_operand(low_of(queries[i]) * inverse, high_of(queries[i]) * inverse);
       factor *= unit;
     }
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sums[i / 4][i % 4] = 0;
-    highest[0] = highest[1] = -INFINITE;
-    total[0] = total[1] = 0;
+    for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] = 0;
+    row_max[0] = row_max[1] = -INFINITE;
+    row_sum[0] = row_sum[1] = 0;
   }
   // Element 2 * t + i of a tile's scores: token group + 8 * t, head 2 * member + i.
   __device__ void multiply_keys(float (&scores)[TILES][4]) {
@@ -188,7 +188,7 @@ struct Attention {
             left[2] = word(tile[0][piece], w + 1);
             left[3] = word(tile[1][piece], w + 1);
           }
-          multiply(chains[first / 2 % 2], left, queries[first], queries[first + 1]);
+          mma(chains[first / 2 % 2], left, queries[first], queries[first + 1]);
         }
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[i][e] = chains[0][e] + chains[1][e];
@@ -201,36 +201,36 @@ struct Attention {
       for (int e = 0; e < 4 * TILES; ++e)
         if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
     }
-    float fade[2];
+    float rescale[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float top = scores[0][i];
 #pragma unroll
       for (int e = 1; e < 2 * TILES; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
-      top = fmaxf(highest[i], highest_of_rows(top));
+      top = fmaxf(row_max[i], max_of_rows(top));
       const float base = top == -INFINITE ? 0 : top * factor;
-      fade[i] = exp2_of(highest[i] * factor - base);
-      highest[i] = top;
+      rescale[i] = fast_exp2(row_max[i] * factor - base);
+      row_max[i] = top;
       float sum = 0;
 #pragma unroll
       for (int e = 0; e < 2 * TILES; ++e) {
         float &score = scores[e / 2][e % 2 * 2 + i];
-        score = exp2_of(score * factor - base);
+        score = fast_exp2(score * factor - base);
         sum += score;
       }
-      total[i] = total[i] * fade[i] + sum;
+      row_sum[i] = row_sum[i] * rescale[i] + sum;
     }
-    if (__any_sync(~0u, fade[0] != 1 || fade[1] != 1)) {
+    if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sums[i / 4][i % 4] *= fade[i % 2];
+      for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] *= rescale[i % 2];
     }
   }
   __device__ void multiply_values(const float (&weights)[TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       const auto &tile = values[i];
-      const u32 right_0 = transposed(as_factor(weights[i][0], weights[i][1]));
-      const u32 right_1 = transposed(as_factor(weights[i][2], weights[i][3]));
+      const u32 right_0 = transpose(as_operand(weights[i][0], weights[i][1]));
+      const u32 right_1 = transpose(as_operand(weights[i][2], weights[i][3]));
 #pragma unroll
       for (int d = 0; d < 8; ++d) {
         u32 left[4];
@@ -247,96 +247,96 @@ struct Attention {
             left[2 * k + 1] = __byte_perm(first, second, 0x7632);
           }
         }
-        multiply(sums[d], left, right_0, right_1);
+        mma(acc[d], left, right_0, right_1);
       }
     }
   }
-  // The first of two dims: element 2 * r + i of sums[tile] is r behind it, of head 2 * member + i.
+  // The first of two dims: element 2 * r + i of acc[tile] is r behind it, of head 2 * member + i.
   __device__ int dim_of(int tile) const {
     return IS_FP8 ? 16 * group + 2 * tile : 8 * group + tile / 4 * 64 + tile % 4 * 2;
   }
   __device__ void store(int row) {
-    const float scale = work.scales ? work.scales[1] : 1;
+    const float scale = params.scales ? params.scales[1] : 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int member_head = 2 * member + i;
-      const float share = total[i] > 0 || total[i] != total[i] ? scale / total[i] : 0;
+      const float share = row_sum[i] > 0 || row_sum[i] != row_sum[i] ? scale / row_sum[i] : 0;
       if (member_head >= QUERY_HEADS) continue;
-      u16 *to = work.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS;
+      u16 *to = params.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS;
 #pragma unroll
       for (int tile = 0; tile < 8; tile += 4) {
         u32 piece[4];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) piece[t] = packed(sums[tile + t][i] * share, sums[tile + t][2 + i] * share);
+        for (int t = 0; t < 4; ++t) piece[t] = pack(acc[tile + t][i] * share, acc[tile + t][2 + i] * share);
         *reinterpret_cast<uint4 *>(to + dim_of(tile)) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
       }
     }
   }
-  __device__ float *part_of(int range, bool begins_before) const {
-    return work.parts + ((i64)(2 * range + !begins_before) * KV_HEADS + head) * PART;
+  __device__ float *partial_at(int range, bool begins_before) const {
+    return params.partials + ((i64)(2 * range + !begins_before) * KV_HEADS + head) * PARTIAL;
   }
-  __device__ void store_part(float *part) {
-    const float scale = work.scales ? work.scales[1] : 1;
+  __device__ void store_partial(float *partial) {
+    const float scale = params.scales ? params.scales[1] : 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int member_head = 2 * member + i;
       if (member_head >= QUERY_HEADS) continue;
-      float *to = part + member_head * DIMS;
+      float *to = partial + member_head * DIMS;
 #pragma unroll
       for (int tile = 0; tile < 8; tile += 2)
         *reinterpret_cast<float4 *>(to + dim_of(tile)) =
-            make_float4(sums[tile][i] * scale, sums[tile][2 + i] * scale, sums[tile + 1][i] * scale,
-                        sums[tile + 1][2 + i] * scale);
+            make_float4(acc[tile][i] * scale, acc[tile][2 + i] * scale, acc[tile + 1][i] * scale,
+                        acc[tile + 1][2 + i] * scale);
       if (group == 0)
-        *reinterpret_cast<float2 *>(part + QUERY_HEADS * DIMS + 2 * member_head) =
-            make_float2(highest[i] * factor, total[i]);
+        *reinterpret_cast<float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head) =
+            make_float2(row_max[i] * factor, row_sum[i]);
     }
   }
-  // Sums of all parts, from range `from` to `to`. A thread has 16 dims of a head.
+  // Sums of all partials, from range `from` to `to`. A thread has 16 dims of a head.
   __device__ void combine(int row, int start, int a_range, int from, int to) {
     for (int member_head = lane / 8; member_head < QUERY_HEADS; member_head += 4) {
       float top = -INFINITE, all = 0, sum[16] = {};
 #pragma unroll 4
       for (int range = from; range <= to; ++range) {
-        const float *part = part_of(range, range * a_range > start);
-        const float2 weight = __ldcg(reinterpret_cast<const float2 *>(part + QUERY_HEADS * DIMS + 2 * member_head));
+        const float *partial = partial_at(range, range * a_range > start);
+        const float2 weight = __ldcg(reinterpret_cast<const float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head));
         float4 four[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          four[i] = __ldcg(reinterpret_cast<const float4 *>(part + member_head * DIMS + lane % 8 * 4 + 32 * i));
+          four[i] = __ldcg(reinterpret_cast<const float4 *>(partial + member_head * DIMS + lane % 8 * 4 + 32 * i));
         const float higher = fmaxf(top, weight.x), base = higher == -INFINITE ? 0 : higher;
-        const float fade = exp2_of(top - base), share = exp2_of(weight.x - base);
+        const float rescale = fast_exp2(top - base), share = fast_exp2(weight.x - base);
         top = higher;
-        all = all * fade + weight.y * share;
+        all = all * rescale + weight.y * share;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sum[4 * i] = sum[4 * i] * fade + four[i].x * share;
-          sum[4 * i + 1] = sum[4 * i + 1] * fade + four[i].y * share;
-          sum[4 * i + 2] = sum[4 * i + 2] * fade + four[i].z * share;
-          sum[4 * i + 3] = sum[4 * i + 3] * fade + four[i].w * share;
+          sum[4 * i] = sum[4 * i] * rescale + four[i].x * share;
+          sum[4 * i + 1] = sum[4 * i + 1] * rescale + four[i].y * share;
+          sum[4 * i + 2] = sum[4 * i + 2] * rescale + four[i].z * share;
+          sum[4 * i + 3] = sum[4 * i + 3] * rescale + four[i].w * share;
         }
       }
       const float inverse = all > 0 || all != all ? 1 / all : 0;
-      u16 *out = work.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS + lane % 8 * 4;
+      u16 *out = params.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS + lane % 8 * 4;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         *reinterpret_cast<uint2 *>(out + 32 * i) =
-            make_uint2(packed(sum[4 * i] * inverse, sum[4 * i + 1] * inverse),
-                       packed(sum[4 * i + 2] * inverse, sum[4 * i + 3] * inverse));
+            make_uint2(pack(sum[4 * i] * inverse, sum[4 * i + 1] * inverse),
+                       pack(sum[4 * i + 2] * inverse, sum[4 * i + 3] * inverse));
     }
   }
   // Of the row that `cursor` is in, whose last step in this range it was.
   __device__ void end_row(const Cursor &cursor, int range) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) total[i] = sum_of_rows(total[i]);
+    for (int i = 0; i < 2; ++i) row_sum[i] = sum_of_rows(row_sum[i]);
     const int a_range = cursor.a_range, from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
     if (from == to) {
       store(cursor.row);
       return;
     }
-    store_part(part_of(range, range * a_range > cursor.start));
+    store_partial(partial_at(range, range * a_range > cursor.start));
     __syncwarp();
-    u32 *counter = work.counters + cursor.row * KV_HEADS + head;
+    u32 *counter = params.counters + cursor.row * KV_HEADS + head;
     if (__shfl_sync(~0u, lane == 0 ? count_up(counter) : 0, 0) != to - from) return;
     if (lane == 0) *counter = 0;
     combine(cursor.row, cursor.start, a_range, from, to);
@@ -344,24 +344,24 @@ struct Attention {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
-attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *parts, const int *tables,
+attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *partials, const int *tables,
               const int *lens, int *plan, u32 *counters, const float *scales, float factor, int stride_q,
               int stride_table, int num_blocks, int num_rows, int num_ranges, int window) {
   asm volatile("griddepcontrol.launch_dependents;");
-  const Work work{q, k_cache, v_cache, out, parts, tables, lens, plan, counters, scales, factor, stride_q,
+  const Params params{q, k_cache, v_cache, out, partials, tables, lens, plan, counters, scales, factor, stride_q,
                   stride_table, num_rows, num_ranges, window};
   const int warp = blockIdx.x * WARPS + threadIdx.x / 32, range = warp / KV_HEADS;
   if (range >= num_ranges) return;
-  fetch(work, range, warp % KV_HEADS, num_blocks);
+  prefetch(params, range, warp % KV_HEADS, num_blocks);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  Cursor next(work, range);
+  Cursor next(params, range);
   if (next.is_done()) return;
-  Attention attention(work, warp % KV_HEADS);
+  Attention attention(params, warp % KV_HEADS);
   i64 places[PLACES];
   next.find(places);
   attention.read_keys(next, places);
   attention.read_values(next, places);
-  attention.begin_row(next.row);
+  attention.start_row(next.row);
   // Keys and values of a step are asked for while the one before is computed.
   while (true) {
     const Cursor now = next;
@@ -377,7 +377,7 @@ attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, floa
     if (!has_more || next.row != now.row) {
       attention.end_row(now, range);
       if (!has_more) break;
-      attention.begin_row(next.row);
+      attention.start_row(next.row);
     }
   }
 }

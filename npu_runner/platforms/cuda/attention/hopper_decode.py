@@ -6,9 +6,8 @@ B sequences, N query heads, K kv heads, G = N / K, H head dim, W blocks a sequen
 from __future__ import annotations
 
 import ctypes
-import logging
+import functools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -16,15 +15,12 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda.attention.hopper_attention import why_not_hopper
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, LoadedKernel, NoKernel
-from npu_runner.platforms.cuda.dependent_launch import launch_settings
-from npu_runner.platforms.cuda.split_k import MOST_TILES, counters
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, LoadedKernel
+from npu_runner.platforms.cuda.dependent_launch import is_dependent
+from npu_runner.platforms.cuda.split_k import MOST_TILES, make_counters
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
-logger = logging.getLogger(__name__)
-
 _DIMS, _MOST_QUERY_HEADS, _TILE = 128, 8, 16
-_ARCHITECTURE = "sm_90a"
 _SOURCES = ("hopper.cu", "attention/hopper_decode_plan.cu", "attention/hopper_decode.cu")
 FP8 = torch.float8_e4m3fn
 
@@ -54,48 +50,34 @@ def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype
     return why_not_hopper(dtype)
 
 
-class _Kernels(NamedTuple):
-    plan: LoadedKernel
-    attend: LoadedKernel
+class _DecodeKernel(KernelAhead):
+    @functools.cached_property
+    def plan(self) -> LoadedKernel:
+        """Plans where warps read. `accepts` loads it, since no kernel can be loaded while a graph is captured."""
+        return self.load("plan_decode")
 
 
 class DecodeAttention:
-    """The kernel for one shape of heads; for both kinds of cache it is compiled in threads of its own from now on."""
+    """The kernels for one shape of heads, by whether the cache is in e4m3; threads compile them from now on."""
 
     def __init__(self, *, num_kv_heads: int, group: int, block_size: int, dtype: torch.dtype):
         self._num_kv_heads, self._group = num_kv_heads, group
-        threads = ThreadPoolExecutor(2, "compile-decode")
-        self._cubins = {}
-        self._loaded: dict[bool, _Kernels | None] = {}
+        self._kernels = {}
         for is_fp8, shape in SHAPES.items():
             constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
                          "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
                          **{name.upper(): value for name, value in shape._asdict().items()}}
-            self._cubins[is_fp8] = threads.submit(CompiledSource(_SOURCES, constants, _ARCHITECTURE).cubin)
-        threads.shutdown(wait=False)
+            self._kernels[is_fp8] = _DecodeKernel(
+                CompiledSource(_SOURCES, constants), "attend_decode", 0, fallback="attention of decode steps: triton",
+                found="attention of decode steps: hopper_decode.cu")
 
-    def _kernels(self, is_fp8: bool) -> _Kernels | None:
-        """The first call waits until they are compiled; None where that is not possible."""
-        if is_fp8 not in self._loaded:
-            self._loaded[is_fp8] = self._load(is_fp8)
-        return self._loaded[is_fp8]
-
-    def _load(self, is_fp8: bool) -> _Kernels | None:
-        try:
-            cubin = self._cubins[is_fp8].result()
-            kernels = _Kernels(LoadedKernel(cubin, "plan_decode", 0), LoadedKernel(cubin, "attend_decode", 0))
-        except NoKernel as reason:
-            logger.info("attention of decode steps: triton (%s)", reason)
-            return None
-        logger.info("attention of decode steps: hopper_decode.cu")
-        return kernels
-
-    def takes(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
-        """Whether a step is faster by the kernel. The first such call waits until it is compiled."""
+    def accepts(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
+        """Whether the kernel is the fastest for a step. The first call waits until it is compiled."""
         is_fp8 = k_cache.dtype == FP8
+        kernel = self._kernels[is_fp8]
         return (len(q_BNH) >= LEAST_ROWS[is_fp8] and len(q_BNH) * self._num_kv_heads <= MOST_TILES
                 and (is_fp8 or k_cache.dtype == q_BNH.dtype) and not torch.compiler.is_compiling()
-                and self._kernels(is_fp8) is not None)
+                and kernel.is_available and kernel.plan is not None)
 
     def attend(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:
@@ -107,8 +89,7 @@ class DecodeAttention:
         if is_ahead():
             return out_BNH
         is_fp8 = k_cache.dtype == FP8
-        kernels, shape = self._kernels(is_fp8), SHAPES[is_fp8]
-        assert kernels is not None, "callers look first"
+        kernel, shape = self._kernels[is_fp8], SHAPES[is_fp8]
         num_rows, num_heads = len(q_BNH), self._num_kv_heads
         num_ranges = max(1, num_sms * shape.programs * shape.warps // num_heads)
         counts = [ctypes.c_int(count) for count in (num_rows, num_ranges, window or 0)]
@@ -119,19 +100,15 @@ class DecodeAttention:
         key = "decode_attention", window, num_rows, num_ranges, shape
         if key not in metadata.derived:
             plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
-            kernels.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
-                                is_dependent=_is_dependent())
+            kernel.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
+                               is_dependent=is_dependent())
             metadata.derived[key] = plan
         # A range may have sums of two rows that it shares with others; those of a kv head begin at 16 bytes.
         part = -(-self._group * (_DIMS + 2) // 4) * 4
         parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
-        kernels.attend.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
+        kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
             q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
-            counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
+            make_counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
             ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table,
-            ctypes.c_int(len(k_cache)), *counts], is_dependent=_is_dependent())
+            ctypes.c_int(len(k_cache)), *counts], is_dependent=is_dependent())
         return out_BNH
-
-
-def _is_dependent() -> bool:
-    return bool(launch_settings()["IS_DEPENDENT"])

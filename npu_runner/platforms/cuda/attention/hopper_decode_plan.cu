@@ -13,18 +13,18 @@ constexpr int ITEM = IS_FP8 ? 1 : 2, HEAD_BYTES = DIMS * ITEM, ROW_BYTES = KV_HE
 // Pieces of 16 bytes that a thread reads of a token's keys, of which it has a quarter, and of values, an eighth.
 constexpr int KEY_PIECES = HEAD_BYTES / 64, VALUE_PIECES = HEAD_BYTES / 128;
 // Sums and, behind those of all heads, highest score and total of a head.
-constexpr int PART = (QUERY_HEADS * (DIMS + 2) + 3) / 4 * 4;
+constexpr int PARTIAL = (QUERY_HEADS * (DIMS + 2) + 3) / 4 * 4;
 // Blocks that a step's tiles may lie in.
 constexpr int PLACES = BLOCK_SIZE % STEP == 0 ? 1 : TILES;
-// Ranges of a row, at most: one warp adds up their sums.
-constexpr int MOST_PARTS = 64;
+// Ranges of a row, at most: one warp adds up their acc.
+constexpr int MOST_PARTIALS = 64;
 #define INFINITE __int_as_float(0x7F800000)
 
-struct Work {
+struct Params {
   const u16 *q;
   const u8 *k_cache, *v_cache;
   u16 *out;
-  float *parts;
+  float *partials;
   const int *tables, *lens;
   int *plan;
   u32 *counters;
@@ -53,7 +53,7 @@ struct Plan {
 
 // The sum of `x` of this thread and those before, and of all of a program of 1024 threads; the highest of `high`.
 __device__ __forceinline__ int sum_up_to(int x, int high, int &all, int &highest) {
-  __shared__ int sums[32], highs[32];
+  __shared__ int acc[32], highs[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int apart = 1; apart < 32; apart *= 2) {
     const int other = __shfl_up_sync(~0u, x, apart);
@@ -61,13 +61,13 @@ __device__ __forceinline__ int sum_up_to(int x, int high, int &all, int &highest
     high = max(high, __shfl_xor_sync(~0u, high, apart));
   }
   __syncthreads();
-  if (lane == 31) { sums[warp] = x; highs[warp] = high; }
+  if (lane == 31) { acc[warp] = x; highs[warp] = high; }
   __syncthreads();
   int before = 0;
   all = highest = 0;
   for (int i = 0; i < 32; ++i) {
-    if (i < warp) before += sums[i];
-    all += sums[i];
+    if (i < warp) before += acc[i];
+    all += acc[i];
     highest = max(highest, highs[i]);
   }
   return before + x;
@@ -89,7 +89,7 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
     all += these;
     longest = max(longest, high);
   }
-  const int a_range = max(max(LEAST_STEPS, (longest + MOST_PARTS - 3) / (MOST_PARTS - 2)),
+  const int a_range = max(max(LEAST_STEPS, (longest + MOST_PARTIALS - 3) / (MOST_PARTIALS - 2)),
                           (all + num_ranges - 1) / num_ranges);
   if (threadIdx.x == 0) {
     plan.header[0] = a_range;
@@ -115,15 +115,15 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
 
 // Asks for the first step of a range to come into the L2 cache, and waits for nothing. What an earlier kernel still
 // writes may be found as it was: numbers of blocks may be anything then, and keys and values are read once more.
-__device__ __forceinline__ void fetch(const Work &work, int range, int head, int num_blocks) {
+__device__ __forceinline__ void prefetch(const Params &params, int range, int head, int num_blocks) {
   constexpr int LINES = HEAD_BYTES / 128;
-  const Plan plan(work.plan, work.num_ranges);
+  const Plan plan(params.plan, params.num_ranges);
   const int2 header = __ldcg(reinterpret_cast<const int2 *>(plan.header));
   const int4 begin = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
   const u32 block = min((u32)__ldcg(plan.blocks + range * 32), (u32)num_blocks - 1);
-  const u32 first = (u32)(first_token(begin.w, work.window) / STEP + range * header.x - begin.y) * STEP % BLOCK_SIZE;
+  const u32 first = (u32)(first_token(begin.w, params.window) / STEP + range * header.x - begin.y) * STEP % BLOCK_SIZE;
   for (int i = threadIdx.x % 32; i < 2 * LINES * STEP; i += 32) {
-    const u8 *cache = i % 2 ? work.v_cache : work.k_cache;
+    const u8 *cache = i % 2 ? params.v_cache : params.k_cache;
     const u32 token = min(first + i / (2 * LINES), (u32)BLOCK_SIZE - 1);
     const u8 *at = cache + ((i64)block * BLOCK_SIZE + token) * ROW_BYTES + head * HEAD_BYTES + i / 2 % LINES * 128;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
@@ -132,14 +132,14 @@ __device__ __forceinline__ void fetch(const Work &work, int range, int head, int
 
 // Where a warp is in its range: a step of a row.
 struct Cursor {
-  const Work &work;
+  const Params &params;
   int at, end, a_range;   // steps of all rows
   int row, start, after;  // steps before the row, and before the next
   int token, first, len;  // of the step, of the row
   int held_from, held;    // block numbers from that one on, one in each thread
 
-  __device__ Cursor(const Work &work, int range) : work(work) {
-    const Plan plan(work.plan, work.num_ranges);
+  __device__ Cursor(const Params &params, int range) : params(params) {
+    const Plan plan(params.plan, params.num_ranges);
     const int2 header = __ldcg(reinterpret_cast<const int2 *>(plan.header));
     const int4 begin = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
     held = __ldcg(plan.blocks + range * 32 + threadIdx.x % 32);
@@ -158,7 +158,7 @@ struct Cursor {
   __device__ bool has(int n) const { return token + n >= first && token + n < len; }
   __device__ bool is_whole() const { return token >= first && token + STEP <= len; }
   __device__ void enter() {
-    first = first_token(len, work.window);
+    first = first_token(len, params.window);
     token = (first / STEP + at - start) * STEP;
     held_from = -32;
   }
@@ -168,8 +168,8 @@ struct Cursor {
     if (at == after && at < end) {
       ++row;
       start = after;
-      after = Plan(work.plan, work.num_ranges).starts[row + 1];
-      len = work.lens[row];
+      after = Plan(params.plan, params.num_ranges).starts[row + 1];
+      len = params.lens[row];
       enter();
     }
   }
@@ -179,7 +179,7 @@ struct Cursor {
     if (index >= held_from + 32) {
       held_from = index;
       const int mine = index + threadIdx.x % 32;
-      held = mine * BLOCK_SIZE < len ? work.tables[(i64)row * work.stride_table + mine] : 0;
+      held = mine * BLOCK_SIZE < len ? params.tables[(i64)row * params.stride_table + mine] : 0;
     }
     const int block = __shfl_sync(~0u, held, index - held_from);
     return ((i64)block * BLOCK_SIZE + at % BLOCK_SIZE) * ROW_BYTES;

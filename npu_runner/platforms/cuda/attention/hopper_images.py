@@ -11,13 +11,12 @@ from torch import Tensor
 from npu_runner.platforms.cuda.attention.hopper_attention import HopperAttention, Shape, why_not_hopper
 from npu_runner.platforms.cuda.attention.vision import VisionPlan
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import tensor_map
+from npu_runner.platforms.cuda.compiled_source import fits_tensor_map, tensor_map
 
 # By head dim: the kernel's shape, and how many tokens a token sees on average from which on it is faster than Triton's
 # (H100). Registers of three consumers hold tiles of 112 columns.
 _SHAPES = {64: (Shape(dims=64, consumers=3, columns=112), 2048), 72: (Shape(dims=72, consumers=3, columns=112), 1536),
            80: (Shape(dims=80, consumers=3, columns=112), 1536), 128: (Shape(dims=128), 256)}
-_ALIGNMENT_BYTES = 16
 
 
 class ImageAttention:
@@ -26,7 +25,7 @@ class ImageAttention:
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, torch.dtype], HopperAttention] = {}
 
-    def takes(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan) -> bool:
+    def accepts(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan) -> bool:
         """Whether these images are faster by it."""
         head_dim, dtype = q_TNH.shape[-1], q_TNH.dtype
         if head_dim not in _SHAPES or torch.compiler.is_compiling() or why_not_hopper(dtype) is not None:
@@ -34,20 +33,14 @@ class ImageAttention:
         if (head_dim, dtype) not in self._kernels:
             self._kernels[head_dim, dtype] = HopperAttention("image", _SHAPES[head_dim][0], {"WIDTH": head_dim}, dtype)
         # While kernels are met ahead, Triton's have to be: short images take them.
-        return (not is_ahead() and self._kernels[head_dim, dtype].is_there and plan.seen >= _SHAPES[head_dim][1]
-                and all(map(_can_be_brought, (q_TNH, k_TNH, v_TNH))))
+        return (not is_ahead() and self._kernels[head_dim, dtype].is_available and plan.seen >= _SHAPES[head_dim][1]
+                and all(map(fits_tensor_map, (q_TNH, k_TNH, v_TNH))))
 
     def attend(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
-        """Full attention within each image, (T, N, H), of what `takes` took."""
+        """Full attention within each image, (T, N, H), which `accepts` accepted."""
         kernel = self._kernels[q_TNH.shape[-1], q_TNH.dtype]
         shape, out_TNH = kernel.shape, torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         maps = [tensor_map(x, (rows, 1, shape.span // 2))
                 for x, rows in ((q_TNH, shape.rows), (k_TNH, shape.columns), (v_TNH, shape.columns))]
         kernel.launch(maps, plan.tiles(shape.rows, q_TNH.device), q_TNH.shape[1], out_TNH, scale)
         return out_TNH
-
-
-def _can_be_brought(x_TNH: Tensor) -> bool:
-    """Whether the copy engine takes its address and strides."""
-    places = (x_TNH.data_ptr(), *(stride * x_TNH.itemsize for stride in x_TNH.stride()[:-1]))
-    return x_TNH.stride(-1) == 1 and all(place % _ALIGNMENT_BYTES == 0 for place in places)

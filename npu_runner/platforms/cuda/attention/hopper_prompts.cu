@@ -13,27 +13,27 @@ struct Prompts {
   float value_scale;
 
   struct Item {
-    int head, sequence, first_row, num_tokens, first_place, end;
-    __device__ Item(const Prompts &work, int index) {
-      const int4 tile = work.tiles[index % work.num_tiles];
-      head = index / work.num_tiles;
+    int head, sequence, first_row, num_tokens, first_position, end;
+    __device__ Item(const Prompts &params, int index) {
+      const int4 tile = params.tiles[index % params.num_tiles];
+      head = index / params.num_tiles;
       sequence = tile.x;
       first_row = tile.y;
       num_tokens = min(tile.z, TOKENS);
-      first_place = tile.w;
-      end = first_place + num_tokens;
+      first_position = tile.w;
+      end = first_position + num_tokens;
     }
     // The last column that a row sees, and how many tiles of columns all rows see.
-    __device__ int place(int row) const { return first_place + row / GROUP; }
-    __device__ int whole() const { return (first_place + 1) / COLUMNS; }
+    __device__ int position(int row) const { return first_position + row / GROUP; }
+    __device__ int whole() const { return (first_position + 1) / COLUMNS; }
   };
 
   // Block numbers of 32 chunks of a context, one in each lane.
   struct Source {
     const int *table;
     int head, num_chunks, first = -1, held = 0;
-    __device__ Source(const Prompts &work, const Item &item)
-        : table(work.tables + (long long)item.sequence * work.stride_table), head(item.head),
+    __device__ Source(const Prompts &params, const Item &item)
+        : table(params.tables + (long long)item.sequence * params.stride_table), head(item.head),
           num_chunks((item.end + CHUNK - 1) / CHUNK) {}
     __device__ int block_of(int chunk) {
       if (chunk / 32 != first) {
@@ -44,14 +44,14 @@ struct Prompts {
       return __shfl_sync(~0u, held, chunk % 32);
     }
     // Chunks of tile `n` that lie in the context, to `to`.
-    __device__ void bring_tile(u32 to, const Map &map, u32 barrier, int n) {
+    __device__ void load_tile(u32 to, const TensorMap &map, u32 barrier, int n) {
       const int begin = n * (COLUMNS / CHUNK), count = min(COLUMNS / CHUNK, num_chunks - begin);
-      if (threadIdx.x == 0) expect(barrier, count * CHUNK * PARTS * SPAN);
+      if (threadIdx.x == 0) expect_bytes(barrier, count * CHUNK * PARTS * SPAN);
       for (int i = 0; i < count; ++i) {
         const int block = block_of(begin + i), token = (begin + i) * CHUNK % BLOCK_SIZE;
         if (threadIdx.x == 0)
           for (int part = 0; part < PARTS; ++part)
-            bring(to + i * CHUNK * SPAN + part * TILE_PART, map, barrier, part * SPAN / 2, head, token, block);
+            tma_load(to + i * CHUNK * SPAN + part * TILE_PART, map, barrier, part * SPAN / 2, head, token, block);
       }
     }
   };
@@ -59,7 +59,7 @@ struct Prompts {
 
 // `scales`: what keys and values were divided by, or none.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attend_prompts(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, const __grid_constant__ Map v_map,
+attend_prompts(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                const int4 *tiles, int num_tiles, int num_heads, unsigned short *out, u32 *counters, float factor,
                const int *tables, int stride_table, const float *scales) {
   attend(q_map, k_map, v_map, Prompts{tiles, num_tiles, num_heads, tables, stride_table, scales ? scales[1] : 1}, out,
@@ -72,10 +72,10 @@ __device__ __forceinline__ float low_half(u32 pair) {
   return x;
 }
 // Two numbers in e4m3, the low bits of `bytes`, in 16 bits; both kinds hold them exactly.
-__device__ __forceinline__ u32 widened(u32 bytes) {
+__device__ __forceinline__ u32 widen(u32 bytes) {
   u32 pair;
   asm("{\n.reg .b16 two, rest;\nmov.b32 {two, rest}, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(pair) : "r"(bytes));
-  return IS_BFLOAT16 ? packed(low_half(pair), low_half(pair >> 16)) : pair;
+  return IS_BFLOAT16 ? pack(low_half(pair), low_half(pair >> 16)) : pair;
 }
 
 // Blocks of caches in e4m3 as products take them: block `numbers[i]` becomes block i. WIDENERS programs have one block.
@@ -90,7 +90,7 @@ widen_blocks(const uint4 *k_cache, const uint4 *v_cache, uint4 *keys, uint4 *val
     for (int which = 0; which < 2; ++which) {
       const uint4 piece = (which ? v_cache : k_cache)[from + i];
       uint4 *wide = (which ? values : keys) + 2 * (to + i);
-      wide[0] = make_uint4(widened(piece.x), widened(piece.x >> 16), widened(piece.y), widened(piece.y >> 16));
-      wide[1] = make_uint4(widened(piece.z), widened(piece.z >> 16), widened(piece.w), widened(piece.w >> 16));
+      wide[0] = make_uint4(widen(piece.x), widen(piece.x >> 16), widen(piece.y), widen(piece.y >> 16));
+      wide[1] = make_uint4(widen(piece.z), widen(piece.z >> 16), widen(piece.w), widen(piece.w >> 16));
     }
 }

@@ -68,15 +68,15 @@ class PromptAttention:
                                                          "WIDENERS": _WIDENERS}, dtype)
         self._wide: Tensor | None = None
 
-    def takes(self, query_lens_B: Sequence[int]) -> bool:
+    def accepts(self, query_lens_B: Sequence[int]) -> bool:
         """Whether a step of so many new tokens is faster by it. The first call waits until it is compiled."""
         least = max(_LEAST_TOKENS, _LEAST_A_SEQUENCE * len(query_lens_B))
-        return self.kernel.is_there and sum(query_lens_B) >= least
+        return self.kernel.is_available and sum(query_lens_B) >= least
 
     def make_room(self, num_tokens: int, device: torch.device) -> None:
         """For what a step of so many new tokens may read in e4m3."""
         num_blocks = -(-FP8_PROMPT_ROOM * num_tokens // self._block_size)
-        if self.kernel.is_there and (self._wide is None or self._wide.shape[1] < num_blocks):
+        if self.kernel.is_available and (self._wide is None or self._wide.shape[1] < num_blocks):
             self._wide = None
             self._wide = torch.empty((2, num_blocks, self._block_size, self._num_kv_heads, _SHAPE.dims),
                                      dtype=self._dtype, device=device)
@@ -96,7 +96,7 @@ class PromptAttention:
 
     @functools.cached_property
     def _widen(self) -> LoadedKernel:
-        return self.kernel.other("widen_blocks")
+        return self.kernel.load("widen_blocks")
 
     def attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, tables_BW: Tensor,
                scale: float, scales_2: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, fetch
+from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, prefetch
 
 # What differs from step to step: a kernel of its own for values like 1 and 16 would be compiled while serving.
 _CHANGES = ["stride_table", "num_parts", "table_width", "num_blocks"]
@@ -317,8 +317,8 @@ def _fetch_first_step(table, table_width, num_blocks, context_len, part, num_par
         blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
         places = (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * ROW
         lines = places[:, None] + tl.arange(0, LINES)[None, :] * LINE
-        fetch(k_cache + lines)
-        fetch(v_cache + lines)
+        prefetch(k_cache + lines)
+        prefetch(v_cache + lines)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-# What an H100 has; Triton's interpreter, where no GPU is, takes it for that.
-_NUM_SMS, _SHARED_BYTES = 132, 232_448
+from npu_runner.platforms.cuda.gpu import Gpu
+
 NUMBERS_OF_PARTS = (2, 4, 8, 16, 32)
 """What contexts may be split into, where they are split."""
 # Decode programs that each multiprocessor should have in a step where that takes few parts, and where it takes many:
@@ -20,7 +20,7 @@ NUMBERS_OF_PARTS = (2, 4, 8, 16, 32)
 _PROGRAMS_PER_SM, _LEAST_PROGRAMS_PER_SM, _FEW_PARTS = 16, 4, 8
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Query rows and context columns of a program's step, its warps, and in how many stages keys and values come."""
 
     rows: int
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
         """Bytes of shared memory that queries, keys and values take at most; `head`: head dim with its padding."""
         return (self.rows + 2 * self.num_stages * self.columns) * head * itemsize
 
-    def smaller(self) -> Tile:
+    def smaller(self) -> AttentionTile:
         """The next smaller one; the smallest is what products take."""
         if self.num_stages > 1:
             return self._replace(num_stages=self.num_stages - 1)
@@ -41,31 +41,17 @@ class Tile(NamedTuple):
         return self._replace(rows=max(16, self.rows // 2))
 
 
-class Gpu(NamedTuple):
-    """A GPU's multiprocessors, and the shared memory that a program of it may have, in bytes."""
-
-    num_sms: int
-    shared_bytes: int
-
-    @classmethod
-    def current(cls) -> Gpu:
-        if not torch.cuda.is_available():
-            return cls(_NUM_SMS, _SHARED_BYTES)
-        properties = torch.cuda.get_device_properties()
-        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
-
-
 # By the power of 2 that holds the head dim; smaller ones take the first. Rows of decode: the least that products take.
-_DECODE = {128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 3)}
-_DECODE_FP8 = {128: Tile(16, 64, 2, 3), 256: Tile(16, 32, 4, 3)}
-_PREFILL = {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
-_TOWER = {128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)}
+_DECODE = {128: AttentionTile(16, 64, 4, 2), 256: AttentionTile(16, 32, 4, 3)}
+_DECODE_FP8 = {128: AttentionTile(16, 64, 2, 3), 256: AttentionTile(16, 32, 4, 3)}
+_PREFILL = {64: AttentionTile(128, 64, 8, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)}
+_TOWER = {128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)}
 # Of heads in two parts, 64 dims and up to 16: with one stage, ptxas 12.8 makes wrong code of it (vision_kernels).
 SPLIT_HEAD = (64, 16)
-SPLIT_TOWER = Tile(128, 64, 8, 3)
+SPLIT_TOWER = AttentionTile(128, 64, 8, 3)
 # float32 takes no tensor cores: its products are unrolled, and larger tiles do not fit into registers.
-_DECODE_FLOAT32 = {128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
-_PREFILL_FLOAT32 = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+_DECODE_FLOAT32 = {128: AttentionTile(16, 32, 8, 1), 256: AttentionTile(16, 16, 8, 1)}
+_PREFILL_FLOAT32 = {128: AttentionTile(32, 32, 8, 1), 256: AttentionTile(16, 16, 8, 1)}
 
 
 def head_width(head_dim: int) -> int:
@@ -73,7 +59,7 @@ def head_width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def decode_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu, *, from_fp8: bool = False) -> Tile:
+def decode_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu, *, from_fp8: bool = False) -> AttentionTile:
     """`group`: query heads of a kv head. `from_fp8`: the cache is in e4m3."""
     table = _DECODE_FLOAT32 if dtype == torch.float32 else _DECODE_FP8 if from_fp8 else _DECODE
     tile, rows = _choose(table, head_width(head_dim), dtype, gpu), triton.next_power_of_2(group)
@@ -81,13 +67,13 @@ def decode_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu, *, from
     return tile if rows <= tile.rows else tile._replace(rows=rows, num_warps=max(4, tile.num_warps))
 
 
-def prefill_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
+def prefill_tile(head_dim: int, group: int, dtype: torch.dtype, gpu: Gpu) -> AttentionTile:
     """`group`: query heads of a kv head, at least one token's of which are in a tile."""
     tile = _choose(_PREFILL_FLOAT32 if dtype == torch.float32 else _PREFILL, head_width(head_dim), dtype, gpu)
     return tile._replace(rows=max(tile.rows, triton.next_power_of_2(group)))
 
 
-def tower_tile(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
+def tower_tile(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> AttentionTile:
     return _choose(_PREFILL_FLOAT32 if dtype == torch.float32 else _TOWER, head_width(head_dim), dtype, gpu)
 
 
@@ -99,7 +85,7 @@ def num_decode_parts(batch_size: int, num_kv_heads: int, num_sms: int) -> int:
     return min(NUMBERS_OF_PARTS[-1], 1 << (wanted.bit_length() - 1))
 
 
-def _choose(table: dict[int, Tile], head: int, dtype: torch.dtype, gpu: Gpu) -> Tile:
+def _choose(table: dict[int, AttentionTile], head: int, dtype: torch.dtype, gpu: Gpu) -> AttentionTile:
     """The table's tile, made smaller where a GPU has less shared memory than the one that it was taken on."""
     tile = table[min((width for width in table if width >= head), default=max(table))]
     while tile.shared_bytes(head, dtype.itemsize) > gpu.shared_bytes and tile.smaller() != tile:

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda.attention import vision_kernels
-from npu_runner.platforms.cuda.attention.tiles import SPLIT_HEAD, SPLIT_TOWER, Tile, head_width
+from npu_runner.platforms.cuda.attention.tiles import SPLIT_HEAD, SPLIT_TOWER, AttentionTile, head_width
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.transfers import upload
 
@@ -60,7 +60,7 @@ class VisionPlan:
 
 
 def image_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float,
-                    tile: Tile, *, is_split: bool = False) -> Tensor:
+                    tile: AttentionTile, *, is_split: bool = False) -> Tensor:
     """Full attention within each image, (T, N, H); heads of one token lie together. `is_split`: see `SplitHeads`."""
     num_heads, head_dim = q_TNH.shape[1:]
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
@@ -87,7 +87,7 @@ class SplitHeads:
         self._fits = SPLIT_TOWER.shared_bytes(sum(SPLIT_HEAD), itemsize=2) <= shared_bytes
         self._is_right: dict[tuple[object, ...], bool] = {}
 
-    def take(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
+    def accepts(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
         """Waits for the device where a kernel is used for the first time; the start's made-up images are that."""
         first, rest = SPLIT_HEAD
         is_split = self._fits and first < q_TNH.shape[2] <= first + rest and q_TNH.dtype != torch.float32

@@ -4,13 +4,13 @@
 constexpr u32 ONES = IS_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
 // Floats whose last mantissa bits count ones, and what 4 bits are larger than what they mean without zeros.
 constexpr u32 BASE_BITS = IS_BFLOAT16 ? 0x43004300 : 0x64006400;
-constexpr float BASE = IS_BFLOAT16 ? 128 : 1024, MIDDLE = BITS == 4 ? 8 : 0;
+constexpr float BASE = IS_BFLOAT16 ? 128 : 1024, OFFSET = BITS == 4 ? 8 : 0;
 
-__device__ __forceinline__ void bring_bytes(u32 to, const void *from, u32 bytes, u32 barrier, u64 policy) {
+__device__ __forceinline__ void bulk_load(u32 to, const void *from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ u32 fused(u32 x, u32 y, u32 z) {
+__device__ __forceinline__ u32 fma16(u32 x, u32 y, u32 z) {
   u32 result;
 #if IS_BFLOAT16
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 fused(u32 x, u32 y, u32 z) {
 #endif
   return result;
 }
-__device__ __forceinline__ float wide(unsigned short x) {
+__device__ __forceinline__ float to_float(unsigned short x) {
 #if IS_BFLOAT16
   return __uint_as_float((u32)x << 16);
 #else
@@ -28,30 +28,30 @@ __device__ __forceinline__ float wide(unsigned short x) {
   return y;
 #endif
 }
-__device__ __forceinline__ unsigned short half_from_shared(u32 address) {
+__device__ __forceinline__ unsigned short load_shared_u16(u32 address) {
   unsigned short x;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
   return x;
 }
-template <u32 MASK> __device__ __forceinline__ u32 behind_base(u32 word) {
+template <u32 MASK> __device__ __forceinline__ u32 or_base(u32 word) {
   u32 result;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "n"(MASK), "r"(BASE_BITS));
   return result;
 }
 // Two numbers 16 bits apart, from bit SHIFT on, and `negative` with them: what they are larger by; exact.
-template <int SHIFT> __device__ __forceinline__ u32 unpacked(u32 word, u32 negative) {
+template <int SHIFT> __device__ __forceinline__ u32 dequantize(u32 word, u32 negative) {
 #if BITS == 4
-  return fused(behind_base<0x000F000F>(word >> SHIFT), ONES, negative);
+  return fma16(or_base<0x000F000F>(word >> SHIFT), ONES, negative);
 #elif IS_BFLOAT16
   // 128 + the low 7 bits, less 128, or 256 where the sign is set.
-  const u32 low = behind_base<0x007F007F>(word >> SHIFT), above = behind_base<0x00800080>(word >> SHIFT);
-  const u32 value = fused(above, 0xBF80BF80, low);
-  return HAS_ZEROS ? fused(value, ONES, negative) : value;
+  const u32 low = or_base<0x007F007F>(word >> SHIFT), above = or_base<0x00800080>(word >> SHIFT);
+  const u32 value = fma16(above, 0xBF80BF80, low);
+  return HAS_ZEROS ? fma16(value, ONES, negative) : value;
 #else
-  return fused(behind_base<0x00FF00FF>((word ^ 0x80808080) >> SHIFT), ONES, negative);
+  return fma16(or_base<0x00FF00FF>((word ^ 0x80808080) >> SHIFT), ONES, negative);
 #endif
 }
-// What numbers are larger by than what they mean, as they are unpacked.
+// What numbers are larger by than what they mean, as they are dequantize.
 __device__ __forceinline__ float above_zero(float zero) {
   return zero + (BITS == 4 ? BASE : IS_BFLOAT16 ? 0 : BASE + 128);
 }

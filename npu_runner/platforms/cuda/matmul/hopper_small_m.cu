@@ -1,34 +1,34 @@
 // Products y = x W^T of 1 to 16 rows on Hopper: what bounds them is reading the weight.
 //
-// A program has units of 16 outputs, several of them at once. Each of its warps has slices of 128 bytes of the rows: the
+// A program has n_tiles of 16 outputs, several of them at once. Each of its warps has slices of 128 bytes of the rows: the
 // first warp slices 0, WARPS, 2 * WARPS, ... It brings the weight's to a ring of its own in shared memory, before earlier
 // kernels are done: a weight depends on none. So the first of them are there, or on their way, when x is, of which a warp
-// reads its slices from global memory into registers. 16 outputs are the rows of a product of tensor cores, 8 rows of x
+// reads its slices from global memory into registers. 16 outputs are the rows of a partial of tensor cores, 8 rows of x
 // its columns. e4m3 is multiplied in float16, which holds it exactly. What a thread reads, 16 bytes at once, is what it
-// multiplies: terms may come in any order, if both factors have the same. At the end the sums of all warps are added, in
+// multiplies: terms may come in any order, if both output_scales have the same. At the end the acc of all warps are added, in
 // the order of the warps.
 //
 // Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the kind that IS_BFLOAT16 names), IN_BLOCKS (scales of
-// 128 x 128 and of rows of 128 terms), TOKENS (8 or 16, of x), UNITS at once, WARPS, STAGES, FIRST.
+// 128 x 128 and of rows of 128 terms), TILE_M (8 or 16, of x), N_TILES at once, WARPS, STAGES, FIRST.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef long long i64;
 
-constexpr int UNIT = 16, SLICE = 128, BLOCK_UNITS = 128 / UNIT, HALVES = TOKENS / 8, THREADS = 32 * WARPS;
-constexpr bool HAS_FACTORS = ITEM == 1 && !IN_BLOCKS;
+constexpr int MMA_N = 16, SLICE = 128, BLOCK_TILES = 128 / MMA_N, HALVES = TILE_M / 8, THREADS = 32 * WARPS;
+constexpr bool HAS_OUTPUT_SCALES = ITEM == 1 && !IN_BLOCKS;
 // Pairs of outputs that a thread ends.
-constexpr int PAIRS = (UNITS * TOKENS * UNIT / 2 + THREADS - 1) / THREADS;
+constexpr int PAIRS = (N_TILES * TILE_M * MMA_N / 2 + THREADS - 1) / THREADS;
 static_assert(PAIRS <= 2);
-constexpr u32 STAGE_BYTES = UNIT * SLICE;
-// Sums of a warp: UNITS times TOKENS times UNIT outputs, which begin 20 banks apart.
-constexpr int SUM_PITCH = UNIT + 4, SUMS = UNITS * TOKENS * SUM_PITCH;
-constexpr u32 EXCHANGE = WARPS * STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WARPS * SUMS;
+constexpr u32 STAGE_BYTES = MMA_N * SLICE;
+// Sums of a warp: N_TILES times TILE_M times MMA_N outputs, which begin 20 banks apart.
+constexpr int PITCH = MMA_N + 4, ACCUMULATORS = N_TILES * TILE_M * PITCH;
+constexpr u32 EXCHANGE = WARPS * STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WARPS * ACCUMULATORS;
 
 // x: (rows, terms), weight: (outputs, terms), both counted in bytes. Scales of x lie `group_stride` apart from group to
 // group; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, groups).
-struct Work {
-  int num_rows, num_outputs, num_slices;
+struct Params {
+  int m, n, num_slices;
   i64 stride_x, group_stride, scale_stride;
   const u8 *x;
   const float *x_scales, *scales;
@@ -36,7 +36,7 @@ struct Work {
   u16 *out;
 };
 
-__device__ __forceinline__ void bring_piece(u32 to, const Map &map, u32 barrier, int row, int slice, u64 policy) {
+__device__ __forceinline__ void tma_load_slice(u32 to, const TensorMap &map, u32 barrier, int row, int slice, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
@@ -63,124 +63,124 @@ __device__ __forceinline__ u32 word(const uint4 &piece, int i) {
   return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
 }
 // 16 rows, 8 columns, 16 terms.
-__device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
-#define PRODUCT(kind)                                                                                                  \
+__device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
+#define MMA(kind)                                                                                                  \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
-               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])              \
+               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])              \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
-  if (IS_BFLOAT16 && ITEM == 2) PRODUCT("bf16"); else PRODUCT("f16");
+  if (IS_BFLOAT16 && ITEM == 2) MMA("bf16"); else MMA("f16");
 }
 
-// Pieces of a warp's part of the weight in their order: of UNITS units at once, slice after slice, unit after unit.
-struct Place {
+// WeightRing of a warp's part of the weight in their order: of N_TILES n_tiles at once, slice after slice, unit after unit.
+struct SliceCursor {
   int first, end, slice, num_slices, i = 0;
-  __device__ Place(const Work &work) : slice(threadIdx.x / 32), num_slices(work.num_slices) {
-    const int units = work.num_outputs / UNIT;
-    first = (i64)units * blockIdx.x / gridDim.x;
-    end = slice < num_slices ? (i64)units * (blockIdx.x + 1) / gridDim.x : first;
+  __device__ SliceCursor(const Params &params) : slice(threadIdx.x / 32), num_slices(params.num_slices) {
+    const int n_tiles = params.n / MMA_N;
+    first = (i64)n_tiles * blockIdx.x / gridDim.x;
+    end = slice < num_slices ? (i64)n_tiles * (blockIdx.x + 1) / gridDim.x : first;
   }
   __device__ bool is_there() const { return first < end; }
-  __device__ int count() const { return min(UNITS, end - first); }
-  __device__ int row() const { return (first + i) * UNIT; }
+  __device__ int count() const { return min(N_TILES, end - first); }
+  __device__ int row() const { return (first + i) * MMA_N; }
   __device__ void next() {
     if (++i < count()) return;
     i = 0;
     slice += WARPS;
     if (slice < num_slices) return;
     slice = threadIdx.x / 32;
-    first += UNITS;
+    first += N_TILES;
   }
 };
 
-// A warp's ring; its first thread asks for what comes. At first it asks for no more than FIRST pieces at once, until the
+// A warp's ring; its first thread asks for what comes. At first it asks for no more than FIRST ring at once, until the
 // ring is full: the small kernels before this one, on which x waits, would wait behind more.
-struct Pieces {
-  const Map &map;
+struct WeightRing {
+  const TensorMap &map;
   u32 shared, barriers, stage = 0, parity = 0;
-  Place place;
+  SliceCursor cursor;
   u64 policy;
 
-  __device__ Pieces(const Map &map, const Work &work, u32 all)
+  __device__ WeightRing(const TensorMap &map, const Params &params, u32 all)
       : map(map), shared(all + threadIdx.x / 32 * STAGES * STAGE_BYTES),
-        barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), place(work) {
+        barriers(all + FULL + threadIdx.x / 32 * STAGES * 8), cursor(params) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     if (threadIdx.x % 32 == 0) {
-      for (int i = 0; i < STAGES; ++i) make_barrier(barriers + 8 * i, 1);
+      for (int i = 0; i < STAGES; ++i) init_barrier(barriers + 8 * i, 1);
       proxy_fence();
-      for (int i = 0; i < STAGES && place.is_there(); ++i) {
+      for (int i = 0; i < STAGES && cursor.is_there(); ++i) {
         if (i >= FIRST) wait(barriers + 8 * (i - FIRST), 0);
-        bring_next(i);
+        load_next(i);
       }
     }
     __syncwarp();
   }
   // By the first thread.
-  __device__ void bring_next(int to) {
-    if (!place.is_there()) return;
-    expect(barriers + 8 * to, STAGE_BYTES);
-    bring_piece(shared + to * STAGE_BYTES, map, barriers + 8 * to, place.row(), place.slice, policy);
-    place.next();
+  __device__ void load_next(int to) {
+    if (!cursor.is_there()) return;
+    expect_bytes(barriers + 8 * to, STAGE_BYTES);
+    tma_load_slice(shared + to * STAGE_BYTES, map, barriers + 8 * to, cursor.row(), cursor.slice, policy);
+    cursor.next();
   }
-  __device__ void await() const { wait(barriers + 8 * stage, parity); }
+  __device__ void wait_full() const { wait(barriers + 8 * stage, parity); }
   __device__ u32 at() const { return shared + stage * STAGE_BYTES; }
   // This piece was read: the next one comes there.
   __device__ void next() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) bring_next(stage);
+    if (threadIdx.x % 32 == 0) load_next(stage);
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
   }
 };
 
 // What a warp has of x for a slice: of row `group` (and 8 behind it) 2 times 16 bytes, and the scales of 2 columns.
-struct Rows {
-  uint4 pieces[HALVES][2];
+struct XSlice {
+  uint4 ring[HALVES][2];
   float scales[HALVES][2];
 };
 
 // Scales of two outputs, and of a row of x.
-struct Factors {
-  float low, high, of_row;
+struct OutputScales {
+  float low, high, row;
 };
 
-struct Multiplier {
-  const Work &work;
-  Pieces &pieces;
+struct WarpGemm {
+  const Params &params;
+  WeightRing &ring;
   const int warp, lane, group, member;
-  float sums[UNITS][HALVES][4];
+  float acc[N_TILES][HALVES][4];
 
-  __device__ Multiplier(const Work &work, Pieces &pieces)
-      : work(work), pieces(pieces), warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
+  __device__ WarpGemm(const Params &params, WeightRing &ring)
+      : params(params), ring(ring), warp(threadIdx.x / 32), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
 
-  __device__ void read_rows(Rows &rows, int slice) const {
+  __device__ void load_x(XSlice &rows, int slice) const {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      const u8 *x = work.x + min(8 * h + group, work.num_rows - 1) * work.stride_x + slice * SLICE + member * 16;
-      rows.pieces[h][0] = read_global(x);
-      rows.pieces[h][1] = read_global(x + 64);
+      const u8 *x = params.x + min(8 * h + group, params.m - 1) * params.stride_x + slice * SLICE + member * 16;
+      rows.ring[h][0] = read_global(x);
+      rows.ring[h][1] = read_global(x + 64);
       if (IN_BLOCKS)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          rows.scales[h][i] = work.x_scales[slice * work.group_stride + min(8 * h + 2 * member + i, work.num_rows - 1)];
+          rows.scales[h][i] = params.x_scales[slice * params.group_stride + min(8 * h + 2 * member + i, params.m - 1)];
     }
   }
-  // Of the block of the first unit and of that of the last: UNITS are no more than a block has.
-  __device__ void read_scales(float (&scales)[2], int first, int count, int slice) const {
-    scales[0] = work.scales[first / BLOCK_UNITS * work.scale_stride + slice];
-    scales[1] = work.scales[(first + count - 1) / BLOCK_UNITS * work.scale_stride + slice];
+  // Of the block of the first unit and of that of the last: N_TILES are no more than a block has.
+  __device__ void load_scales(float (&scales)[2], int first, int count, int slice) const {
+    scales[0] = params.scales[first / BLOCK_TILES * params.scale_stride + slice];
+    scales[1] = params.scales[(first + count - 1) / BLOCK_TILES * params.scale_stride + slice];
   }
-  // This warp's slice of a unit. A row's 16-byte pieces lie in an order of its own (Hopper's swizzle of 128 bytes): 8
-  // threads read pieces of two rows that lie in different banks, if those are 4 apart.
+  // This warp's slice of a unit. A row's 16-byte ring lie in an order of its own (Hopper's swizzle of 128 bytes): 8
+  // threads read ring of two rows that lie in different banks, if those are 4 apart.
   __device__ int row_of_group() const { return group / 2 + group % 2 * 4; }
-  __device__ void read_piece(uint4 (&piece)[2][2]) const {
+  __device__ void load_weight(uint4 (&piece)[2][2]) const {
     const int row = row_of_group();
-    const u32 from = pieces.at() + row * SLICE;
+    const u32 from = ring.at() + row * SLICE;
 #pragma unroll
     for (int p = 0; p < 2; ++p)
 #pragma unroll
       for (int below = 0; below < 2; ++below)
         piece[p][below] = read_shared(from + below * 8 * SLICE + ((4 * p + member) ^ row) * 16);
   }
-  __device__ void add(float (&sums)[HALVES][4], const uint4 (&piece)[2][2], const Rows &rows, float scale) {
+  __device__ void add(float (&acc)[HALVES][4], const uint4 (&piece)[2][2], const XSlice &rows, float scale) {
     float chains[2][HALVES][4] = {};
 #pragma unroll
     for (int w = 0; w < 4; w += ITEM)
@@ -199,9 +199,9 @@ struct Multiplier {
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
           u32 right[2];
-          if (ITEM == 1) widen(word(rows.pieces[h][p], w), right[0], right[1]);
-          multiply(chains[p][h], left, ITEM == 1 ? right[0] : word(rows.pieces[h][p], w),
-                   ITEM == 1 ? right[1] : word(rows.pieces[h][p], w + 1));
+          if (ITEM == 1) widen(word(rows.ring[h][p], w), right[0], right[1]);
+          mma(chains[p][h], left, ITEM == 1 ? right[0] : word(rows.ring[h][p], w),
+                   ITEM == 1 ? right[1] : word(rows.ring[h][p], w + 1));
         }
       }
 #pragma unroll
@@ -209,111 +209,111 @@ struct Multiplier {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float both = chains[0][h][e] + chains[1][h][e];
-        sums[h][e] = IN_BLOCKS ? fmaf(both, rows.scales[h][e % 2] * scale, sums[h][e]) : sums[h][e] + both;
+        acc[h][e] = IN_BLOCKS ? fmaf(both, rows.scales[h][e % 2] * scale, acc[h][e]) : acc[h][e] + both;
       }
   }
-  __device__ void multiply_slice(const Rows &rows, const float (&scales)[2], int first, int count) {
+  __device__ void mma_slice(const XSlice &rows, const float (&scales)[2], int first, int count) {
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i)
+    for (int i = 0; i < N_TILES; ++i)
       if (i < count) {
         uint4 piece[2][2];
-        pieces.await();
-        read_piece(piece);
-        pieces.next();
-        add(sums[i], piece, rows, first % BLOCK_UNITS + i < BLOCK_UNITS ? scales[0] : scales[1]);
+        ring.wait_full();
+        load_weight(piece);
+        ring.next();
+        add(acc[i], piece, rows, first % BLOCK_TILES + i < BLOCK_TILES ? scales[0] : scales[1]);
       }
   }
-  static __device__ float wide(u16 x) {
+  static __device__ float to_float(u16 x) {
     if (IS_BFLOAT16) return __uint_as_float((u32)x << 16);
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
   }
-  __device__ void give(float *exchange, int count) const {
+  __device__ void store_partials(float *exchange, int count) const {
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i)
+    for (int i = 0; i < N_TILES; ++i)
 #pragma unroll
       for (int h = 0; h < HALVES; ++h)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = 8 * h + 2 * member + e % 2;
-          if (i < count && row < work.num_rows)
-            exchange[warp * SUMS + (i * TOKENS + row) * SUM_PITCH + row_of_group() + e / 2 * 8] = sums[i][h][e];
+          if (i < count && row < params.m)
+            exchange[warp * ACCUMULATORS + (i * TILE_M + row) * PITCH + row_of_group() + e / 2 * 8] = acc[i][h][e];
         }
   }
-  // What this thread scales sums with. It is asked for before they are there: the end of a product waits for no memory.
-  __device__ void read_factors(Factors (&factors)[PAIRS], int first, int count) const {
-    if (!HAS_FACTORS) return;
+  // What this thread scales acc with. It is asked for before they are there: the end of a partial waits for no memory.
+  __device__ void load_output_scales(OutputScales (&output_scales)[PAIRS], int first, int count) const {
+    if (!HAS_OUTPUT_SCALES) return;
 #pragma unroll
     for (int turn = 0; turn < PAIRS; ++turn) {
       const int at = threadIdx.x + turn * THREADS;
-      if (at >= count * work.num_rows * UNIT / 2) continue;
-      const int output = (first + at / (UNIT / 2) % count) * UNIT + at % (UNIT / 2) * 2;
-      factors[turn] = {work.scales[output * work.scale_stride], work.scales[(output + 1) * work.scale_stride],
-                       work.x_scales[at / (UNIT / 2) / count]};
+      if (at >= count * params.m * MMA_N / 2) continue;
+      const int output = (first + at / (MMA_N / 2) % count) * MMA_N + at % (MMA_N / 2) * 2;
+      output_scales[turn] = {params.scales[output * params.scale_stride], params.scales[(output + 1) * params.scale_stride],
+                       params.x_scales[at / (MMA_N / 2) / count]};
     }
   }
   // Two outputs of a row at once.
-  __device__ void take(const float *exchange, const Factors (&factors)[PAIRS], int first, int count) const {
-    for (int at = threadIdx.x, turn = 0; at < count * work.num_rows * UNIT / 2; at += THREADS, ++turn) {
-      const int pair = at % (UNIT / 2), i = at / (UNIT / 2) % count, row = at / (UNIT / 2) / count;
-      const int output = (first + i) * UNIT + 2 * pair;
+  __device__ void reduce(const float *exchange, const OutputScales (&output_scales)[PAIRS], int first, int count) const {
+    for (int at = threadIdx.x, turn = 0; at < count * params.m * MMA_N / 2; at += THREADS, ++turn) {
+      const int pair = at % (MMA_N / 2), i = at / (MMA_N / 2) % count, row = at / (MMA_N / 2) / count;
+      const int output = (first + i) * MMA_N + 2 * pair;
       float2 sum = make_float2(0, 0);
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        const float2 part = *reinterpret_cast<const float2 *>(exchange + w * SUMS + (i * TOKENS + row) * SUM_PITCH
+        const float2 part = *reinterpret_cast<const float2 *>(exchange + w * ACCUMULATORS + (i * TILE_M + row) * PITCH
                                                               + 2 * pair);
         sum = make_float2(sum.x + part.x, sum.y + part.y);
       }
-      if (HAS_FACTORS) {
-        const Factors by = turn == 0 ? factors[0] : factors[PAIRS - 1];
-        sum = make_float2(sum.x * (by.low * by.of_row), sum.y * (by.high * by.of_row));
+      if (HAS_OUTPUT_SCALES) {
+        const OutputScales by = turn == 0 ? output_scales[0] : output_scales[PAIRS - 1];
+        sum = make_float2(sum.x * (by.low * by.row), sum.y * (by.high * by.row));
       }
-      if (work.bias) sum = make_float2(sum.x + wide(work.bias[output]), sum.y + wide(work.bias[output + 1]));
-      *reinterpret_cast<u32 *>(work.out + (i64)row * work.num_outputs + output) = packed(sum.x, sum.y);
+      if (params.bias) sum = make_float2(sum.x + to_float(params.bias[output]), sum.y + to_float(params.bias[output + 1]));
+      *reinterpret_cast<u32 *>(params.out + (i64)row * params.n + output) = pack(sum.x, sum.y);
     }
   }
-  __device__ void multiply_units(int first, int count) {
+  __device__ void multiply_tiles(int first, int count) {
 #pragma unroll
-    for (int e = 0; e < UNITS * HALVES * 4; ++e) sums[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
+    for (int e = 0; e < N_TILES * HALVES * 4; ++e) acc[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
     // x and scales of the next slice are asked for while this one's are used.
-    Rows next;
+    XSlice next;
     float next_scales[2];
-    if (warp < work.num_slices) {
-      read_rows(next, warp);
-      if (IN_BLOCKS) read_scales(next_scales, first, count, warp);
+    if (warp < params.num_slices) {
+      load_x(next, warp);
+      if (IN_BLOCKS) load_scales(next_scales, first, count, warp);
     }
-    for (int slice = warp; slice < work.num_slices; slice += WARPS) {
-      const Rows rows = next;
+    for (int slice = warp; slice < params.num_slices; slice += WARPS) {
+      const XSlice rows = next;
       const float scales[2] = {next_scales[0], next_scales[1]};
-      if (slice + WARPS < work.num_slices) {
-        read_rows(next, slice + WARPS);
-        if (IN_BLOCKS) read_scales(next_scales, first, count, slice + WARPS);
+      if (slice + WARPS < params.num_slices) {
+        load_x(next, slice + WARPS);
+        if (IN_BLOCKS) load_scales(next_scales, first, count, slice + WARPS);
       }
-      multiply_slice(rows, scales, first, count);
+      mma_slice(rows, scales, first, count);
     }
   }
   __device__ void run(float *exchange) {
-    const int units = work.num_outputs / UNIT, end = (i64)units * (blockIdx.x + 1) / gridDim.x;
-    for (int first = (i64)units * blockIdx.x / gridDim.x; first < end; first += UNITS) {
-      const int count = min(UNITS, end - first);
-      Factors factors[PAIRS];
-      read_factors(factors, first, count);
-      multiply_units(first, count);
-      give(exchange, count);
+    const int n_tiles = params.n / MMA_N, end = (i64)n_tiles * (blockIdx.x + 1) / gridDim.x;
+    for (int first = (i64)n_tiles * blockIdx.x / gridDim.x; first < end; first += N_TILES) {
+      const int count = min(N_TILES, end - first);
+      OutputScales output_scales[PAIRS];
+      load_output_scales(output_scales, first, count);
+      multiply_tiles(first, count);
+      store_partials(exchange, count);
       __syncthreads();
-      take(exchange, factors, first, count);
+      reduce(exchange, output_scales, first, count);
       __syncthreads();
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-multiply_few_rows(const __grid_constant__ Map weight_map, const __grid_constant__ Work work) {
+small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Params params) {
   extern __shared__ unsigned char memory[];
   const u32 begin = (u32)__cvta_generic_to_shared(memory), shared = (begin + 1023) / 1024 * 1024;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  Pieces pieces(weight_map, work, shared);
+  WeightRing ring(weight_map, params, shared);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  Multiplier(work, pieces).run(reinterpret_cast<float *>(memory + (shared - begin) + EXCHANGE));
+  WarpGemm(params, ring).run(reinterpret_cast<float *>(memory + (shared - begin) + EXCHANGE));
 }

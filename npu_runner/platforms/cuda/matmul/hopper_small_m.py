@@ -1,8 +1,9 @@
-"""Products of 1 to 16 rows in CUDA C++ for Hopper (hopper_small_m.cu), by NVRTC. Knows nothing of models.
+"""Matmuls of 1 to 16 rows on Hopper, in CUDA C++ (hopper_small_m.cu). Knows no models.
 
-y = (q_x W^T) s_x s_w + b in FP8, with the scales of `quantised_products`; y = x W^T + b in 16 bits. Sums are float32.
+The weight is in FP8, or in 16 bits. LM heads, int8, weights of less than 16 MiB, and weights with fewer than 16 outputs
+for each multiprocessor stay in Triton. Two to 16 rows in 16 bits need them for only three of four multiprocessors.
 
-M rows, I input features, O output features, G groups of 128 columns.
+M rows, N output features, K input features.
 """
 
 from __future__ import annotations
@@ -14,135 +15,122 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.cuda import dependent_launch
+from npu_runner.platforms.cuda import gpu
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
-from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, tensor_map
-from npu_runner.platforms.cuda.matmul.hopper_fp8 import can_be_brought, is_hopper
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, fits_tensor_map, tensor_map
+from npu_runner.platforms.cuda.dependent_launch import is_dependent
+from npu_runner.platforms.cuda.matmul.operands import Matmul
+from npu_runner.platforms.cuda.matmul.small_m import has_large_weight, is_large
 
-_ARCHITECTURE = "sm_90a"
-_FP8 = torch.float8_e4m3fn
-MOST_ROWS = 16
-# Rows from which on it is faster than Triton's kernels.
-LEAST_ROWS = {_FP8: 1, torch.bfloat16: 1, torch.float16: 1}
-# Of smaller weights some were faster by Triton's kernels; weights with more outputs are those of heads.
+_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+MOST_M = 16
+# Triton's kernels were faster for some smaller weights; only LM heads have more outputs.
 _LEAST_BYTES, _MANY_OUTPUTS = 16 << 20, 65_536
-# Outputs at once, and bytes of a row that a warp has at once.
-_UNIT, _SLICE = 16, 128
-_SUM_PITCH = 20
-_TOKENS = (8, 16)
+# Outputs of an MMA, bytes of a weight row in a stage, and floats from one output's accumulators to the next one's.
+_MMA_N, _SLICE, _PITCH = 16, 128, 20
 
 
-class Kind(NamedTuple):
-    """What a kernel is compiled for. `tokens`: rows of x that it has at most."""
+class _Variant(NamedTuple):
+    """The constants of the source. `tile_m`: the most rows of x."""
 
     dtype: torch.dtype
     out_dtype: torch.dtype
     in_blocks: bool
-    tokens: int
+    tile_m: int
 
 
-class Tile(NamedTuple):
-    """As in the source: units of 16 outputs at once, warps, pieces of 16 x 128 bytes in a warp's ring, and how many of
-    them it asks for at once until its ring is full."""
+class SmallMTile(NamedTuple):
+    """`n_tiles` of 16 outputs at once, warps, stages of 16 x 128 bytes in a warp's ring, and how many of them a warp
+    loads at once until its ring is full."""
 
-    units: int
+    n_tiles: int
     warps: int
     stages: int
     first: int
 
 
-# By rows of x; the quickest of those tried in layers, one program on a multiprocessor (docs/benchmarks.md).
-TILES = {8: Tile(4, 16, 3, 1), 16: Tile(4, 8, 5, 2)}
+# By the rows of x; the fastest of those tried in layers, with one program on a multiprocessor (docs/benchmarks.md).
+TILES = {8: SmallMTile(4, 16, 3, 1), 16: SmallMTile(4, 8, 5, 2)}
 
 
-def prepare(weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> None:
-    """Begins to compile what products with this weight may take."""
-    if _takes_weight(weight_OI):
-        for tokens in _TOKENS:
-            _kernel(Kind(weight_OI.dtype, dtype, in_blocks, tokens))
+def prepare(matmul: Matmul) -> None:
+    if _accepts_weight(matmul):
+        for variant in _variants(matmul):
+            _kernel(variant)
 
 
-def takes(x_MI: Tensor, weight_OI: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> bool:
-    """Whether this product is faster here than otherwise. The first such call waits until the kernels are compiled.
-    While Triton's kernels are met ahead, they have to be: no."""
-    if is_ahead() or not _takes_weight(weight_OI) or not _least_rows(weight_OI) <= len(x_MI) <= MOST_ROWS:
+def accepts(matmul: Matmul) -> bool:
+    """The first call waits until the kernels are compiled. During compile-ahead Triton's kernels must be met: False."""
+    x_MK, weight_NK, bias_N, dtype = matmul[:4]
+    if is_ahead() or not _accepts_weight(matmul) or not _least_m(weight_NK) <= len(x_MK) <= MOST_M:
         return False
-    if x_MI.dtype != weight_OI.dtype or not can_be_brought(x_MI):
+    if x_MK.dtype != weight_NK.dtype or not fits_tensor_map(x_MK) or not (bias_N is None or bias_N.dtype == dtype):
         return False
-    # All are loaded at once: none is while a graph is captured.
-    return all([_kernel(Kind(weight_OI.dtype, dtype, in_blocks, tokens)).is_there for tokens in _TOKENS])
+    # All are loaded at once, since none can be loaded while a graph is captured.
+    return (matmul.scale is not None or has_large_weight(matmul)) and all([
+        _kernel(variant).is_available for variant in _variants(matmul)])
 
 
-def multiply(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Tensor | None, bias_O: Tensor | None,
-             dtype: torch.dtype) -> Tensor:
-    """(M, O) of `dtype`, which a bias is, too. Scales of FP8 as of `quantised_products.few_rows`; none in 16 bits.
-
-    O is a multiple of 16, and a row of the weight, which is contiguous, one of 128 bytes. Addresses and rows of x are
-    multiples of 16 bytes.
-    """
-    (num_rows, num_inputs), num_outputs, in_blocks = x_MI.shape, len(weight_OI), scale is not None and scale.dim() == 2
-    assert 1 <= num_rows <= MOST_ROWS, f"{num_rows} rows are not 1 to {MOST_ROWS}"
-    assert bias_O is None or bias_O.dtype == dtype, f"a bias of {bias_O.dtype}"
-    kernel = _kernel(Kind(weight_OI.dtype, dtype, in_blocks, next(tokens for tokens in _TOKENS if tokens >= num_rows)))
-    out_MO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_MI.device)
-    places = (None if each is None else each.data_ptr() for each in (x_MI, x_scale, scale, bias_O, out_MO))
-    work = _Work(num_rows, num_outputs, num_inputs * weight_OI.itemsize // _SLICE, x_MI.stride(0) * x_MI.itemsize,
-                 x_scale.stride(1) if x_scale is not None and in_blocks else 0,
-                 scale.stride(0) if scale is not None and scale.numel() > 1 else 0, *places)
-    kernel.launch(min(num_outputs // _UNIT, _num_sms()), weight_OI, work)
-    return out_MO
+def multiply(matmul: Matmul) -> Tensor:
+    """N is a multiple of 16, and a row of the contiguous weight of 128 bytes. Accumulators are float32."""
+    x_MK, weight_NK, bias_N, dtype, x_scale, scale = matmul
+    (M, K), N = x_MK.shape, len(weight_NK)
+    assert 1 <= M <= MOST_M, f"{M} rows are not 1 to {MOST_M}"
+    assert bias_N is None or bias_N.dtype == dtype, f"a bias of {bias_N.dtype}"
+    kernel = _kernel(_variants(matmul)[M > 8])
+    out_MN = matmul.empty_output()
+    addresses = (None if each is None else each.data_ptr() for each in (x_MK, x_scale, scale, bias_N, out_MN))
+    params = _SmallMParams(M, N, K * weight_NK.itemsize // _SLICE, x_MK.stride(0) * x_MK.itemsize,
+                           x_scale.stride(1) if x_scale is not None and matmul.in_blocks else 0,
+                           scale.stride(0) if scale is not None and scale.numel() > 1 else 0, *addresses)
+    kernel.launch(min(N // _MMA_N, gpu.num_sms()), weight_NK, params)
+    return out_MN
 
 
-@functools.cache
-def _num_sms() -> int:
-    return torch.cuda.get_device_properties().multi_processor_count
+def _least_m(weight_NK: Tensor) -> int:
+    """Triton's kernel was faster for one row where some multiprocessors have no outputs."""
+    return 1 if len(weight_NK) >= _MMA_N * gpu.num_sms() else 2
 
 
-def _least_rows(weight_OI: Tensor) -> int:
-    """A row alone was faster by Triton's kernel where multiprocessors are left without a unit of outputs."""
-    return LEAST_ROWS[weight_OI.dtype] if len(weight_OI) >= _UNIT * _num_sms() else max(2, LEAST_ROWS[weight_OI.dtype])
+def _accepts_weight(matmul: Matmul) -> bool:
+    weight_NK = matmul.weight
+    N, row_bytes = len(weight_NK), weight_NK.shape[1] * weight_NK.itemsize
+    least_tiles = gpu.num_sms() * 3 // 4 if weight_NK.itemsize == 2 else gpu.num_sms()
+    return (gpu.is_hopper() and weight_NK.dtype in _DTYPES and weight_NK.is_contiguous() and fits_tensor_map(weight_NK)
+            and N % _MMA_N == 0 and row_bytes % _SLICE == 0 and _MMA_N * least_tiles <= N <= _MANY_OUTPUTS
+            and N * row_bytes >= _LEAST_BYTES and (matmul.scale is not None or is_large(weight_NK)))
 
 
-def _takes_weight(weight_OI: Tensor) -> bool:
-    """Each multiprocessor has a unit of outputs, or, in 16 bits, three of four have."""
-    return (is_hopper() and weight_OI.dtype in LEAST_ROWS and weight_OI.is_contiguous()
-            and can_be_brought(weight_OI) and len(weight_OI) % _UNIT == 0
-            and weight_OI.shape[1] * weight_OI.itemsize % _SLICE == 0
-            and _UNIT * _least_units(weight_OI) <= len(weight_OI) <= _MANY_OUTPUTS
-            and weight_OI.numel() * weight_OI.itemsize >= _LEAST_BYTES)
+def _variants(matmul: Matmul) -> list[_Variant]:
+    return [_Variant(matmul.weight.dtype, matmul.dtype, matmul.in_blocks, tile_m) for tile_m in TILES]
 
 
-def _least_units(weight_OI: Tensor) -> int:
-    return _num_sms() * 3 // 4 if weight_OI.itemsize == 2 else _num_sms()
+class _SmallMParams(ctypes.Structure):
+    """`Params` of the source."""
 
-
-class _Work(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_slices")),
+    _fields_ = (*((name, ctypes.c_int) for name in ("m", "n", "num_slices")),
                 *((name, ctypes.c_longlong) for name in ("stride_x", "group_stride", "scale_stride")),
                 *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "bias", "out")))
 
 
-class _Kernel(KernelAhead):
-    """For one kind."""
-
-    def __init__(self, kind: Kind):
-        self._tile = tile = TILES[kind.tokens]
-        exchange = 4 * tile.warps * tile.units * kind.tokens * _SUM_PITCH
-        shared_bytes = tile.warps * tile.stages * (_UNIT * _SLICE + 8) + exchange + 1024
-        constants = {"ITEM": kind.dtype.itemsize, "IN_BLOCKS": int(kind.in_blocks), "TOKENS": kind.tokens,
-                     "IS_BFLOAT16": int(kind.out_dtype == torch.bfloat16),
+class _SmallMKernel(KernelAhead):
+    def __init__(self, variant: _Variant):
+        self._tile = tile = TILES[variant.tile_m]
+        exchange = 4 * tile.warps * tile.n_tiles * variant.tile_m * _PITCH
+        shared_bytes = tile.warps * tile.stages * (_MMA_N * _SLICE + 8) + exchange + 1024
+        constants = {"ITEM": variant.dtype.itemsize, "IN_BLOCKS": int(variant.in_blocks), "TILE_M": variant.tile_m,
+                     "IS_BFLOAT16": int(variant.out_dtype == torch.bfloat16),
                      **{name.upper(): value for name, value in tile._asdict().items()}}
-        source = CompiledSource(["hopper.cu", "matmul/hopper_small_m.cu"], constants, _ARCHITECTURE)
-        super().__init__(source, "multiply_few_rows", shared_bytes, instead="products of few rows: triton")
+        super().__init__(CompiledSource(["hopper.cu", "matmul/hopper_small_m.cu"], constants), "small_m_gemm",
+                         shared_bytes, fallback="matmuls of 1 to 16 rows: triton")
 
-    def launch(self, programs: int, weight_OI: Tensor, work: _Work) -> None:
-        (num_outputs, num_inputs), inputs = weight_OI.shape, _SLICE // weight_OI.itemsize
-        slices = weight_OI.as_strided((num_inputs // inputs, num_outputs, inputs), (inputs, num_inputs, 1))
-        is_dependent = bool(dependent_launch.launch_settings()["IS_DEPENDENT"])
-        self.loaded.launch(programs, 32 * self._tile.warps, [tensor_map(slices, (1, _UNIT, inputs)), work],
-                            is_dependent=is_dependent)
+    def launch(self, programs: int, weight_NK: Tensor, params: _SmallMParams) -> None:
+        (N, K), slice_k = weight_NK.shape, _SLICE // weight_NK.itemsize
+        slices = weight_NK.as_strided((K // slice_k, N, slice_k), (slice_k, K, 1))
+        self.loaded.launch(programs, 32 * self._tile.warps, [tensor_map(slices, (1, _MMA_N, slice_k)), params],
+                           is_dependent=is_dependent())
 
 
 @functools.cache
-def _kernel(kind: Kind) -> _Kernel:
-    return _Kernel(kind)
+def _kernel(variant: _Variant) -> _SmallMKernel:
+    return _SmallMKernel(variant)

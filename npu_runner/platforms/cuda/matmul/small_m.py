@@ -1,169 +1,165 @@
-"""Products of a few rows with a weight: what bounds them is reading the weight. Knows nothing of models.
+"""Matmuls of 1 to 16 rows with a weight in 16 bits, in Triton. Reading the weight is their bound. Knows no models.
 
-M rows, I input features, O output features.
+One row is computed element by element. More rows use tensor cores with the weight's tile as the left operand, which has
+the 64 or 128 rows that an MMA needs. Both prefetch their first weights before they wait for earlier kernels.
+
+M rows, N output features, K input features.
 """
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from npu_runner.platforms.cuda.dependent_launch import launch_settings, wait_for_earlier_kernels
-from npu_runner.platforms.cuda.matmul.hopper_fp8 import is_hopper
+from npu_runner.platforms.cuda.dependent_launch import launch_settings, prefetch, wait_for_earlier_kernels
+from npu_runner.platforms.cuda.matmul.operands import Matmul
 
-MOST_ROWS = 16
-# Smaller weights are read in the time of a launch, whoever reads them; float32 products stay IEEE's in cuBLAS.
+MOST_M = 16
+# Smaller weights take the time of a launch in any kernel; cuBLAS computes float32 as IEEE does.
 _LEAST_FEATURES = 1024
-# Weights with more outputs are those of heads.
+# Only LM heads have more outputs.
 _MANY_OUTPUTS = 65_536
 _DTYPES = (torch.bfloat16, torch.float16)
-_TENSOR_CORE_ROWS = 16
-# Elements of each row of the weight that a kernel asks for before it waits; a line of the L2 cache has 64 of two bytes.
-_AHEAD = 256
+# The rows of x in an MMA.
+_BLOCK_M = 16
+# Elements of each weight row that a program prefetches; a line of the L2 cache has 64 of two bytes.
+_PREFETCHED = 256
 _LINE = tl.constexpr(64)
-# Elements that rows of a weight must be multiples of, for whole tiles of it to be copied at once.
+# K must be a multiple of it, so that a tensor descriptor can copy tiles.
 _TILE_ALIGNMENT = 8
-# Rows and bytes of weights with at least twice as many inputs as outputs for which cuBLASLt was faster (H100).
-_LONG_ROWS, _LONG_BYTES = range(64, 129), 16 << 20
-# A step's number of rows is no constant of a kernel.
-_CHANGES = ["num_rows"]
+# M is no constant of a kernel.
+_CHANGES = ["M"]
 
 
 class Tile(NamedTuple):
-    """Output and input features of one loop step, and how it is launched."""
+    """The outputs and inputs of one loop step, the launch settings, and the number of splits of K."""
 
-    outputs: int
-    inputs: int
+    block_n: int
+    block_k: int
     num_warps: int
     num_stages: int
+    split_k: int = 1
 
 
-def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether `few_rows` computes products with this weight."""
-    return (weight_OI.dtype in _DTYPES and x_MI.dim() == 2 and x_MI.stride(1) == 1 and weight_OI.is_contiguous()
-            and min(weight_OI.shape) >= _LEAST_FEATURES)
+def is_large(weight_NK: Tensor) -> bool:
+    """Whether reading the weight takes most of the time at small M."""
+    return weight_NK.dtype in _DTYPES and weight_NK.is_contiguous() and min(weight_NK.shape) >= _LEAST_FEATURES
 
 
-def most_rows(weight_OI: Tensor) -> int:
-    """Up to how many rows `few_rows` takes: as many as it was quicker with than cuBLAS on an H200."""
-    has_tiles = weight_OI.shape[1] % _TILE_ALIGNMENT == 0 and weight_OI.data_ptr() % 16 == 0
-    return MOST_ROWS if has_tiles else 1
+def has_large_weight(matmul: Matmul) -> bool:
+    x_MK = matmul.x_MK
+    return x_MK.dim() == 2 and x_MK.stride(1) == 1 and is_large(matmul.weight)
 
 
-def of_the_library(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """`F.linear`. With a bias torch asks cuBLASLt, which knows faster kernels for long sums: then it gets one of 0."""
-    num_outputs, num_inputs = weight_OI.shape
-    is_long = num_inputs >= 2 * num_outputs and weight_OI.numel() * weight_OI.itemsize >= _LONG_BYTES
-    if bias_O is None and is_long and len(x_MI) in _LONG_ROWS and is_hopper():
-        bias_O = _zeros(num_outputs, weight_OI.dtype, weight_OI.device)
-    return F.linear(x_MI, weight_OI, bias_O)
+def most_m(weight_NK: Tensor) -> int:
+    """Up to this M the kernels are faster than cuBLAS (H200)."""
+    has_tiles = weight_NK.shape[1] % _TILE_ALIGNMENT == 0 and weight_NK.data_ptr() % 16 == 0
+    return MOST_M if has_tiles else 1
 
 
-@functools.cache
-def _zeros(num_outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(num_outputs, dtype=dtype, device=device)
+def prepare(matmul: Matmul) -> None:
+    weight_NK = matmul.weight
+    if is_large(weight_NK):
+        for M in {1, min(2, most_m(weight_NK))}:
+            x_MK = torch.zeros((M, weight_NK.shape[1]), dtype=matmul.dtype, device=weight_NK.device)
+            multiply(matmul._replace(x_MK=x_MK))
 
 
-def tile_of(num_rows: int, num_outputs: int) -> Tile:
-    """Few outputs want small tiles, so that every multiprocessor has one; each was the quickest of those tried."""
-    if num_rows == 1:
-        if num_outputs > _MANY_OUTPUTS:
+def accepts(matmul: Matmul) -> bool:
+    return has_large_weight(matmul) and len(matmul.x_MK) <= most_m(matmul.weight)
+
+
+def choose_tile(M: int, N: int) -> Tile:
+    """Each was the fastest of those tried. Few outputs need small tiles, so that every multiprocessor has one."""
+    if M == 1:
+        if N > _MANY_OUTPUTS:
             return Tile(16, 256, 4, 4)
-        return Tile(4, 1024, 4, 1) if num_outputs > 4096 else Tile(8, 512, 4, 3)
-    return Tile(128, 128, 4, 3) if num_outputs > 8192 else Tile(64, 128, 4, 6)
+        return Tile(4, 1024, 4, 1) if N > 4096 else Tile(8, 512, 4, 3)
+    return Tile(128, 128, 4, 3) if N > 8192 else Tile(64, 128, 4, 6)
 
 
-def few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """x W^T + b for up to MOST_ROWS rows, (M, O) of x's dtype; sums and bias in float32, rounded once."""
-    (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight_OI)
-    assert num_rows <= MOST_ROWS, f"{num_rows} rows are more than {MOST_ROWS}"
-    tile = tile or tile_of(num_rows, num_outputs)
-    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    is_even = num_outputs % tile.outputs == 0 and num_inputs % tile.inputs == 0
-    arguments = (x_MI, weight_OI, weight_OI if bias_O is None else bias_O, out_MO)
-    settings = {"HAS_BIAS": bias_O is not None, "IS_EVEN": is_even, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs,
-                "STAGES": tile.num_stages, "num_warps": tile.num_warps}
-    grid = (triton.cdiv(num_outputs, tile.outputs),)
-    if num_rows == 1:
-        _one_row[grid](*arguments, num_outputs, num_inputs, **settings, **launch_settings())
+def multiply(matmul: Matmul, tile: Tile | None = None) -> Tensor:
+    """Accumulators and bias are float32, rounded once."""
+    x_MK, weight_NK, bias_N = matmul[:3]
+    (M, K), N = x_MK.shape, len(weight_NK)
+    assert M <= MOST_M, f"{M} rows are more than {MOST_M}"
+    tile = tile or choose_tile(M, N)
+    out_MN = matmul.empty_output()
+    is_even = N % tile.block_n == 0 and K % tile.block_k == 0
+    arguments = (x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out_MN)
+    settings = {"HAS_BIAS": bias_N is not None, "IS_EVEN": is_even, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+                "NUM_STAGES": tile.num_stages, "num_warps": tile.num_warps}
+    grid = (triton.cdiv(N, tile.block_n),)
+    if M == 1:
+        _gemv[grid](*arguments, N, K, **settings, **launch_settings())
     else:
-        tiles = TensorDescriptor.from_tensor(weight_OI, [tile.outputs, tile.inputs])
-        _few_rows[grid](tiles, *arguments, num_rows, num_outputs, num_inputs, x_MI.stride(0), ROWS=_TENSOR_CORE_ROWS,
-                        AHEAD=_AHEAD, **settings, **launch_settings())
-    return out_MO
+        weight_tiles = TensorDescriptor.from_tensor(weight_NK, [tile.block_n, tile.block_k])
+        _small_m[grid](weight_tiles, *arguments, M, N, K, x_MK.stride(0), BLOCK_M=_BLOCK_M, PREFETCHED=_PREFETCHED,
+                       **settings, **launch_settings())
+    return out_MN
 
 
 @triton.jit
-def _one_row(x, weight, bias, out, num_outputs, num_inputs, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr,
-             OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """Element by element, with one sum over the inputs at the end; the first weights come before the kernel waits."""
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inputs = tl.arange(0, INPUTS)
-    is_output = outputs < num_outputs
-    places = weight + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
-    sums = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    begin = 0
+def _gemv(x, weight, bias, out, N, K, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+          BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """One accumulator per element, summed over K at the end. The first weights are loaded before the kernel waits."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    is_n = offs_n < N
+    pointers = weight + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    first_k = 0
     if IS_DEPENDENT and IS_EVEN:
-        begin = INPUTS
-        weights = tl.load(places, eviction_policy="evict_first")
+        first_k = BLOCK_K
+        weights = tl.load(pointers, eviction_policy="evict_first")
         wait_for_earlier_kernels(IS_DEPENDENT)
-        sums = weights.to(tl.float32) * tl.load(x + inputs).to(tl.float32)[None, :]
+        acc = weights.to(tl.float32) * tl.load(x + offs_k).to(tl.float32)[None, :]
     else:
         wait_for_earlier_kernels(IS_DEPENDENT)
-    for start in tl.range(begin, num_inputs, INPUTS, num_stages=STAGES):
+    for k in tl.range(first_k, K, BLOCK_K, num_stages=NUM_STAGES):
         if IS_EVEN:
-            weights = tl.load(places + start, eviction_policy="evict_first")
-            values = tl.load(x + start + inputs)
+            weights = tl.load(pointers + k, eviction_policy="evict_first")
+            values = tl.load(x + k + offs_k)
         else:
-            is_input = start + inputs < num_inputs
-            weights = tl.load(places + start, mask=is_output[:, None] & is_input[None, :], other=0.0)
-            values = tl.load(x + start + inputs, mask=is_input, other=0.0)
-        sums += weights.to(tl.float32) * values.to(tl.float32)[None, :]
-    result = tl.sum(sums, 1)
+            is_k = k + offs_k < K
+            weights = tl.load(pointers + k, mask=is_n[:, None] & is_k[None, :], other=0.0)
+            values = tl.load(x + k + offs_k, mask=is_k, other=0.0)
+        acc += weights.to(tl.float32) * values.to(tl.float32)[None, :]
+    result = tl.sum(acc, 1)
     if HAS_BIAS:
-        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
+        result += tl.load(bias + offs_n, mask=is_n, other=0.0).to(tl.float32)
+    tl.store(out + offs_n, result.to(out.dtype.element_ty), mask=is_n)
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _few_rows(tiles, x, weight, bias, out, num_rows, num_outputs, num_inputs, stride_x, HAS_BIAS: tl.constexpr,
-              IS_EVEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-              ROWS: tl.constexpr, AHEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """On tensor cores, the weight's tile as the left factor: it has the rows that these want. `tiles` describes
-    `weight`; what a tile has beyond its edges is 0. The first weights are asked for before the kernel waits."""
-    first = tl.program_id(0) * OUTPUTS
-    outputs = first + tl.arange(0, OUTPUTS)
-    rows = tl.arange(0, ROWS)
-    inputs = tl.arange(0, INPUTS)
-    is_row = rows < num_rows
+def _small_m(weight_tiles, x, weight, bias, out, M, N, K, stride_x, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
+             PREFETCHED: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """`weight_tiles` is a tensor descriptor of `weight`; beyond the edges a tile is 0."""
+    first_n = tl.program_id(0) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    is_m = offs_m < M
     if IS_DEPENDENT:
-        lines = tl.arange(0, AHEAD // _LINE) * _LINE
-        _fetch(weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + lines[None, :])
+        lines = tl.arange(0, PREFETCHED // _LINE) * _LINE
+        prefetch(weight + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + lines[None, :])
     wait_for_earlier_kernels(IS_DEPENDENT)
-    sources = x + rows[None, :] * stride_x + inputs[:, None]
-    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
-        is_there = is_row[None, :]
+    x_pointers = x + offs_m[None, :] * stride_x + offs_k[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        mask = is_m[None, :]
         if not IS_EVEN:
-            is_there = is_there & (start + inputs < num_inputs)[:, None]
-        sums = tl.dot(tiles.load([first, start]), tl.load(sources + start, mask=is_there, other=0.0), sums)
-    is_output = outputs < num_outputs
+            mask = mask & (k + offs_k < K)[:, None]
+        acc = tl.dot(weight_tiles.load([first_n, k]), tl.load(x_pointers + k, mask=mask, other=0.0), acc)
+    is_n = offs_n < N
     if HAS_BIAS:
-        sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + rows[None, :] * num_outputs + outputs[:, None], sums.to(out.dtype.element_ty),
-             mask=is_row[None, :] & is_output[:, None])
-
-
-@triton.jit
-def _fetch(places):
-    """Asks for what lies there to come into the L2 cache, and waits for nothing."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
-                              is_pure=False, pack=1)
+        acc += tl.load(bias + offs_n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + offs_m[None, :] * N + offs_n[:, None], acc.to(out.dtype.element_ty),
+             mask=is_m[None, :] & is_n[:, None])

@@ -1,7 +1,8 @@
-"""Products of some rows with a weight of few outputs, such as a router's: what bounds them is a launch and the wait
-for the first weights. Knows nothing of models.
+"""Matmuls of 1 to 64 rows with a weight of few outputs, such as a router's, in Triton. Knows no models.
 
-M rows, I input features, O output features.
+A launch and the latency of the first weights are their bound.
+
+M rows, N output features, K input features.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,23 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda.attention.tiles import Gpu
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
+from npu_runner.platforms.cuda.gpu import Gpu
+from npu_runner.platforms.cuda.matmul.operands import Matmul
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# A program has so many outputs of so many rows, and holds all that it multiplies.
-_OUTPUTS, _ROWS, _INPUTS = 16, 16, (1024, 2048)
-_MOST_OUTPUTS, _MOST_ROWS = 512, 64
+# A program holds all its operands in registers.
+_BLOCK_N, _BLOCK_M, _K = 16, 16, (1024, 2048)
+_MOST_N, _MOST_M = 512, 64
 _SHARED_BYTES = 160 << 10
-_WARPS = 8
+_NUM_WARPS = 8
 
 
-def has_product(x_MI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether `product` computes it, and is quicker than cuBLAS."""
-    num_outputs, num_inputs = weight_OI.shape
-    return (weight_OI.dtype in _DTYPES and x_MI.dtype == weight_OI.dtype and x_MI.dim() == 2 and x_MI.stride(1) == 1
-            and weight_OI.is_contiguous() and num_outputs % _OUTPUTS == 0 and _OUTPUTS <= num_outputs <= _MOST_OUTPUTS
-            and num_inputs in _INPUTS and 0 < len(x_MI) <= _MOST_ROWS and _has_room())
+def prepare(matmul: Matmul) -> None:
+    """Any M uses the same variant, and the first matmul compiles it."""
+
+
+def accepts(matmul: Matmul) -> bool:
+    x_MK, weight_NK = matmul.x_MK, matmul.weight
+    N, K = weight_NK.shape
+    return (matmul.bias_N is None and weight_NK.dtype in _DTYPES and x_MK.dtype == weight_NK.dtype and x_MK.dim() == 2
+            and x_MK.stride(1) == 1 and weight_NK.is_contiguous() and N % _BLOCK_N == 0 and _BLOCK_N <= N <= _MOST_N
+            and K in _K and 0 < len(x_MK) <= _MOST_M and _has_room())
 
 
 @functools.cache
@@ -38,31 +44,32 @@ def _has_room() -> bool:
     return Gpu.current().shared_bytes >= _SHARED_BYTES
 
 
-def product(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T of what `has_product` took, (M, O) of x's dtype; sums in float32, rounded once."""
-    (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight_OI)
-    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
-    _few_outputs[(num_outputs // _OUTPUTS, triton.cdiv(num_rows, _ROWS))](
-        x_MI, weight_OI, out_MO, num_rows, num_outputs, x_MI.stride(0), WIDTH=num_inputs, OUTPUTS=_OUTPUTS, ROWS=_ROWS,
-        PARTS=_WARPS, num_warps=_WARPS, **launch_settings())
-    return out_MO
+def multiply(matmul: Matmul) -> Tensor:
+    """Accumulators are float32, rounded once."""
+    x_MK, weight_NK = matmul.x_MK, matmul.weight
+    (M, K), N = x_MK.shape, len(weight_NK)
+    out_MN = matmul.empty_output()
+    _small_n[(N // _BLOCK_N, triton.cdiv(M, _BLOCK_M))](
+        x_MK, weight_NK, out_MN, M, N, x_MK.stride(0), K=K, BLOCK_N=_BLOCK_N, BLOCK_M=_BLOCK_M, SPLIT_K=_NUM_WARPS,
+        num_warps=_NUM_WARPS, **launch_settings())
+    return out_MN
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _few_outputs(x, weight, out, num_rows, num_outputs, stride_x, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr,
-                 ROWS: tl.constexpr, PARTS: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """The weight's tile is the left factor, and is read before the kernel waits. Inputs are cut into parts, one for
-    each warp: one long chain of sums would take most of the time."""
-    DEPTH: tl.constexpr = WIDTH // PARTS
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    parts, depths = tl.arange(0, PARTS), tl.arange(0, DEPTH)
-    inputs = parts[:, None, None] * DEPTH + depths[None, None, :]
-    weights = tl.load(weight + outputs[None, :, None] * WIDTH + inputs)
+@triton.jit(do_not_specialize=["M"])
+def _small_n(x, weight, out, M, N, stride_x, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+             SPLIT_K: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """The weight's tile is the left operand, loaded before the kernel waits. Each warp has one split of K: one long
+    chain of MMAs would take most of the time."""
+    BLOCK_K: tl.constexpr = K // SPLIT_K
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    splits, steps = tl.arange(0, SPLIT_K), tl.arange(0, BLOCK_K)
+    offs_k = splits[:, None, None] * BLOCK_K + steps[None, None, :]
+    weights = tl.load(weight + offs_n[None, :, None] * K + offs_k)
     after_earlier_kernels(IS_DEPENDENT)
-    inputs = parts[:, None, None] * DEPTH + depths[None, :, None]
-    values = tl.load(x + rows.to(tl.int64)[None, None, :] * stride_x + inputs, mask=(rows < num_rows)[None, None, :],
+    offs_k = splits[:, None, None] * BLOCK_K + steps[None, :, None]
+    values = tl.load(x + offs_m.to(tl.int64)[None, None, :] * stride_x + offs_k, mask=(offs_m < M)[None, None, :],
                      other=0.0)
-    sums = tl.sum(tl.dot(weights, values), 0)
-    tl.store(out + rows[None, :] * num_outputs + outputs[:, None], sums.to(out.dtype.element_ty),
-             mask=(rows < num_rows)[None, :])
+    acc = tl.sum(tl.dot(weights, values), 0)
+    tl.store(out + offs_m[None, :] * N + offs_n[:, None], acc.to(out.dtype.element_ty),
+             mask=(offs_m < M)[None, :])

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
+from npu_runner.platforms.cuda.matmul.small_m import Tile
 from npu_runner.platforms.cuda.moe import kernels as kernels
 from npu_runner.platforms.ops import HeldExperts
 
@@ -22,15 +23,6 @@ _SORT_PAIRS, FEW_PAIRS, _FEW_IN_GRAPHS = 1024, 4096, 1024
 # Up to here tokens share so few experts that their pairs need no order.
 UNSORTED_TOKENS = 2
 _COMBINE_COLUMNS = 1024
-
-
-class Tile(NamedTuple):
-    """Columns of the result and terms of the sums that one program of a product takes at a time."""
-
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +160,16 @@ def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tens
     blocks = (pairs.order, pairs.block_experts, pairs.block_rows, *here)
     holds_all = pairs.held is None
     tile = tiling.gate_up
-    kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.columns),)](
+    kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.block_n),)](
         x_TD, gate_up_E2ID, *blocks, hidden_PI, x_TD.stride(0), top_k, hidden_size, width, IS_SORTED=pairs.is_sorted,
-        HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
+        HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.block_k == 0, ROWS=tiling.rows, COLUMNS=tile.block_n,
+        DEPTH=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     tile = tiling.down
-    kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.columns),)](
+    kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.block_n),)](
         hidden_PI, down_EDI, *blocks, outputs_PD, width, hidden_size, IS_SORTED=pairs.is_sorted,
-        HOLDS_ALL=holds_all, IS_EVEN=width % tile.depth == 0, ROWS=tiling.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
+        HOLDS_ALL=holds_all, IS_EVEN=width % tile.block_k == 0, ROWS=tiling.rows, COLUMNS=tile.block_n,
+        DEPTH=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     return combine(outputs_PD, weights_TK, pairs, here)
 

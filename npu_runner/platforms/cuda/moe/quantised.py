@@ -11,12 +11,12 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
 from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
+from npu_runner.platforms.cuda.matmul.small_m import Tile
 from npu_runner.platforms.cuda.moe import quantised_kernels as kernels
 from npu_runner.platforms.cuda.moe.experts import (
     FEW_PAIRS,
     UNSORTED_TOKENS,
     Pairs,
-    Tile,
     Tiling,
     combine,
     sort_pairs,
@@ -80,16 +80,16 @@ def products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedE
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
     rows, scales, stride = _rounded(x_TD, gate_up)
     tile = tiling.gate_up
-    kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.columns),)](
+    kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.block_n),)](
         rows, scales, *gate_up, *blocks, hidden_PI, rows.stride(0), stride, top_k, hidden_size, width,
-        IS_EVEN=hidden_size % tile.depth == 0, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps,
+        IS_EVEN=hidden_size % tile.block_k == 0, COLUMNS=tile.block_n, DEPTH=tile.block_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **shared)
     outputs_PD = torch.empty((num_tokens * top_k, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
     rows, scales, stride = _rounded(hidden_PI, down)
     tile = tiling.down
-    kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.columns),)](
-        rows, scales, *down, *blocks, outputs_PD, stride, width, hidden_size, IS_EVEN=width % tile.depth == 0,
-        COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared)
+    kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.block_n),)](
+        rows, scales, *down, *blocks, outputs_PD, stride, width, hidden_size, IS_EVEN=width % tile.block_k == 0,
+        COLUMNS=tile.block_n, DEPTH=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared)
     return combine(outputs_PD, weights_TK, pairs, here)
 
 
