@@ -1,5 +1,5 @@
-// Hopper's instructions as functions: barriers in shared memory, copies by tensor maps, products of warpgroups, and
-// conversions to the 16-bit kind that IS_BFLOAT16 names. Knows no kernel. Addresses of shared memory are 32 bits.
+// Hopper's instructions as functions: barriers in shared memory, TMA copies, warpgroup MMAs, and conversions to the
+// 16-bit type that IS_BFLOAT16 names. Knows no kernel. Addresses of shared memory are 32 bits.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -32,12 +32,13 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barri
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token) : "memory");
 }
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int dim, int head, int token, int block) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int dim, int head, int token,
+                                         int block) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "r"(block) : "memory");
 }
-// Which stage of a ring comes next, and the parity of its barriers.
+// The stage of a ring that comes next, and the parity of its barriers.
 template <u32 COUNT> struct Ring {
   u32 stage = 0, parity = 0;
   __device__ void next() {
@@ -76,53 +77,54 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 #define ALL_56(d) ALL_48(d), EIGHT(d, 48)
 #define ALL_64(d) ALL_56(d), EIGHT(d, 56)
 
-// Products of a warpgroup: 64 rows, `columns`, 16 terms. A thread has half as many acc as there are columns; the names
-// of what comes behind them follow. `right` is rows of terms.
-#define WGMMA(columns, count, left_name, right_name, adds_name)                                                     \
-  __device__ __forceinline__ void wgmma(float (&acc)[count], u64 left, u64 right, int adds) {                      \
+// A warpgroup MMA: 64 rows, `columns`, K of 16. A thread has half as many accumulators as there are columns; the
+// register names of the operands behind them follow. `right` is K-major.
+#define WGMMA(columns, count, left_name, right_name, adds_name)                                                        \
+  __device__ __forceinline__ void wgmma(float (&acc)[count], u64 left, u64 right, int adds) {                          \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
                  "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." DTYPE "." DTYPE " {" LIST_##count "}, " left_name \
-                 ", " right_name ", adds, 1, 1, 0, 0;\n}" : ALL_##count(acc) : "l"(left), "l"(right), "r"(adds));     \
+                 ", " right_name ", adds, 1, 1, 0, 0;\n}" : ALL_##count(acc) : "l"(left), "l"(right), "r"(adds));      \
   }                                                                                                                    \
   __device__ __forceinline__ void fence_registers(float (&acc)[count]) { asm volatile("" : ALL_##count(acc)::"memory"); }
 WGMMA("128", 64, "%64", "%65", "%66")
 WGMMA("112", 56, "%56", "%57", "%58")
 WGMMA("96", 48, "%48", "%49", "%50")
 
-// The same with 4 registers as `left`, whose names are given; `right` is rows of columns.
-#define WGMMA_REGISTERS(columns, count, left_names, right_name, adds_name)                                          \
-  __device__ __forceinline__ void wgmma(float (&acc)[count], const u32 *left, u64 right, int adds) {               \
+// The same with `left` in 4 registers, whose names are given. `right` is N-major.
+#define WGMMA_REGISTERS(columns, count, left_names, right_name, adds_name)                                             \
+  __device__ __forceinline__ void wgmma(float (&acc)[count], const u32 *left, u64 right, int adds) {                   \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." DTYPE "." DTYPE " {" LIST_##count "}, {"           \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." DTYPE "." DTYPE " {" LIST_##count "}, {"       \
                  left_names "}, " right_name ", adds, 1, 1, 1;\n}"                                                     \
-                 : ALL_##count(acc)                                                                                   \
+                 : ALL_##count(acc)                                                                                    \
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(adds));                     \
   }
 WGMMA_REGISTERS("128", 64, "%64, %65, %66, %67", "%68", "%69")
 WGMMA_REGISTERS("80", 40, "%40, %41, %42, %43", "%44", "%45")
 WGMMA_REGISTERS("72", 36, "%36, %37, %38, %39", "%40", "%41")
 WGMMA_REGISTERS("64", 32, "%32, %33, %34, %35", "%36", "%37")
-// What reads `acc` comes behind what was before: the wait for them.
+// Code that reads `acc` must stay behind the wait for it.
 __device__ __forceinline__ void fence_registers(float (&acc)[40]) { asm volatile("" : ALL_40(acc)::"memory"); }
 __device__ __forceinline__ void fence_registers(float (&acc)[36]) { asm volatile("" : ALL_36(acc)::"memory"); }
 __device__ __forceinline__ void fence_registers(float (&acc)[16]) { asm volatile("" : ALL_16(acc)::"memory"); }
 __device__ __forceinline__ void fence_registers(float (&acc)[32]) { asm volatile("" : ALL_32(acc)::"memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `MOST` groups of products run; `fence_registers` has to follow.
+// Waits until at most `MOST` groups of MMAs run. `fence_registers` must follow.
 template <int MOST> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(MOST) : "memory");
 }
 
-// What `x`, never negative, depends on is computed before what follows: the assembler keeps the order of a store, which
-// is never made, and of a wait. Else it would wait for products first, and have nothing to do beside them.
+// Computes what `x`, never negative, depends on before the code that follows: the assembler keeps the order of a store,
+// which is never made, and of a wait. Without it the assembler would wait for the MMAs first, with nothing to overlap
+// them.
 __device__ __forceinline__ void compute_first(float x, u32 nowhere) {
   asm volatile("{\n.reg .pred is_negative;\nsetp.lt.f32 is_negative, %0, 0f00000000;\n"
                "@is_negative st.volatile.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(nowhere) : "memory");
 }
 
-// A smem_descriptor in shared memory as products take it: rows of BYTES bytes (128, 64), swizzled, 8 a group. Parts of BYTES
-// bytes are `part` bytes apart, which counts where rows are terms.
+// The descriptor of a matrix in shared memory: rows of BYTES bytes (128, 64), swizzled in groups of 8. Parts of BYTES
+// bytes are `part` bytes apart, which matters for an N-major matrix.
 template <u32 BYTES> __device__ __forceinline__ u64 smem_descriptor(u32 address, u32 part) {
   const u64 swizzle = BYTES == 128 ? 1 : 2;
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(part >> 4) << 16 | (u64)(8 * BYTES >> 4) << 32 | swizzle << 62;

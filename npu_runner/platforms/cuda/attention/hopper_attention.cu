@@ -1,17 +1,18 @@
 // Attention on Hopper: tiles of 64 * CONSUMERS rows of queries over tiles of COLUMNS keys and values, in 16 bits.
 //
-// Online softmax (arXiv 2205.14135) in warpgroups with roles of their own, products behind the softmax of the tile
-// before (arXiv 2407.08608). A warp brings queries, keys and values by tensor maps, from a context's last tile to its
-// first. Each consumer has 64 rows. What is read, the file behind this one says in a Params: its tiles, num_tiles,
-// num_heads, and value_scale, by which results are multiplied. An Item is one tile of one head, and its Source brings
-// keys and values.
+// Online softmax (arXiv 2205.14135) with specialised warpgroups: the MMAs of a tile overlap the softmax of the tile
+// before (arXiv 2407.08608). A producer warp copies queries, keys and values by TMA, from a context's last tile to its
+// first. A block's number is a coordinate of the tensor map, so paged blocks need no gather. Each consumer warpgroup
+// has 64 rows. Programs stay, and take the next tile from a counter, the longest first. The file behind this one
+// defines Params: its tiles, num_tiles, num_heads, and value_scale, a factor of the results. An Item is one tile of one
+// head, and its Source loads keys and values.
 //
-// Constants of the host: DIMS (64, 72, 80, 128) that products take of a head, SPAN (128, 64) bytes of a row in shared
-// memory, CONSUMERS (2, 3), COLUMNS (128, 112, 96), STAGES.
+// Constants of the host: DIMS (64, 72, 80, 128) of a head, SPAN (128, 64) bytes of a row in shared memory, CONSUMERS
+// (2, 3), COLUMNS (128, 112, 96), STAGES.
 
 constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
-// Shared memory: a smem_descriptor is parts of SPAN bytes a row, swizzled; a part's rows lie one behind the other.
-constexpr int SCORE_DIMS = (DIMS + 15) / 16 * 16;  // of a score: products take 16 at once
+// Shared memory: a matrix is parts of SPAN bytes a row, swizzled. The rows of a part are consecutive.
+constexpr int SCORE_DIMS = (DIMS + 15) / 16 * 16;  // K of the MMAs for scores is a multiple of 16
 constexpr int PARTS = (2 * SCORE_DIMS + SPAN - 1) / SPAN;
 constexpr u32 QUERY_PART = ROWS * SPAN, QUERY_BYTES = PARTS * QUERY_PART;
 constexpr u32 TILE_PART = COLUMNS * SPAN, TILE_BYTES = PARTS * TILE_PART;
@@ -21,7 +22,7 @@ constexpr u32 QUERY_FULL = BARRIERS, QUERY_EMPTY = BARRIERS + 8, TAIL = BARRIERS
 constexpr u32 KEY_FULL = BARRIERS + 32, KEY_EMPTY = KEY_FULL + 8 * STAGES;
 constexpr u32 VALUE_FULL = KEY_EMPTY + 8 * STAGES, VALUE_EMPTY = VALUE_FULL + 8 * STAGES;
 
-// Values of the last tile: those from `valid` on may be anything, and their weight of 0 would not make NaN 0.
+// Zeroes values behind the context's end: they may be anything, and a weight of 0 does not make NaN 0.
 __device__ __forceinline__ void zero_rows(u32 tile, int valid) {
   const int a_part = (COLUMNS - valid) * (SPAN / 16);
   for (int i = threadIdx.x; i < PARTS * a_part; i += 32)
@@ -31,7 +32,7 @@ __device__ __forceinline__ void zero_rows(u32 tile, int valid) {
   __syncwarp();
 }
 
-// The warp that brings all.
+// The warp that loads queries, keys and values.
 template <class Params> struct Producer {
   using Item = typename Params::Item;
   using Source = typename Params::Source;
@@ -91,7 +92,7 @@ template <class Params> struct Producer {
     if (threadIdx.x == 0) {
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared + ITEM), "r"(-1) : "memory");
       arrive(shared + QUERY_FULL);
-      // The last one leaves the counters as they were.
+      // The last program resets the counters.
       if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
     }
   }
@@ -111,8 +112,8 @@ __device__ __forceinline__ void multiply_values(float (&acc)[DIMS / 2], const u3
     wgmma(acc, weights + 4 * k, smem_descriptor<SPAN>(values + k * 16 * SPAN, TILE_PART), k > 0 || adds);
 }
 
-// A thread has two rows, 8 apart, and of 8 columns each two: element 4 * j + 2 * row + i is column 8 * j + i behind
-// the thread's first one, 2 * (lane % 4).
+// A thread has two rows, 8 apart, and two of each 8 columns: element 4 * j + 2 * row + i is column 8 * j + i from the
+// thread's first one, 2 * (lane % 4).
 struct Softmax {
   float factor, row_max[2], row_sum[2], rescale[2];
 
@@ -121,13 +122,14 @@ struct Softmax {
     for (int e = 0; e < COLUMNS / 2; ++e)
       if (e / 4 * 8 + e % 2 > positions[e / 2 % 2] - first_column) scores[e] = -__int_as_float(0x7F800000);
   }
-  // Scores become weights. A row may have seen nothing yet where some are masked.
+  // Turns scores into weights. With masks a row may have seen nothing yet.
   template <bool IS_MASKED> __device__ void weigh(float (&scores)[COLUMNS / 2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float top = fmaxf(scores[2 * row], scores[2 * row + 1]);
 #pragma unroll
-      for (int j = 1; j < COLUMNS / 8; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * row], scores[4 * j + 2 * row + 1]));
+      for (int j = 1; j < COLUMNS / 8; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * row],
+                                                                   scores[4 * j + 2 * row + 1]));
       top = fmaxf(row_max[row], max_of_four_lanes(top));
       float base = top * factor;
       if (IS_MASKED && top == -__int_as_float(0x7F800000)) base = 0;
@@ -151,7 +153,7 @@ struct Softmax {
   }
 };
 
-// A warpgroup that has 64 of the tile's rows.
+// A warpgroup with 64 of the tile's rows.
 template <class Params> struct Consumer {
   using Item = typename Params::Item;
 
@@ -222,7 +224,7 @@ template <class Params> struct Consumer {
     issue_values(last > 0);
     await_sums();
   }
-  // Four lanes have 4 bytes of each of four pieces of 16; then each has one piece.
+  // Four lanes have 4 bytes of each of four 16-byte pieces. Afterwards each lane has one piece.
   __device__ void exchange(u32 (&piece)[4]) {
 #pragma unroll
     for (int apart = 1; apart < 4; apart *= 2) {
@@ -285,13 +287,14 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 }
 
 template <class Params>
-__device__ __forceinline__ void attend(const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map, const Params &params,
+__device__ __forceinline__ void attend(const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map,
+                                       const Params &params,
                                        unsigned short *out, u32 *counters, float factor) {
   extern __shared__ unsigned char memory[];
   const u32 shared = ((u32)__cvta_generic_to_shared(memory) + 1023) / 1024 * 1024;
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  // Registers of a thread: what one role leaves, the others take.
+  // Registers per thread: the producer releases those that the consumers need.
   constexpr u32 FEW = CONSUMERS == 2 ? 40 : 32, MANY = CONSUMERS == 2 ? 232 : 160;
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));

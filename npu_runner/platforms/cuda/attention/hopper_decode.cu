@@ -1,11 +1,11 @@
-// Attention of decode steps: one query a row, over a paged cache of 128 dims a head, in 16 bits or e4m3.
+// Attention of decode steps: one query per row, over a paged cache of 128 dims per head, in 16 bits or e4m3.
 //
-// A warp has one kv head with all its query heads, and a range of the step's context tokens. Ranges are cut evenly over
-// all rows one behind the other, whatever their lengths: hopper_decode_plan.cu says where. Products are those of a warp: keys,
-// and values by columns, are the left factor, query heads the right one, so a product has 8 columns of heads. What a
-// thread reads of keys and values, 16 bytes at once, is what it multiplies: nothing goes through shared memory.
-// Softmax online (arXiv 2205.14135), in base 2. e4m3 is multiplied in float16, which holds it exactly. A row that lies
-// in several ranges has acc from each; the warp that comes last adds them up, in the order of the ranges.
+// A warp has one kv head with all its query heads, and a range of the step's context tokens. Ranges are equally long,
+// whatever the lengths of the rows (hopper_decode_plan.cu). Keys, and values by columns, are the left operand of a
+// warp's MMAs, query heads the right one, so an MMA has 8 columns of heads. A thread multiplies the 16-byte pieces that
+// it reads: nothing goes through shared memory. Online softmax (arXiv 2205.14135), in base 2. e4m3 is multiplied in
+// float16, which holds it exactly. A row that lies in several ranges has partial accumulators from each. The last warp
+// to finish adds them in the order of the ranges.
 //
 // Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
 // PROGRAMS on a multiprocessor.
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint4 read(const u8 *from) {
                : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
   return piece;
 }
-// 0 where it is not there.
+// 0 where `is_there` is false.
 __device__ __forceinline__ uint4 read_if(bool is_there, const u8 *from) {
   uint4 piece;
   asm volatile(
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 half_pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// In the kind of products.
+// Two numbers in the MMA's type.
 __device__ __forceinline__ u32 as_operand(float low, float high) {
   return IS_FP8 ? half_pair(low, high) : pack(low, high);
 }
@@ -47,32 +47,32 @@ __device__ __forceinline__ float low_of(u32 pair) {
 __device__ __forceinline__ float high_of(u32 pair) {
   return IS_BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000) : low_of(pair >> 16);
 }
-// Four numbers in e4m3 as two pairs in float16.
+// Four e4m3 numbers as two pairs in float16.
 __device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
   asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(four));
 }
-// 16 rows, 8 columns, 16 terms.
+// 16 rows, 8 columns, K of 16.
 __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
-#define MMA(kind)                                                                                                  \
+#define MMA(kind)                                                                                                      \
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
-               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])              \
+               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                  \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
   if (IS_BFLOAT16 && !IS_FP8) MMA("bf16"); else MMA("f16");
 }
-// 8 x 8 of 16 bits: a thread has two neighbours of a row, and then of a column.
+// Transposes 8 x 8 of 16 bits: a thread has two neighbours of a row, and then of a column.
 __device__ __forceinline__ u32 transpose(u32 pair) {
   u32 result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
-// What was counted before. Others that count later see what this warp, and those that counted before, have written.
+// Returns the count before. Later counters see what this warp, and all earlier counters, have written.
 __device__ __forceinline__ u32 count_up(u32 *counter) {
   u32 count;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
-// Over the 8 threads that have the same columns of heads.
+// Reduces over the 8 threads that have the same columns of heads.
 __device__ __forceinline__ float max_of_rows(float x) {
   for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
   return x;
@@ -93,11 +93,11 @@ struct Attention {
   __device__ Attention(const Params &params, int head)
       : params(params), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
 
-  // Where tile `i` lies, of all rows and heads.
+  // The offset of tile `i`, before its rows and heads.
   __device__ static i64 tile_at(const i64 (&places)[PLACES], int i) {
     return PLACES == 1 ? places[0] + i * TILE * ROW_BYTES : places[i % PLACES];
   }
-  // Of a tile, tokens `group` and 8 behind it; 0 where the row has none.
+  // Reads tokens `group` and 8 behind it of each tile; 0 where the row has none.
   template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
@@ -114,7 +114,7 @@ struct Attention {
   __device__ void read_keys(const Cursor &cursor, const i64 (&places)[PLACES]) {
     if (cursor.is_whole()) read_keys_of<true>(cursor, places); else read_keys_of<false>(cursor, places);
   }
-  // Of a tile, tokens 2 * member, the next, and 8 behind them.
+  // Reads tokens 2 * member, the next, and those 8 behind them of each tile.
   template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
@@ -132,8 +132,8 @@ struct Attention {
   __device__ void read_values(const Cursor &cursor, const i64 (&places)[PLACES]) {
     if (cursor.is_whole()) read_values_of<true>(cursor, places); else read_values_of<false>(cursor, places);
   }
-  // Queries of head `group`: the dims that this thread has of keys. Over e4m3 they are divided by the power of 2 that
-  // puts the largest at 1 to 2.
+  // Loads the queries of head `group`: the dims that this thread has of keys. For e4m3 they are divided by the power of
+  // 2 that scales the largest to between 1 and 2.
   __device__ void start_row(int row) {
     constexpr int A_PIECE = 16 / ITEM;  // dims
     const u16 *from = params.q + (i64)row * params.stride_q + (head * QUERY_HEADS + group) * DIMS;
@@ -153,7 +153,7 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < 16; ++i) most = fmaxf(most, fmaxf(fabsf(low_of(queries[i])), fabsf(high_of(queries[i]))));
       for (int apart = 1; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-      // The exponent's bits are the power of 2; what has none, or the row_max, is left as it is.
+      // The exponent's bits are the power of 2. Values without one, or with the highest one, stay as they are.
       const u32 exponent = __float_as_uint(most) & 0x7F800000;
       const bool is_usual = exponent > (2u << 23) && exponent < (252u << 23);
       const float unit = is_usual ? __uint_as_float(exponent) : 1, inverse = 1 / unit;
@@ -167,7 +167,7 @@ struct Attention {
     row_max[0] = row_max[1] = -INFINITE;
     row_sum[0] = row_sum[1] = 0;
   }
-  // Element 2 * t + i of a tile's scores: token group + 8 * t, head 2 * member + i.
+  // Element 2 * t + i of a tile's scores belongs to token group + 8 * t and head 2 * member + i.
   __device__ void multiply_keys(float (&scores)[TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
@@ -194,7 +194,7 @@ struct Attention {
       for (int e = 0; e < 4; ++e) scores[i][e] = chains[0][e] + chains[1][e];
     }
   }
-  // Scores become weights.
+  // Turns scores into weights.
   __device__ void weigh(float (&scores)[TILES][4], const Cursor &cursor) {
     if (!cursor.is_whole()) {
 #pragma unroll
@@ -292,7 +292,7 @@ struct Attention {
             make_float2(row_max[i] * factor, row_sum[i]);
     }
   }
-  // Sums of all partials, from range `from` to `to`. A thread has 16 dims of a head.
+  // Adds all partial accumulators, from range `from` to `to`. A thread has 16 dims of a head.
   __device__ void combine(int row, int start, int a_range, int from, int to) {
     for (int member_head = lane / 8; member_head < QUERY_HEADS; member_head += 4) {
       float top = -INFINITE, all = 0, sum[16] = {};
@@ -325,7 +325,7 @@ struct Attention {
                        pack(sum[4 * i + 2] * inverse, sum[4 * i + 3] * inverse));
     }
   }
-  // Of the row that `cursor` is in, whose last step in this range it was.
+  // Ends the row that `cursor` is in, after its last step in this range.
   __device__ void end_row(const Cursor &cursor, int range) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) row_sum[i] = sum_of_rows(row_sum[i]);
@@ -362,7 +362,7 @@ attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, floa
   attention.read_keys(next, places);
   attention.read_values(next, places);
   attention.start_row(next.row);
-  // Keys and values of a step are asked for while the one before is computed.
+  // Loads keys and values of the next step while this one is computed.
   while (true) {
     const Cursor now = next;
     next.next();

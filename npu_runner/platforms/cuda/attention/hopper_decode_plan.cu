@@ -1,8 +1,9 @@
-// Where the warps of a decode step read: ranges of the context tokens of all rows, one behind the other, of equal
-// lengths. A kernel finds them on the device, once for all layers, so that graphs follow the lengths of contexts.
+// Plans where the warps of a decode step read: ranges of equal length over the context tokens of all rows,
+// concatenated. A kernel computes them on the device, once for all layers, so that graphs follow the lengths of
+// contexts.
 //
 // Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the
-// cache), TILES of 16 tokens that a warp reads at once: a step. LEAST_STEPS of a range.
+// cache), TILES of 16 tokens that a warp reads at once (a step), LEAST_STEPS of a range.
 
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -10,13 +11,13 @@ typedef long long i64;
 
 constexpr int TILE = 16, STEP = TILES * TILE, DIMS = 128;
 constexpr int ITEM = IS_FP8 ? 1 : 2, HEAD_BYTES = DIMS * ITEM, ROW_BYTES = KV_HEADS * HEAD_BYTES;
-// Pieces of 16 bytes that a thread reads of a token's keys, of which it has a quarter, and of values, an eighth.
+// The 16-byte pieces that a thread reads of a token: a quarter of its keys, and an eighth of its values.
 constexpr int KEY_PIECES = HEAD_BYTES / 64, VALUE_PIECES = HEAD_BYTES / 128;
-// Sums and, behind those of all heads, highest score and total of a head.
+// Accumulators of all heads, then the highest score and the total of each head.
 constexpr int PARTIAL = (QUERY_HEADS * (DIMS + 2) + 3) / 4 * 4;
-// Blocks that a step's tiles may lie in.
+// The blocks that a step's tiles may lie in.
 constexpr int PLACES = BLOCK_SIZE % STEP == 0 ? 1 : TILES;
-// Ranges of a row, at most: one warp adds up their acc.
+// The most ranges of a row: one warp adds up their accumulators.
 constexpr int MOST_PARTIALS = 64;
 #define INFINITE __int_as_float(0x7F800000)
 
@@ -33,14 +34,14 @@ struct Params {
   int stride_q, stride_table, num_rows, num_ranges, window;
 };
 
-// The first context token that a row reads, and its steps of STEP tokens from a multiple of STEP on: at least one.
+// The first context token that a row reads, and its steps of STEP tokens from a multiple of STEP on; at least one.
 __device__ __forceinline__ int first_token(int len, int window) { return window > 0 ? max(len - window, 0) : 0; }
 __device__ __forceinline__ int steps_of(int len, int window) {
   return max(1, (len + STEP - 1) / STEP - first_token(len, window) / STEP);
 }
 
-// The plan: steps of a range and of all rows, two empty places; where each range begins; the numbers of the 32 blocks
-// there; how many steps were before each row, and before the end.
+// The plan: steps of a range and of all rows, two empty cells; the start of each range; the numbers of its first 32
+// blocks; the steps before each row, and before the end.
 struct Begin { int row, start, after, len; };
 
 struct Plan {
@@ -51,7 +52,7 @@ struct Plan {
         begins(reinterpret_cast<Begin *>(at + 4)) {}
 };
 
-// The sum of `x` of this thread and those before, and of all of a program of 1024 threads; the highest of `high`.
+// The prefix sum of `x`, its total over a program of 1024 threads, and the maximum of `high`.
 __device__ __forceinline__ int sum_up_to(int x, int high, int &all, int &highest) {
   __shared__ int acc[32], highs[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -73,7 +74,7 @@ __device__ __forceinline__ int sum_up_to(int x, int high, int &all, int &highest
   return before + x;
 }
 
-// A program for 32 ranges; all of them count all rows, and write the same.
+// A program plans 32 ranges. All programs count all rows, and write the same starts.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 plan_decode(const int *lens, const int *tables, int *memory, int stride_table, int num_rows, int num_ranges,
             int window) {
@@ -113,8 +114,8 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
   }
 }
 
-// Asks for the first step of a range to come into the L2 cache, and waits for nothing. What an earlier kernel still
-// writes may be found as it was: numbers of blocks may be anything then, and keys and values are read once more.
+// Prefetches the first step of a range into the L2 cache. An earlier kernel may still write what this reads: block
+// numbers may be anything then, and keys and values are read again.
 __device__ __forceinline__ void prefetch(const Params &params, int range, int head, int num_blocks) {
   constexpr int LINES = HEAD_BYTES / 128;
   const Plan plan(params.plan, params.num_ranges);
@@ -130,7 +131,7 @@ __device__ __forceinline__ void prefetch(const Params &params, int range, int he
   }
 }
 
-// Where a warp is in its range: a step of a row.
+// The position of a warp in its range: a step of a row.
 struct Cursor {
   const Params &params;
   int at, end, a_range;   // steps of all rows
@@ -154,7 +155,7 @@ struct Cursor {
     held_from = token / BLOCK_SIZE;
   }
   __device__ bool is_done() const { return at >= end; }
-  // Whether the row has the step's token `n`, and all of them.
+  // Whether the row has the step's token `n`, and whether it has all of them.
   __device__ bool has(int n) const { return token + n >= first && token + n < len; }
   __device__ bool is_whole() const { return token >= first && token + STEP <= len; }
   __device__ void enter() {
@@ -173,7 +174,7 @@ struct Cursor {
       enter();
     }
   }
-  // Bytes from the cache's beginning to a tile.
+  // The bytes from the start of the cache to a tile.
   __device__ i64 place(int tile) {
     const int at = token + tile * TILE, index = at / BLOCK_SIZE;
     if (index >= held_from + 32) {

@@ -1,7 +1,7 @@
 // Attention within images: each patch of an image sees all of it.
 //
-// Constants of the host, beside those of hopper_attention.cu: WIDTH, the dims of a head. What it lacks of DIMS and of
-// the last span is 0: the copies fill it.
+// Constants of the host, beside those of hopper_attention.cu: WIDTH, the dims of a head. TMA fills the rest of DIMS and
+// of the last span with zeros.
 
 struct Images {
   static constexpr int GROUP = 1, HEAD_DIM = WIDTH, TOKENS = ROWS;
@@ -20,7 +20,7 @@ struct Images {
       num_tokens = min(tile.z, TOKENS);
       end = tile.w;
     }
-    // The last column that a row sees, and how many tiles of columns all rows see.
+    // The last column that a row sees, and the number of tiles of columns that all rows see.
     __device__ int position(int) const { return end - 1; }
     __device__ int whole() const { return end / COLUMNS; }
   };
@@ -38,7 +38,8 @@ struct Images {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attend_images(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+attend_images(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+              const __grid_constant__ TensorMap v_map,
               const int4 *tiles, int num_tiles, int num_heads, unsigned short *out, u32 *counters, float factor) {
   attend(q_map, k_map, v_map, Images{tiles, num_tiles, num_heads}, out, counters, factor);
 }

@@ -1,4 +1,4 @@
-// Attention of prompts: causal, over a paged cache, all dims of a head in products.
+// Attention of prompts: causal, over a paged cache.
 //
 // Constants of the host, beside those of hopper_attention.cu: QUERY_HEADS of a kv head, BLOCK_SIZE, WIDENERS. A tile is
 // TOKENS tokens with all query heads of one kv head: row = token * QUERY_HEADS + head, up to ROWS.
@@ -23,7 +23,7 @@ struct Prompts {
       first_position = tile.w;
       end = first_position + num_tokens;
     }
-    // The last column that a row sees, and how many tiles of columns all rows see.
+    // The last column that a row sees, and the number of tiles of columns that all rows see.
     __device__ int position(int row) const { return first_position + row / GROUP; }
     __device__ int whole() const { return (first_position + 1) / COLUMNS; }
   };
@@ -43,7 +43,7 @@ struct Prompts {
       }
       return __shfl_sync(~0u, held, chunk % 32);
     }
-    // Chunks of tile `n` that lie in the context, to `to`.
+    // Loads the chunks of tile `n` that lie in the context.
     __device__ void load_tile(u32 to, const TensorMap &map, u32 barrier, int n) {
       const int begin = n * (COLUMNS / CHUNK), count = min(COLUMNS / CHUNK, num_chunks - begin);
       if (threadIdx.x == 0) expect_bytes(barrier, count * CHUNK * PARTS * SPAN);
@@ -57,9 +57,10 @@ struct Prompts {
   };
 };
 
-// `scales`: what keys and values were divided by, or none.
+// `scales` are those of keys and values in the cache, or null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attend_prompts(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+attend_prompts(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+               const __grid_constant__ TensorMap v_map,
                const int4 *tiles, int num_tiles, int num_heads, unsigned short *out, u32 *counters, float factor,
                const int *tables, int stride_table, const float *scales) {
   attend(q_map, k_map, v_map, Prompts{tiles, num_tiles, num_heads, tables, stride_table, scales ? scales[1] : 1}, out,
@@ -71,14 +72,14 @@ __device__ __forceinline__ float low_half(u32 pair) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(pair));
   return x;
 }
-// Two numbers in e4m3, the low bits of `bytes`, in 16 bits; both kinds hold them exactly.
+// Two e4m3 numbers, the low bits of `bytes`, in 16 bits; both types hold them exactly.
 __device__ __forceinline__ u32 widen(u32 bytes) {
   u32 pair;
   asm("{\n.reg .b16 two, rest;\nmov.b32 {two, rest}, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(pair) : "r"(bytes));
   return IS_BFLOAT16 ? pack(low_half(pair), low_half(pair >> 16)) : pair;
 }
 
-// Blocks of caches in e4m3 as products take them: block `numbers[i]` becomes block i. WIDENERS programs have one block.
+// Converts blocks of e4m3 caches to 16 bits: block `numbers[i]` becomes block i. WIDENERS programs convert one block.
 extern "C" __global__ void __launch_bounds__(256)
 widen_blocks(const uint4 *k_cache, const uint4 *v_cache, uint4 *keys, uint4 *values, const int *numbers,
              int pieces_a_block) {

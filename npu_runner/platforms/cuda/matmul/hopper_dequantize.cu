@@ -1,8 +1,8 @@
-// Integers of 4 and 8 bits as floats of 16 bits, exactly, and copies that kernels of such weights share. Constants of the
-// host: IS_BFLOAT16, BITS.
+// Dequantizes integers of 4 and 8 bits to 16-bit floats, exactly, and has the copies that kernels of such weights
+// share. Constants of the host: IS_BFLOAT16, BITS.
 
 constexpr u32 ONES = IS_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
-// Floats whose last mantissa bits count ones, and what 4 bits are larger than what they mean without zeros.
+// Floats whose last mantissa bits count ones, and the offset that 4 bits are stored with where there are no zeros.
 constexpr u32 BASE_BITS = IS_BFLOAT16 ? 0x43004300 : 0x64006400;
 constexpr float BASE = IS_BFLOAT16 ? 128 : 1024, OFFSET = BITS == 4 ? 8 : 0;
 
@@ -38,12 +38,12 @@ template <u32 MASK> __device__ __forceinline__ u32 or_base(u32 word) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "n"(MASK), "r"(BASE_BITS));
   return result;
 }
-// Two numbers 16 bits apart, from bit SHIFT on, and `negative` with them: what they are larger by; exact.
+// Two integers 16 bits apart, from bit SHIFT on, plus `negative`, which is minus their excess (above_zero); exact.
 template <int SHIFT> __device__ __forceinline__ u32 dequantize(u32 word, u32 negative) {
 #if BITS == 4
   return fma16(or_base<0x000F000F>(word >> SHIFT), ONES, negative);
 #elif IS_BFLOAT16
-  // 128 + the low 7 bits, less 128, or 256 where the sign is set.
+  // 128 + the low 7 bits, minus 128, or minus 256 where the sign is set.
   const u32 low = or_base<0x007F007F>(word >> SHIFT), above = or_base<0x00800080>(word >> SHIFT);
   const u32 value = fma16(above, 0xBF80BF80, low);
   return HAS_ZEROS ? fma16(value, ONES, negative) : value;
@@ -51,7 +51,7 @@ template <int SHIFT> __device__ __forceinline__ u32 dequantize(u32 word, u32 neg
   return fma16(or_base<0x00FF00FF>((word ^ 0x80808080) >> SHIFT), ONES, negative);
 #endif
 }
-// What numbers are larger by than what they mean, as they are dequantize.
+// The excess of a dequantized integer over its value.
 __device__ __forceinline__ float above_zero(float zero) {
   return zero + (BITS == 4 ? BASE : IS_BFLOAT16 ? 0 : BASE + 128);
 }

@@ -1,35 +1,37 @@
-// Products y = x W^T of some rows in FP8 (e4m3) on Hopper: what bounds them is reading the weight.
+// GEMM y = x W^T of 17 to 192 rows in FP8 (e4m3) on Hopper. Reading the weight is its bound.
 //
-// The weight's rows are the left factor of a warpgroup's partial, the rows of x their columns. A warp brings tiles of
-// both by tensor maps: 128 bytes of each row are a slice. The programs of a cluster schedule the slices of one tile; each
-// leaves its acc in shared memory, and each adds a part of the tile, in the order of the programs. So a result does
-// not depend on which was first.
+// The weight's rows are the left operand of warpgroup MMAs, the rows of x the columns. A producer warp copies tiles of
+// both by TMA; a slice is 128 bytes of each row. It loads the ring's weights before it waits for earlier kernels. The
+// programs of a cluster split the K of one tile. Each stores its accumulators in shared memory, and each reduces a part
+// of the tile, in the order of the programs. So the result does not depend on which was first, and there is no
+// workspace. The next kernel may start early, since all programs of this one run at once.
 //
-// Constants of the host: IN_BLOCKS (scales of 128 x 128 and of rows of 128 terms), BLOCKS of 64 outputs that a warpgroup
-// has, TILE_M of x, STAGES, PROGRAMS of a cluster.
+// Constants of the host: IN_BLOCKS (scales of 128 x 128, and of 128 inputs of a row), BLOCKS of 64 outputs of a
+// warpgroup, TILE_M, STAGES, PROGRAMS of a cluster.
 
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 32 * WARPS, WARPGROUP_N = 64 * BLOCKS;
 constexpr int TILE_N = CONSUMERS * WARPGROUP_N, TILE_K = 128;
 constexpr u32 WEIGHT_BYTES = 128 * TILE_N, STAGE_BYTES = WEIGHT_BYTES + 128 * TILE_M;
-// Sums of so many columns are exchanged at once, as rows of outputs. Rows begin 4 banks apart.
+// Accumulators of CHUNK rows of x are exchanged at once, as rows of outputs. Rows start 4 banks apart.
 constexpr int CHUNK = TILE_M > 64 ? TILE_M / 2 : TILE_M, PITCH = TILE_N + 4;
 constexpr u32 SCALES = STAGES * STAGE_BYTES, EXCHANGE = SCALES + (IN_BLOCKS ? STAGES * TILE_M * 4 : 0);
 // Barriers, 8 bytes each.
 constexpr u32 FULL = EXCHANGE + CHUNK * PITCH * 4, EMPTY = FULL + 8 * STAGES;
 constexpr u32 PARTIALS_FULL = EMPTY + 8 * STAGES, PARTIALS_EMPTY = PARTIALS_FULL + 8;
-// Where a thread has more acc than a third of a partition's registers fence_registers, a whole warpgroup brings, and leaves its own.
+// Where a thread has more accumulators than a third of a partition's registers, the producer is a whole warpgroup, and
+// releases its own registers.
 constexpr bool MOVES_REGISTERS = (BLOCKS + 1) * TILE_M / 2 > 120;
 constexpr int ALL_THREADS = THREADS + (MOVES_REGISTERS ? 128 : 32);
-// A thread adds 4 outputs of each of its rows.
+// A thread reduces 4 outputs of each of its rows.
 constexpr int QUADS = TILE_N / 4, ROWS_AT_ONCE = THREADS / QUADS, ROWS_APART = PROGRAMS * ROWS_AT_ONCE;
 constexpr int ROWS_A_THREAD = (CHUNK + ROWS_APART - 1) / ROWS_APART;
 
-// 64 outputs, `columns`, 32 bytes of terms of each.
-#define WGMMA_E4M3(columns, count, left_name, right_name, adds_name)                                                  \
-  __device__ __forceinline__ void wgmma_e4m3(float (&acc)[count], u64 left, u64 right, int adds) {                   \
+// 64 outputs, `columns`, 32 bytes of K.
+#define WGMMA_E4M3(columns, count, left_name, right_name, adds_name)                                                   \
+  __device__ __forceinline__ void wgmma_e4m3(float (&acc)[count], u64 left, u64 right, int adds) {                     \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n" columns "k32.f32.e4m3.e4m3 {" LIST_##count "}, " left_name ", "     \
-                 right_name ", adds, 1, 1;\n}" : ALL_##count(acc) : "l"(left), "l"(right), "r"(adds));                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k32.f32.e4m3.e4m3 {" LIST_##count "}, " left_name ", "   \
+                 right_name ", adds, 1, 1;\n}" : ALL_##count(acc) : "l"(left), "l"(right), "r"(adds));                 \
   }
 WGMMA_E4M3("32", 16, "%16", "%17", "%18")
 WGMMA_E4M3("64", 32, "%32", "%33", "%34")
@@ -63,8 +65,8 @@ __device__ __forceinline__ void wait_in_cluster(u32 barrier, u32 parity) {
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// x: (rows, terms), weight: (outputs, terms). Scales of x lie `group_stride` apart from group to group, with room for
-// `room` rows; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, slices).
+// x is (M, K), the weight (N, K). Scales of x are `group_stride` apart between groups, with room for `room` rows.
+// Scales of the weight are one per output, or one where scale_stride is 0, or (N / 128, slices).
 struct Params {
   int m, n, num_slices, room;
   long long group_stride, scale_stride;
@@ -73,7 +75,7 @@ struct Params {
   unsigned short *out;
 };
 
-// What the programs of a cluster do: tiles `cluster`, `cluster` + clusters, ...; each the slices from `begin` to `end`.
+// The work of a cluster: tiles `cluster`, `cluster` + clusters, ... Each program has the slices from `begin` to `end`.
 struct Schedule {
   int rank, cluster, clusters, m_tiles, num_tiles, begin, end;
 
@@ -111,17 +113,19 @@ struct Producer {
   __device__ void load_weight(const TileCursor &cursor, u32 stage) {
     const int rows = min(TILE_M, params.room - cursor.row());
     expect_bytes(shared + FULL + 8 * stage, STAGE_BYTES + (IN_BLOCKS ? 4 * rows : 0));
-    tma_load(shared + stage * STAGE_BYTES, weight_map, shared + FULL + 8 * stage, cursor.slice * TILE_K, cursor.output(),
+    tma_load(shared + stage * STAGE_BYTES, weight_map, shared + FULL + 8 * stage, cursor.slice * TILE_K,
+             cursor.output(),
           policy);
   }
   __device__ void load_x(const TileCursor &cursor, u32 stage) {
     tma_load(shared + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, shared + FULL + 8 * stage, cursor.slice * TILE_K,
           cursor.row());
     if (IN_BLOCKS)
-      bulk_load(shared + SCALES + stage * TILE_M * 4, params.x_scales + cursor.slice * params.group_stride + cursor.row(),
+      bulk_load(shared + SCALES + stage * TILE_M * 4,
+                params.x_scales + cursor.slice * params.group_stride + cursor.row(),
                   shared + FULL + 8 * stage, 4 * min(TILE_M, params.room - cursor.row()));
   }
-  // Weights come before earlier kernels are done, rows of x x_cursor them.
+  // Loads weights before earlier kernels have ended, and rows of x after.
   __device__ void run(const Schedule &schedule) {
     TileCursor cursor(schedule), x_cursor(schedule);
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -136,8 +140,8 @@ struct Producer {
   }
 };
 
-// A warpgroup that has WARPGROUP_N of the tile's outputs. A thread has two outputs, 8 apart, of 8 columns each two: element
-// 4 * j + 2 * i + c is column 8 * j + c x_cursor its first one.
+// A warpgroup with WARPGROUP_N of the tile's outputs. A thread has two outputs, 8 apart, and two of each 8 columns:
+// element 4 * j + 2 * i + c is column 8 * j + c from its first one.
 struct Consumer {
   const Params &params;
   const Schedule &schedule;
@@ -163,7 +167,8 @@ struct Consumer {
     for (int j = 0; j < TILE_M / 8; ++j) {
       float row_scales[2] = {1, 1};
       if (IN_BLOCKS) {
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(row_scales[0]), "=f"(row_scales[1]) : "r"(scales + 32 * j));
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(row_scales[0]),
+                     "=f"(row_scales[1]) : "r"(scales + 32 * j));
         row_scales[0] *= scale;
         row_scales[1] *= scale;
       }
@@ -174,13 +179,13 @@ struct Consumer {
       }
     }
   }
-  // Products of a slice are added in float32: tensor cores keep fewer bits of acc of e4m3.
+  // Partial accumulators of a slice are added in float32, because tensor cores keep fewer bits of sums of e4m3.
   __device__ void sum(int output) {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
       for (int e = 0; e < TILE_M / 2; ++e) acc[b][e] = 0;
-    // A scale of the next slice is asked for while this one's is used. Outputs beyond the end are not stored.
+    // Prefetches the scale of the next slice. Outputs beyond the end are not stored.
     const int last = (params.n - 1) / 128;
     const float *scales = params.scales + min((output + group * WARPGROUP_N) / 128, last) * params.scale_stride;
     float next = IN_BLOCKS ? scales[schedule.begin] : 1;
@@ -204,7 +209,7 @@ struct Consumer {
       ring.next();
     }
   }
-  // Sums of CHUNK columns from `column` on are laid into shared memory for the cluster.
+  // Stores the accumulators of CHUNK rows of x in shared memory for the cluster.
   __device__ void store_partials(int chunk) {
     const int output = group * WARPGROUP_N + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const u32 to = shared + EXCHANGE + (threadIdx.x % 4 * 2 * PITCH + output) * 4;
@@ -229,7 +234,7 @@ struct Consumer {
     for (int i = 0; i < ROWS_A_THREAD; ++i)
       row_scales[i] = !IN_BLOCKS && row(i) < m ? params.x_scales[first + row(i)] : 1;
   }
-  // A row's acc of all programs.
+  // The partial accumulators of a row, of all programs.
   __device__ void load_partials(float4 (&parts)[PROGRAMS], int row) {
     const u32 at = shared + EXCHANGE + (row * PITCH + threadIdx.x % QUADS * 4) * 4;
 #pragma unroll
@@ -239,7 +244,7 @@ struct Consumer {
                    : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(cluster_address(at, rank)));
     }
   }
-  // This program's rows of a chunk that begins with `first`, of the whole cluster. Two rows are load_partials at once.
+  // Reduces this program's rows of a chunk that starts with row `first`. Two rows are read at once.
   __device__ void reduce(const float (&row_scales)[ROWS_A_THREAD], int m, int first, int output, float4 scale,
                        float4 bias) {
 #pragma unroll
@@ -269,7 +274,8 @@ struct Consumer {
   __device__ float4 load_scale(int output) {
     if (IN_BLOCKS || output >= params.n) return make_float4(1, 1, 1, 1);
     const float *from = params.scales + output * params.scale_stride;
-    return make_float4(from[0], from[params.scale_stride], from[2 * params.scale_stride], from[3 * params.scale_stride]);
+    return make_float4(from[0], from[params.scale_stride], from[2 * params.scale_stride],
+                       from[3 * params.scale_stride]);
   }
   __device__ float4 load_bias(int output) {
     if (!params.bias || output >= params.n) return make_float4(0, 0, 0, 0);
@@ -335,7 +341,7 @@ fp8_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tensor
     Consumer consumer{params, schedule, shared, (int)threadIdx.x / 128};
     consumer.run();
   }
-  // Nobody leaves while others load_partials its acc.
+  // No program ends while others read its shared memory.
   arrive_cluster();
   wait_cluster();
 }

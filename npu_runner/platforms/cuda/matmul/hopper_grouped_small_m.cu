@@ -1,27 +1,29 @@
-// Products y = x W^T of a few rows with a weight of 4 or 8 bit integers, w = (q - z) s, on Hopper. What bounds them is
-// reading the weight, so it is asked for before earlier kernels are done.
+// GEMM y = x W^T of 1 to 16 rows with a weight of 4 or 8 bit integers, w = (q - z) s, on Hopper. Reading the weight is
+// its bound, so its loads start before earlier kernels have ended.
 //
-// The weight lies in ring of 64 rows of 64 bytes (matmul/grouped.settled). A pair of tiles is 32 outputs, a run 128
-// inputs: half a piece of four bits, of two ring of eight. Programs of a cluster share the runs of the same pairs. An
-// item is a pair and a split of the program's runs. A warp has items of its own, and brings what they consist of to a
-// ring of its own in shared memory: no warp waits for another until its items are done. Numbers are the left factor of
-// mma.m16n8k16, rows of x the right one. A lane has 16 bytes of each of four outputs, which are 16 inputs and the 16
-// that lie 64 behind: the program brings x to shared memory in that order, once. Sums of splits, then of programs, are
-// added in their order, so a result does not depend on which was first.
+// The weight lies in pieces of 64 rows of 64 bytes (grouped.lay_out). A pair of tiles is 32 outputs, a run 128 inputs:
+// half a piece of four bits, of two pieces of eight. Programs of a cluster split the runs of the same pairs. An item is
+// a pair and a split of the program's runs. A warp has items of its own, and a ring of its own in shared memory: no
+// warp waits for another until its items are done. One more warp does nothing but fill the rings. It starts before x is
+// there, with one load in flight for each ring, and loads the rest when x has come. The integers are the left operand
+// of mma.m16n8k16, rows of x the right one. A lane has 16 bytes of each of four outputs, which are 16 inputs and the 16
+// inputs 64 behind them: the program copies x to shared memory in that order, once. Accumulators of splits, then of
+// programs, are added in their order, so the result does not depend on which was first.
 //
 // Constants of the host: IS_BFLOAT16, BITS, BLOCKS of 8 rows of x, HAS_ZEROS, IN_HALVES (groups of 64: each half of a
 // run has its own scale), WARPS beside the one that fills rings, REGISTERS of a thread.
 
 constexpr int THREADS = 32 * WARPS, TILES = 2;
 constexpr u32 PIECES = BITS == 8 ? 2 : 1, PIECE_BYTES = 4096, PART_BYTES = PIECE_BYTES / 2;
-// Numbers of 4 bits stay 128 larger in bfloat16, and acc are corrected: that is less than taking it from each.
+// Integers of 4 bits stay 128 larger in bfloat16, and accumulators are corrected: 128 + z times the sum of a group's
+// inputs, which an MMA with ones computes. That is cheaper than subtracting it from each integer.
 constexpr bool CORRECTS = BITS == 4 && IS_BFLOAT16;
 constexpr int SCALES_OF_RUN = IN_HALVES ? 2 : 1;
-constexpr int ELEMENTS = 128 * BLOCKS;  // of a tile's acc
-constexpr int X_AT_ONCE = 6;            // ring of x that a thread asks for
+constexpr int ELEMENTS = 128 * BLOCKS;  // accumulators of a tile
+constexpr int X_AT_ONCE = 6;            // 16-byte loads of x that a thread keeps in flight
 
-// x: (m, inputs), rows stride_x apart. Scales and zeros: (groups, n). A program has `pairs` and
-// `runs`, the first `more_pairs` clusters and `more_runs` programs of a cluster one more. A ring has `stages`.
+// x is (M, K), rows stride_x apart. Scales and zeros are (groups, N). A program has `pairs` and `runs`, the first
+// `more_pairs` clusters and `more_runs` programs of a cluster one more. A ring has `stages`.
 struct Params {
   int m, n, num_runs, runs_per_group, stride_x;
   int pairs, more_pairs, runs, more_runs, splits, stages, is_wide_bias;
@@ -56,9 +58,9 @@ __device__ __forceinline__ u32 word_of(const uint4 &four, int i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// Exact for numbers as small as those here, and quicker than a division of integers.
+// Exact for the small numbers here, and faster than an integer division.
 __device__ __forceinline__ int fast_divide(int x, int y) { return __float2int_rz(__fdividef(x + 0.5f, y)); }
-// Places `first`, first + step, ... of a table with so many columns.
+// The cells `first`, first + step, ... of a table with `count` columns.
 struct TableCursor {
   int row, column, rows, columns, count;
 
@@ -95,7 +97,7 @@ struct ClusterShare {
   __device__ int begin(int split) const { return split * runs_per_split + min(split, more_per_splits); }
 };
 
-// Where everything lies in shared memory. Sums: of each of this program's tiles, of each program and split.
+// The layout of shared memory. `sums` has the accumulators of this program's tiles, of each program and split.
 struct SharedLayout {
   u32 rings, barriers, started, x, scales, zeros, pitch, acc;
 
@@ -112,8 +114,8 @@ struct SharedLayout {
   }
 };
 
-// A warp's ring. Another warp fills it, then its first lane asks for what comes where a piece was read. Until x is
-// there, one piece at a time is on its way: the small kernels on which x waits would wait behind more.
+// A warp's ring. Another warp fills it at first; then its first lane loads the next piece into each stage that was
+// read. Until x is there, one load is in flight: more would delay the small kernels on which x depends.
 struct WeightRing {
   const Params &params;
   const ClusterShare &share;
@@ -123,12 +125,14 @@ struct WeightRing {
   const unsigned char *from = nullptr;
   u64 policy;
 
-  __device__ WeightRing(const Params &params, const ClusterShare &share, const SharedLayout &layout, u64 policy, int warp)
+  __device__ WeightRing(const Params &params, const ClusterShare &share, const SharedLayout &layout, u64 policy,
+                        int warp)
       : params(params), share(share), shared(layout.rings + warp * params.stages * PART_BYTES),
         barriers(layout.barriers + warp * params.stages * 8), item(warp, WARPS, share.pairs), policy(policy) {
     begin();
   }
-  // By one thread. `started` stands where it says whether x is there; too early a yes costs time only.
+  // Called by one thread. `started` is the address of the flag that says whether x is there; a flag read too early
+  // costs only time.
   __device__ void fill(u32 started) {
 #pragma unroll 1
     for (int i = 0; i < params.stages; ++i) init_barrier(barriers + 8 * i, 1);
@@ -152,7 +156,7 @@ struct WeightRing {
     from = params.values + (((u64)(pair / 2) * params.num_runs + share.first_run + run) * PIECES * PIECE_BYTES
                           + pair % 2 * PART_BYTES);
   }
-  // By the first lane.
+  // Called by the first lane.
   __device__ void load_next(int to) {
     if (left == 0) return;
     expect_bytes(barriers + 8 * to, PART_BYTES);
@@ -166,7 +170,7 @@ struct WeightRing {
     item.next();
     begin();
   }
-  // 16 bytes of each of four outputs, 8 apart. What was read makes layout for the next piece.
+  // Reads 16 bytes of each of four outputs, 8 apart, and loads the next piece into the stage.
   __device__ void pop(uint4 (&numbers)[TILES][2]) {
     wait(barriers + 8 * stage, parity);
     const u32 at = shared + stage * PART_BYTES + threadIdx.x % 32 * 16;
@@ -178,8 +182,8 @@ struct WeightRing {
   }
 };
 
-// x of this program's runs, in the order in which lanes read it: of each run, half and 8 of a lane's 16 inputs all
-// rows, four lanes each. Pairs of inputs are two apart, as numbers are dequantize.
+// Copies x of this program's runs in the order in which lanes read it: of each run, half and 8 of a lane's 16 inputs
+// all rows, four lanes each. Pairs of inputs are two apart, as integers are dequantized.
 struct XLoader {
   const Params &params;
   const ClusterShare &share;
@@ -207,7 +211,7 @@ struct XLoader {
   }
 };
 
-// Of the four outputs of a lane; `above`: what numbers are larger by than what they mean.
+// The scales of the four outputs of a lane, and the excess of their integers (above_zero).
 struct Scales {
   float scale[2 * TILES], above[2 * TILES];
 
@@ -220,12 +224,13 @@ struct Scales {
   }
 };
 
-// Runs of a pair; the cursor of a group's scales moves with them.
+// The runs of a pair. The offset of a group's scales moves with them.
 struct Item {
   int run, end, in_group;
   u32 scales;
 
-  __device__ Item(const Params &params, const ClusterShare &share, const SharedLayout &layout, const TableCursor &cursor, int first_group)
+  __device__ Item(const Params &params, const ClusterShare &share, const SharedLayout &layout,
+                  const TableCursor &cursor, int first_group)
       : run(share.begin(cursor.row)), end(share.begin(cursor.row + 1)) {
     const int group = fast_divide(share.first_run + run, params.runs_per_group);
     in_group = share.first_run + run - group * params.runs_per_group;
@@ -273,7 +278,7 @@ struct WarpGemm {
       }
     }
   }
-  // A group's partial are scaled; what its numbers are larger by is taken from them first.
+  // Scales a group's partial accumulators, after the correction.
   __device__ void add_group(const Scales &scales) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -313,7 +318,7 @@ struct WarpGemm {
       item.scales += SCALES_OF_RUN * layout.pitch;
     }
   }
-  // Sums of a tile go to the program that ends it.
+  // Sends a tile's accumulators to the program that stores the tile.
   __device__ void store_partials(int pair, int split) const {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
@@ -336,7 +341,7 @@ struct WarpGemm {
       item = Item(params, share, layout, cursor, first_group);
     }
   }
-  // Adds what programs and splits left, in their order.
+  // Adds the accumulators of programs and splits, in their order.
   __device__ void end(TableCursor cursor) const {
     const int in_tile = threadIdx.x % 16, count = share.programs * params.splits;
     for (; cursor.row < params.m; cursor.next()) {
@@ -359,8 +364,9 @@ struct WarpGemm {
   }
 };
 
-// Scales and zeros of all outputs of the cluster, for groups of this program.
-__device__ __forceinline__ void load_scales(const Params &params, const ClusterShare &share, const SharedLayout &layout, int first_group,
+// Copies scales and zeros of all outputs of the cluster, for this program's groups.
+__device__ __forceinline__ void load_scales(const Params &params, const ClusterShare &share,
+                                            const SharedLayout &layout, int first_group,
                                              int groups) {
   for (TableCursor cursor(threadIdx.x, THREADS, share.pairs * 4); cursor.row < groups; cursor.next()) {
     const int output = share.first_pair * 32 + cursor.column * 8;
@@ -374,8 +380,9 @@ __device__ __forceinline__ void load_scales(const Params &params, const ClusterS
   }
 }
 
-// By a warp of its own, since no other may wait for ring before x: each lane fills a warp's ring.
-__device__ __forceinline__ void fill_rings(const Params &params, const ClusterShare &share, const SharedLayout &layout, u64 policy) {
+// Runs in a warp of its own, since no other may wait for pieces before x. Each lane fills a warp's ring.
+__device__ __forceinline__ void fill_rings(const Params &params, const ClusterShare &share, const SharedLayout &layout,
+                                           u64 policy) {
   const int lane = threadIdx.x % 32;
   WeightRing ring(params, share, layout, policy, lane);
   if (lane < WARPS) ring.fill(layout.started);
@@ -389,7 +396,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) grouped_small_m_gemm(const __g
   extern __shared__ __align__(128) unsigned char memory[];
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const ClusterShare share(params);
-  // Programs of a cluster have to be there when their neighbours store_partials acc.
+  // Programs of a cluster must have started before others write to their shared memory.
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int first_group = IN_HALVES ? 2 * share.first_run : fast_divide(share.first_run, params.runs_per_group);
   const int last_run = share.first_run + share.runs;

@@ -1,13 +1,14 @@
-// Products y = x W^T of some rows with a weight of 4 or 8 bit integers, w = (q - z) s rounded once to 16 bits, on Hopper.
+// GEMM y = x W^T of 129 to 256 rows with a weight of 4 or 8 bit integers, w = (q - z) s rounded once to 16 bits, on
+// Hopper.
 //
-// The weight's outputs are the left factor of a warpgroup's partial, in registers, where they are made of the integers;
-// rows of x are the right one. A warp brings both by tensor maps, a run of 128 inputs at a time: the weight's pieces of
-// 64 rows of 64 bytes (matmul/grouped.settled), one of four bits, two of eight, with their scales. Of four bits the
-// low ones of a piece are the first 64 inputs of a run. Where inputs are split, each part leaves its acc in memory; the
-// last to come adds them in their order, so a result does not depend on which was last.
+// The weight's outputs are the left operand of warpgroup MMAs, dequantized into registers; rows of x are the right one.
+// A producer warp copies both by TMA, a run of 128 inputs at a time: the weight's pieces of 64 rows of 64 bytes
+// (grouped.lay_out), one of four bits, two of eight, with their scales. Of four bits the low ones of a piece are the
+// first 64 inputs of a run. With split-K each split stores its accumulators in memory. The last of them to finish adds
+// them in their order, so the result does not depend on which was last.
 //
 // Constants of the host: IS_BFLOAT16, BITS, HAS_ZEROS, IN_HALVES (groups of 64: each half of a run has its own scale),
-// GROUPS of warps, which have 64 outputs each, TILE_M of x, STAGES.
+// GROUPS of warps, which have 64 outputs each, TILE_M, STAGES.
 
 constexpr int WARPS = 4 * GROUPS, THREADS = 32 * WARPS, TILE_N = 64 * GROUPS;
 constexpr int PIECES = BITS == 8 ? 2 : 1;
@@ -18,19 +19,19 @@ constexpr u32 SCALES_OF_RUN = IN_HALVES ? 2 : 1, LINES = SCALES_OF_RUN * (HAS_ZE
 constexpr u32 SCALES = STAGES * STAGE_BYTES, FULL = SCALES + STAGES * LINES * LINE_BYTES, EMPTY = FULL + 8 * STAGES;
 constexpr u32 IS_LAST = EMPTY + 8 * STAGES;
 
-// 64 outputs, `columns` rows of x, 16 terms.
-#define WGMMA_LEFT_REGISTERS(columns, count, left_names, right_name)                                                            \
-  __device__ __forceinline__ void wgmma(float (&acc)[count], const u32 (&left)[4], u64 right) {                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." DTYPE "." DTYPE " {" LIST_##count "}, {"           \
+// 64 outputs, `columns` rows of x, K of 16.
+#define WGMMA_LEFT_REGISTERS(columns, count, left_names, right_name)                                                   \
+  __device__ __forceinline__ void wgmma(float (&acc)[count], const u32 (&left)[4], u64 right) {                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." DTYPE "." DTYPE " {" LIST_##count "}, {"       \
                  left_names "}, " right_name ", 1, 1, 1, 0;"                                                           \
-                 : ALL_##count(acc) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));            \
+                 : ALL_##count(acc) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));             \
   }
 WGMMA_LEFT_REGISTERS("32", 16, "%16, %17, %18, %19", "%20")
 WGMMA_LEFT_REGISTERS("64", 32, "%32, %33, %34, %35", "%36")
 WGMMA_LEFT_REGISTERS("96", 48, "%48, %49, %50, %51", "%52")
 WGMMA_LEFT_REGISTERS("128", 64, "%64, %65, %66, %67", "%68")
 
-// Scales and zeros: (groups, n). `partials` has room for the acc of every item.
+// Scales and zeros are (groups, N). `partials` has room for the accumulators of every item.
 struct Params {
   int m, n, num_runs, runs_per_group, splits, m_tiles, num_items, is_wide_bias;
   const unsigned short *scales, *zeros;
@@ -55,7 +56,7 @@ __device__ __forceinline__ u32 transpose(u32 pairs) {
   return result;
 }
 
-// An item is a part of the runs of a tile. A program has items blockIdx.x, blockIdx.x + gridDim.x, ...
+// An item is a split of the runs of a tile. A program has items blockIdx.x, blockIdx.x + gridDim.x, ...
 struct ItemCursor {
   const Params &params;
   int item, run, end, row, tile, split;
@@ -87,7 +88,8 @@ struct Producer {
     expect_bytes(barrier, STAGE_BYTES + LINES * bytes);
     for (int group = 0; group < GROUPS; ++group)
       for (int piece = 0; piece < PIECES; ++piece)
-        tma_load(shared + stage * STAGE_BYTES + X_BYTES + (group * PIECES + piece) * PIECE_BYTES, values_map, barrier, 0,
+        tma_load(shared + stage * STAGE_BYTES + X_BYTES + (group * PIECES + piece) * PIECE_BYTES, values_map, barrier,
+                 0,
               (((cursor.tile * GROUPS + group) * params.num_runs + cursor.run) * PIECES + piece) * 64, once);
     for (u32 line = 0; line < LINES; ++line) {
       const unsigned short *from = line < SCALES_OF_RUN ? params.scales : params.zeros;
@@ -101,7 +103,7 @@ struct Producer {
       tma_load(shared + stage * STAGE_BYTES + half * HALF_BYTES, x_map, shared + FULL + 8 * stage,
             cursor.run * 128 + half * 64, cursor.row, kept);
   }
-  // Weights come before earlier kernels are done, rows of x x_cursor them.
+  // Loads weights before earlier kernels have ended, and rows of x after.
   __device__ void run() {
     ItemCursor cursor(params), x_cursor(params);
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
@@ -117,8 +119,8 @@ struct Producer {
   }
 };
 
-// A warpgroup, which has 64 outputs. A thread has two of them, 8 apart, of 8 columns each two: element 4 * j + 2 * i + c
-// is column 8 * j + c x_cursor its first one.
+// A warpgroup with 64 outputs. A thread has two of them, 8 apart, and two of each 8 columns: element 4 * j + 2 * i + c
+// is column 8 * j + c from its first one.
 struct Consumer {
   const Params &params;
   u32 shared;
@@ -156,7 +158,7 @@ struct Consumer {
     u32 scale[2][2], negative[2][2];
     load_scales(scale[0], negative[0], 0);
     if (IN_HALVES) load_scales(scale[1], negative[1], 1);
-    // All are made before partial begin; partial of other warpgroups may run meanwhile.
+    // All operands are dequantized before the MMAs start; MMAs of other warpgroups may run meanwhile.
     u32 left[2][4][4];
 #pragma unroll
     for (int v = 0; v < 4; ++v)
@@ -190,7 +192,7 @@ struct Consumer {
     fence_registers(acc);
   }
   __device__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-  // Whether this was the last part of the tile; it has all acc then.
+  // Whether this was the last split of the tile, which then has the sum of all accumulators.
   __device__ bool add_partials(const ItemCursor &at) {
     const int tile = at.tile * params.m_tiles + at.row / TILE_M;
     float *partials = params.partials + (long long)tile * params.splits * (TILE_M / 2 * THREADS) + threadIdx.x;

@@ -1,15 +1,15 @@
-// Products y = x W^T of 1 to 16 rows on Hopper: what bounds them is reading the weight.
+// GEMM y = x W^T of 1 to 16 rows on Hopper. Reading the weight is its bound.
 //
-// A program has n_tiles of 16 outputs, several of them at once. Each of its warps has slices of 128 bytes of the rows: the
-// first warp slices 0, WARPS, 2 * WARPS, ... It brings the weight's to a ring of its own in shared memory, before earlier
-// kernels are done: a weight depends on none. So the first of them are there, or on their way, when x is, of which a warp
-// reads its slices from global memory into registers. 16 outputs are the rows of a partial of tensor cores, 8 rows of x
-// its columns. e4m3 is multiplied in float16, which holds it exactly. What a thread reads, 16 bytes at once, is what it
-// multiplies: terms may come in any order, if both output_scales have the same. At the end the acc of all warps are added, in
-// the order of the warps.
+// A program has a share of the outputs, in tiles of 16, N_TILES of them at once, and all of K. Each warp has slices of
+// 128 bytes of the rows: the first warp slices 0, WARPS, 2 * WARPS, ... It copies the weight's slices by TMA to a ring
+// of its own, before earlier kernels have ended: the weight depends on none. No warp waits for another until the end. A
+// warp reads its slices of x from global memory into registers. 16 outputs are the rows of an MMA, 8 rows of x its
+// columns. e4m3 is multiplied in float16, which holds it exactly. A thread multiplies what it reads, 16 bytes at once:
+// K may have any order that both operands share. At the end the accumulators of all warps are added, in the order of
+// the warps.
 //
-// Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the kind that IS_BFLOAT16 names), IN_BLOCKS (scales of
-// 128 x 128 and of rows of 128 terms), TILE_M (8 or 16, of x), N_TILES at once, WARPS, STAGES, FIRST.
+// Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the type that IS_BFLOAT16 names), IN_BLOCKS (scales of
+// 128 x 128, and of 128 inputs of a row), TILE_M (8 or 16), N_TILES, WARPS, STAGES, FIRST.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,16 +17,16 @@ typedef long long i64;
 
 constexpr int MMA_N = 16, SLICE = 128, BLOCK_TILES = 128 / MMA_N, HALVES = TILE_M / 8, THREADS = 32 * WARPS;
 constexpr bool HAS_OUTPUT_SCALES = ITEM == 1 && !IN_BLOCKS;
-// Pairs of outputs that a thread ends.
+// Pairs of outputs that a thread stores.
 constexpr int PAIRS = (N_TILES * TILE_M * MMA_N / 2 + THREADS - 1) / THREADS;
 static_assert(PAIRS <= 2);
 constexpr u32 STAGE_BYTES = MMA_N * SLICE;
-// Sums of a warp: N_TILES times TILE_M times MMA_N outputs, which begin 20 banks apart.
+// Accumulators of a warp: N_TILES times TILE_M times MMA_N outputs, which start 20 banks apart.
 constexpr int PITCH = MMA_N + 4, ACCUMULATORS = N_TILES * TILE_M * PITCH;
 constexpr u32 EXCHANGE = WARPS * STAGES * STAGE_BYTES, FULL = EXCHANGE + 4 * WARPS * ACCUMULATORS;
 
-// x: (rows, terms), weight: (outputs, terms), both counted in bytes. Scales of x lie `group_stride` apart from group to
-// group; scales of the weight are one an output, or one where scale_stride is 0, or (outputs / 128, groups).
+// x is (M, K), the weight (N, K), both counted in bytes. Scales of x are `group_stride` apart between groups. Scales of
+// the weight are one per output, or one where scale_stride is 0, or (N / 128, groups).
 struct Params {
   int m, n, num_slices;
   i64 stride_x, group_stride, scale_stride;
@@ -36,7 +36,8 @@ struct Params {
   u16 *out;
 };
 
-__device__ __forceinline__ void tma_load_slice(u32 to, const TensorMap &map, u32 barrier, int row, int slice, u64 policy) {
+__device__ __forceinline__ void tma_load_slice(u32 to, const TensorMap &map, u32 barrier, int row, int slice,
+                                               u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
@@ -62,16 +63,16 @@ __device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
 __device__ __forceinline__ u32 word(const uint4 &piece, int i) {
   return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
 }
-// 16 rows, 8 columns, 16 terms.
+// 16 rows, 8 columns, K of 16.
 __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
-#define MMA(kind)                                                                                                  \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
-               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])              \
+#define MMA(kind)                                                                                                      \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "               \
+               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                  \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
   if (IS_BFLOAT16 && ITEM == 2) MMA("bf16"); else MMA("f16");
 }
 
-// WeightRing of a warp's part of the weight in their order: of N_TILES n_tiles at once, slice after slice, unit after unit.
+// The order of a warp's stages: N_TILES tiles at once, slice after slice, tile after tile.
 struct SliceCursor {
   int first, end, slice, num_slices, i = 0;
   __device__ SliceCursor(const Params &params) : slice(threadIdx.x / 32), num_slices(params.num_slices) {
@@ -92,8 +93,8 @@ struct SliceCursor {
   }
 };
 
-// A warp's ring; its first thread asks for what comes. At first it asks for no more than FIRST ring at once, until the
-// ring is full: the small kernels before this one, on which x waits, would wait behind more.
+// A warp's ring, which its first thread fills. At first it keeps no more than FIRST loads in flight, until the ring is
+// full: more would delay the small kernels before this one, on which x depends.
 struct WeightRing {
   const TensorMap &map;
   u32 shared, barriers, stage = 0, parity = 0;
@@ -114,7 +115,7 @@ struct WeightRing {
     }
     __syncwarp();
   }
-  // By the first thread.
+  // Called by the first thread.
   __device__ void load_next(int to) {
     if (!cursor.is_there()) return;
     expect_bytes(barriers + 8 * to, STAGE_BYTES);
@@ -123,7 +124,7 @@ struct WeightRing {
   }
   __device__ void wait_full() const { wait(barriers + 8 * stage, parity); }
   __device__ u32 at() const { return shared + stage * STAGE_BYTES; }
-  // This piece was read: the next one comes there.
+  // Releases a stage that was read, and loads the next one into it.
   __device__ void next() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) load_next(stage);
@@ -131,7 +132,7 @@ struct WeightRing {
   }
 };
 
-// What a warp has of x for a slice: of row `group` (and 8 behind it) 2 times 16 bytes, and the scales of 2 columns.
+// A warp's slice of x: 2 times 16 bytes of row `group` (and of the row 8 behind it), and the scales of 2 columns.
 struct XSlice {
   uint4 ring[HALVES][2];
   float scales[HALVES][2];
@@ -163,13 +164,13 @@ struct WarpGemm {
           rows.scales[h][i] = params.x_scales[slice * params.group_stride + min(8 * h + 2 * member + i, params.m - 1)];
     }
   }
-  // Of the block of the first unit and of that of the last: N_TILES are no more than a block has.
+  // The scales of the blocks of the first and of the last tile: N_TILES are no more than a block has.
   __device__ void load_scales(float (&scales)[2], int first, int count, int slice) const {
     scales[0] = params.scales[first / BLOCK_TILES * params.scale_stride + slice];
     scales[1] = params.scales[(first + count - 1) / BLOCK_TILES * params.scale_stride + slice];
   }
-  // This warp's slice of a unit. A row's 16-byte ring lie in an order of its own (Hopper's swizzle of 128 bytes): 8
-  // threads read ring of two rows that lie in different banks, if those are 4 apart.
+  // This warp's slice of a tile. TMA swizzles the 16-byte pieces of a row. 8 threads read pieces of two rows that lie
+  // in different banks, if those rows are 4 apart.
   __device__ int row_of_group() const { return group / 2 + group % 2 * 4; }
   __device__ void load_weight(uint4 (&piece)[2][2]) const {
     const int row = row_of_group();
@@ -241,7 +242,8 @@ struct WarpGemm {
             exchange[warp * ACCUMULATORS + (i * TILE_M + row) * PITCH + row_of_group() + e / 2 * 8] = acc[i][h][e];
         }
   }
-  // What this thread scales acc with. It is asked for before they are there: the end of a partial waits for no memory.
+  // Loads the scales that this thread needs before the accumulators are there, so that the epilogue waits for no
+  // memory.
   __device__ void load_output_scales(OutputScales (&output_scales)[PAIRS], int first, int count) const {
     if (!HAS_OUTPUT_SCALES) return;
 #pragma unroll
@@ -249,12 +251,14 @@ struct WarpGemm {
       const int at = threadIdx.x + turn * THREADS;
       if (at >= count * params.m * MMA_N / 2) continue;
       const int output = (first + at / (MMA_N / 2) % count) * MMA_N + at % (MMA_N / 2) * 2;
-      output_scales[turn] = {params.scales[output * params.scale_stride], params.scales[(output + 1) * params.scale_stride],
+      output_scales[turn] = {params.scales[output * params.scale_stride],
+                             params.scales[(output + 1) * params.scale_stride],
                        params.x_scales[at / (MMA_N / 2) / count]};
     }
   }
   // Two outputs of a row at once.
-  __device__ void reduce(const float *exchange, const OutputScales (&output_scales)[PAIRS], int first, int count) const {
+  __device__ void reduce(const float *exchange, const OutputScales (&output_scales)[PAIRS], int first,
+                         int count) const {
     for (int at = threadIdx.x, turn = 0; at < count * params.m * MMA_N / 2; at += THREADS, ++turn) {
       const int pair = at % (MMA_N / 2), i = at / (MMA_N / 2) % count, row = at / (MMA_N / 2) / count;
       const int output = (first + i) * MMA_N + 2 * pair;
@@ -269,14 +273,15 @@ struct WarpGemm {
         const OutputScales by = turn == 0 ? output_scales[0] : output_scales[PAIRS - 1];
         sum = make_float2(sum.x * (by.low * by.row), sum.y * (by.high * by.row));
       }
-      if (params.bias) sum = make_float2(sum.x + to_float(params.bias[output]), sum.y + to_float(params.bias[output + 1]));
+      if (params.bias) sum = make_float2(sum.x + to_float(params.bias[output]),
+                                         sum.y + to_float(params.bias[output + 1]));
       *reinterpret_cast<u32 *>(params.out + (i64)row * params.n + output) = pack(sum.x, sum.y);
     }
   }
   __device__ void multiply_tiles(int first, int count) {
 #pragma unroll
     for (int e = 0; e < N_TILES * HALVES * 4; ++e) acc[e / 4 / HALVES][e / 4 % HALVES][e % 4] = 0;
-    // x and scales of the next slice are asked for while this one's are used.
+    // Prefetches x and scales of the next slice.
     XSlice next;
     float next_scales[2];
     if (warp < params.num_slices) {
