@@ -28,7 +28,7 @@ from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
 from npu_runner.platforms.cuda.matmul.small_m import Tile
 from npu_runner.platforms.cuda.ops import TritonOps
-from npu_runner.platforms.cuda.sampling.sample import draw_from_softmax
+from npu_runner.platforms.cuda.sampling.sample import sample_from_softmax
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.sampling import sampling_ops
@@ -55,7 +55,7 @@ def draws() -> Iterator[Case]:
                 return plain_draw(layers[index % len(layers)], t, u)
 
             def kernels(index: int, layers: Any = layers, t: Any = temperature_B1, u: Any = uniforms_B1) -> Any:
-                return draw_from_softmax(layers[index % len(layers)], t, u)
+                return sample_from_softmax(layers[index % len(layers)], t, u)
 
             def greedy(index: int, layers: Any = layers) -> Any:
                 return sampling_ops.most_probable(layers[index % len(layers)])

@@ -151,7 +151,7 @@ def _delta_launches() -> Iterator[tuple[str, Any]]:
         yield "_SCAN", Launch(size, num_warps, num_stages)
     for num_warps in (2, 4):
         yield "_INVERT", Launch(0, num_warps)
-    yield "_PRODUCTS_OF_CHUNKS", Launch(0, 8)
+    yield "_CHUNK_MATRICES", Launch(0, 8)
     for size, num_warps in ((32, 4), (64, 8), (128, 8)):
         yield "_CONVOLVE_CHUNKS", Launch(size, num_warps)
 
@@ -187,7 +187,7 @@ def experts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
                 weights_TK, experts_TK = choices[index % len(choices)]
                 pairs = kernels.unsorted(experts_TK) if len(x_TD) <= 2 else kernels.sort_pairs(
                     experts_TK, shape.num_experts, tiling.rows)
-                kernels._products(x_TD, weights_TK, pairs, *layers[index % len(layers)], tiling)
+                kernels._gemms(x_TD, weights_TK, pairs, *layers[index % len(layers)], tiling)
 
             yield Case(name=f"  {tiling.rows} {tuple(tiling.gate_up)} {tuple(tiling.down)}", call=tiled,
                        num_bytes=weight_bytes, operations=operations)

@@ -117,7 +117,7 @@ def sweep(shape: Shape, weights: str, x_TD: Any, choices: Any, layers: Any) -> N
             pairs = experts.unsorted(experts_TK) if len(x_TD) <= experts.UNSORTED_TOKENS else experts.sort_pairs(
                 experts_TK, shape.num_experts, tiling.rows)
             gate_up, down = layers[index % 2]
-            quantised_experts.products(x_TD, weights_TK, pairs, gate_up, down, tiling)
+            quantised_experts.gemms(x_TD, weights_TK, pairs, gate_up, down, tiling)
 
         tiled.append((tiling, call))
     for tiling, call in tiled:

@@ -198,7 +198,7 @@ def test_threads_give_each_kernel_its_own_launcher(platform_name: str, device: t
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(30):
-            for kernel in (draw._sum_blocks, draw._draw_rows):
+            for kernel in (draw._sum_blocks, draw._sample_rows):
                 kernel.device_caches.clear()
             compile_ahead(lambda: draw.compile_all(1000, device), lambda: torch.cuda.set_device(device))
             draw.compile_all(1000, device)

@@ -134,7 +134,7 @@ def test_every_tile_size(form: str) -> None:
     for tiling in quantised_experts.tilings(gate_up.values):
         for few in (0, 10_000):
             pairs = experts.sort_pairs(experts_TK, 5, tiling.rows, few)
-            assert_near([(quantised_experts.products(x_TD, weights_TK, pairs, gate_up, down, tiling), work)])
+            assert_near([(quantised_experts.gemms(x_TD, weights_TK, pairs, gate_up, down, tiling), work)])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,7 +1,9 @@
-"""The decoder's operators as Triton kernels; those of experts lie in experts.py. Know nothing of models.
+"""The decoder's operators: norms, rotary embedding and activations as Triton kernels here, the others in the folders.
 
-T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row, or a few heads of
-one token, in registers.
+Knows nothing of models.
+
+T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row, or a few heads of one token, in
+registers.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -24,8 +26,7 @@ from npu_runner.platforms.cuda.matmul.kernels import multiply
 from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.moe import experts
 from npu_runner.platforms.cuda.moe import quantised as quantised_experts
-from npu_runner.platforms.cuda.sampling import sample as draw
-from npu_runner.platforms.cuda.sampling import token_masks
+from npu_runner.platforms.cuda.sampling import sample, token_masks
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
 from npu_runner.platforms.quantised import (
@@ -40,7 +41,7 @@ from npu_runner.platforms.quantised import (
     RoundedRows,
 )
 
-# Heads of one token that one program turns; they share its cos and sin.
+# Heads of one token that one program rotates; they share its cos and sin.
 _ROTARY_HEADS = 8
 
 
@@ -109,7 +110,7 @@ class TritonOps(Ops):
         return out_TD, total_TD
 
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
-        """In 16 bits cuBLAS does it with tanh within the product, and rounds once."""
+        """In 16 bits cuBLAS has tanh in the epilogue of the GEMM, and rounds once."""
         is_fused = x_TD.dtype != torch.float32 and approximate == "tanh" and bias_O is not None
         if not is_fused or torch.compiler.is_compiling() or x_TD.dim() != 2 or not x_TD.is_cuda:
             return super().linear_gelu(x_TD, weight_OD, bias_O, approximate)
@@ -151,7 +152,7 @@ class TritonOps(Ops):
         return q_TNH, k_TKH
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(qk_T2NH[:, 0], qk_T2NH[:, 1], cos_TH, sin_TH)  # which computes in float32 as it is
+        return self.rotary(qk_T2NH[:, 0], qk_T2NH[:, 1], cos_TH, sin_TH)  # it computes in float32 anyway
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         num_tokens, double = gate_up_T2I.shape
@@ -190,12 +191,12 @@ class TritonOps(Ops):
         return experts.run_experts(*given)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        return self._draw_from_softmax
+        return self._sample_from_softmax
 
-    def _draw_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+    def _sample_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
         self._compile_once(("sample", logits_BV.shape[1]),
-                           lambda: draw.compile_all(logits_BV.shape[1], logits_BV.device))
-        return draw.draw_from_softmax(logits_BV, temperature_B1, uniform_B1)
+                           lambda: sample.compile_all(logits_BV.shape[1], logits_BV.device))
+        return sample.sample_from_softmax(logits_BV, temperature_B1, uniform_B1)
 
     def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
         self._compile_once(("masks", logits_BV.shape[1], logits_BV.dtype),
@@ -203,13 +204,13 @@ class TritonOps(Ops):
         return token_masks.allow_tokens(logits_BV, rows_C, words_CW)
 
     def allowed_draw(self) -> AllowedDraw | None:
-        return self._draw_of_the_allowed
+        return self._sample_allowed
 
-    def _draw_of_the_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
+    def _sample_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
                              masks_B: Tensor) -> Tensor:
         self._compile_once(("masked sample", logits_BV.shape[1], logits_BV.dtype),
-                           lambda: draw.compile_masked(logits_BV, words_CW))
-        return draw.draw_of_the_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
+                           lambda: sample.compile_masked(logits_BV, words_CW))
+        return sample.sample_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
 
 
 def _warps(width: int) -> int:
@@ -296,13 +297,13 @@ def _silu_and_mul(gate_up, out, stride, width, BLOCK: tl.constexpr,
     tl.store(out + row * width + columns, activated * up, mask=mask)
 
 
-# What differs from call to call: no variants for some values of it.
+# These differ between calls: no variants for some values.
 _CHANGES = ["stride_x", "stride_r"]
 
 
 def _layer_norm_rows(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor,
                      eps: float) -> tuple[Tensor, Tensor]:
-    """See Ops.add_layer_norm; without a residual the sum is x itself. Rows of both are contiguous."""
+    """See Ops.add_layer_norm; without a residual the sum is x. Rows of both are contiguous."""
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     total_TD = x_TD if residual_TD is None else torch.empty_like(out_TD)
     num_rows, width = x_TD.shape

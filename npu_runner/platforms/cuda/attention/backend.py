@@ -53,11 +53,11 @@ class PrefillPlan:
 
     tiles: Tensor
     prompt_tiles: Tensor | None = None
-    """Those of PromptAttention, where it takes the step."""
+    """The tiles of PromptAttention, where it accepts the step."""
     is_padded: bool = False
-    """Tokens may be in no tile."""
+    """Some tokens are in no tile."""
     blocks: StepBlocks | None = None
-    """With `prompt_tiles`."""
+    """The blocks of the step, with `prompt_tiles`."""
 
 
 class TritonAttention(AttentionBackend):
@@ -125,9 +125,9 @@ class TritonAttention(AttentionBackend):
         return PrefillPlan(tiles, is_padded=True)
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
-        """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
+        """The first eager step compiles `combine` for every number of parts that later steps may have.
 
-        Graphs have theirs from the step that warms them up.
+        Graphs compile theirs in their warm-up step.
         """
         if self._has_combined:
             return None
@@ -154,13 +154,13 @@ class TritonAttention(AttentionBackend):
                                  slot_mapping_T=slot_mapping_T, kv_scales=self.kv_scales)
 
     def _scales_or(self, other: Tensor) -> Tensor:
-        """What a kernel is handed for the scales; it does not read `other`."""
+        """The scales, or `other`, which a kernel without scales does not read."""
         return other if self.kv_scales is None else self.kv_scales
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
-        # While kernels are met ahead, Triton's has to be: short steps take it.
+        # During compile-ahead Triton's kernel must be met: short steps use it.
         if self.prompts is not None and window is None and not is_ahead():
             is_fp8 = k_cache.dtype == torch.float8_e4m3fn
             if is_fp8:
@@ -185,7 +185,7 @@ class TritonAttention(AttentionBackend):
         return out_TNH
 
     def _output_of(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Memory for the output. Rows in no tile are written by nobody: all layers take the same zeros for them."""
+        """Memory for the output. No kernel writes rows in no tile: all layers share zeros for them."""
         if not metadata.plan.is_padded:
             return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         key = ("padded output", q_TNH.shape)
@@ -203,7 +203,7 @@ class TritonAttention(AttentionBackend):
         tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
         num_parts = self.num_parts(batch_size)
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
-        # With one part nothing is written to these; what they are stays the same to the compiler.
+        # With one part these are not written, but keep their dtypes for the compiler.
         shape = (batch_size, self.num_heads, num_parts) if num_parts > 1 else (1, 1, 1)
         parts = torch.empty((*shape, self.head_dim), dtype=torch.float32, device=q_BNH.device)
         weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
@@ -220,7 +220,7 @@ class TritonAttention(AttentionBackend):
         return out_BNH
 
     def num_parts(self, batch_size: int) -> int:
-        """Into how many parts a decode step splits contexts."""
+        """The number of parts that a decode step splits contexts into."""
         return num_decode_parts(batch_size, self.num_kv_heads, self.gpu.num_sms)
 
     def _combine(self, parts_BNPH: Tensor, weights_BNP2: Tensor, out_BNH: Tensor) -> None:
@@ -246,7 +246,7 @@ def cut_into_tiles(query_lens_B: Sequence[int], context_lens_B: Sequence[int], t
     queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
     counts_B = -(-queries_B // tokens_a_tile)
     sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
-    # How far each tile's first token is from the first of its sequence.
+    # The distance of each tile's first token from the first one of its sequence.
     starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
     first_rows_B = queries_B.cumsum() - queries_B
     tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
@@ -258,5 +258,5 @@ def cut_into_tiles(query_lens_B: Sequence[int], context_lens_B: Sequence[int], t
 
 
 def _readable(cache: Tensor) -> Tensor:
-    """As the kernels read it: e4m3 as bytes, because a masked load has no number of it for what it leaves out."""
+    """The cache as kernels read it: e4m3 as bytes, because a masked load has no e4m3 value for masked elements."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

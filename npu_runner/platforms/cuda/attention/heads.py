@@ -1,7 +1,8 @@
-"""Norm of each head, rotary embedding and the write into the cache in one kernel, between the qkv product and
-attention. Knows nothing of models.
+"""Norm of each head, rotary embedding and the write into the cache in one kernel, between the qkv GEMM and attention.
 
-T tokens, N query heads, K kv heads, H head dim, R dims that turn, NB blocks, S block size.
+Knows nothing of models.
+
+T tokens, N query heads, K kv heads, H head dim, R rotary dims, NB blocks, S block size.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,22 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda.attention.paged_kernels import as_stored
+from npu_runner.platforms.cuda.attention.paged_kernels import to_cache_dtype
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.ops import HeadNorms
 
-# Elements of one program: several heads, of several tokens where these have few.
+# Elements of one program: several heads, of several tokens where a token has few.
 _ELEMENTS = 2048
 _WARPS = 4
-# What differs from step to step, or lies anywhere among a step's inputs: no variants for some values of it.
+# These differ between steps, or have any address among a step's inputs: no variants for some values.
 _CHANGES = ["num_tokens", "slots"]
 
 
 def norm_rotary_store(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None, cos_TR: Tensor,
                       sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor,
                       kv_scales: Tensor | None = None) -> Tensor:
-    """See AttentionBackend.norm_rotary_store. Rounded where the separate operators round; q comes back contiguous.
-    `kv_scales`: float32, what keys and what values are divided by for a cache in e4m3; None: by nothing."""
+    """See AttentionBackend.norm_rotary_store. It rounds where the separate operators round, and returns a contiguous q.
+    `kv_scales`: float32, the divisors of keys and of values for a cache in e4m3, or None."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q_TNH.shape, k_TKH.shape[1]
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     num_rows = max(1, _ELEMENTS // triton.next_power_of_2(head_dim))
@@ -53,7 +54,7 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
                        KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
                        IS_SCALED: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """A row is a head of a token: first programs for those of q, then of k, then of v. EPS below 0: no norm."""
+    """A row is a head of a token. Programs of q come first, then of k, then of v. EPS below 0: no norm."""
     HEAD: tl.constexpr = 2 * HALF + REST
     after_earlier_kernels(IS_DEPENDENT)
     program = tl.program_id(0)
@@ -80,14 +81,14 @@ def _norm_rotary_store(q, k, v, out, q_weight, k_weight, cos, sin, k_cache, v_ca
             mask = is_row[:, None] & (dims < HEAD)[None, :]
             values = tl.load((v + tokens * stride_vt + heads * stride_vn)[:, None] + dims[None, :], mask=mask)
             tl.store((v_cache + places)[:, None] + dims[None, :],
-                     as_stored(values, v_cache.dtype.element_ty, scales + 1, IS_SCALED), mask=mask)
+                     to_cache_dtype(values, v_cache.dtype.element_ty, scales + 1, IS_SCALED), mask=mask)
 
 
 @triton.jit
 def _turn(sources, targets, turns, is_row, weight, cos, sin, divisor, HALF: tl.constexpr, REST: tl.constexpr,
           EPS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, IS_SCALED: tl.constexpr):
-    """Norm and rotary embedding of the rows that begin at `sources`; `turns`: where their cos and sin begin. `divisor`:
-    the scale of `as_stored`."""
+    """Norm and rotary embedding of the rows that begin at `sources`; their cos and sin begin at `turns`. `divisor` is
+    the scale of `to_cache_dtype`."""
     halves = tl.arange(0, BLOCK)
     is_dim = halves < HALF
     mask = is_row[:, None] & is_dim[None, :]
@@ -114,15 +115,15 @@ def _turn(sources, targets, turns, is_row, weight, cos, sin, divisor, HALF: tl.c
     places = turns[:, None] + halves[None, :]
     c = tl.load(cos + places, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to_first, as_stored((first * c - second * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
-    tl.store(to_first + HALF, as_stored((second * c + first * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
+    tl.store(to_first, to_cache_dtype((first * c - second * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
+    tl.store(to_first + HALF, to_cache_dtype((second * c + first * s).to(kind), stored, divisor, IS_SCALED), mask=mask)
     if REST > 0:
-        tl.store(targets[:, None] + rests[None, :], as_stored(rest.to(kind), stored, divisor, IS_SCALED),
+        tl.store(targets[:, None] + rests[None, :], to_cache_dtype(rest.to(kind), stored, divisor, IS_SCALED),
                  mask=rest_mask)
 
 
 @triton.jit
 def _scaled(values, scale, weights, is_dim, kind: tl.constexpr):
-    """As RMS norms round: before the weight to its dtype, then to that of the values."""
+    """Rounds as RMS norms do: before the weight to the weight's dtype, then to the dtype of the values."""
     weight = tl.load(weights, mask=is_dim, other=0.0)
     return ((values * scale).to(weight.dtype) * weight[None, :]).to(kind).to(tl.float32)

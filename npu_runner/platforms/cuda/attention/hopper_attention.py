@@ -28,9 +28,9 @@ def why_not_hopper(dtype: torch.dtype) -> str | None:
 
 
 class Shape(NamedTuple):
-    """Of the kernel's tiles, as in the source: consumers have 64 rows each, matrices rows of `span` bytes in parts.
+    """The kernel's tiles, as in the source: consumers have 64 rows each, matrices rows of `span` bytes in parts.
 
-    `dims`: multiples of 8; scores take those up to the next multiple of 16.
+    `dims` is a multiple of 8; the K of scores is the next multiple of 16.
     """
 
     dims: int
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Queries, keys and values; barriers, and what the beginning is moved by."""
+        """The bytes of queries, keys, values, barriers, and of the alignment of the first one."""
         return self.parts * self.span * (self.rows + 2 * self.stages * self.columns) + 256 + 1024
 
 

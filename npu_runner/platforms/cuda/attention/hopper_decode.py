@@ -35,14 +35,14 @@ class Shape(NamedTuple):
     least_steps: int
 
 
-# By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Taken on an H200, as the least rows from
-# which on the kernel is faster than Triton's, which has more programs for few rows.
+# By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
+# rows at which the kernel is faster than Triton's, which has more programs for few rows.
 SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
 LEAST_ROWS = {True: 12, False: 32}
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
-    """None where the kernel takes such heads on this GPU, else the reason. `group`: query heads of a kv head."""
+    """None where the kernel supports these heads on this GPU, else the reason. `group`: query heads of a kv head."""
     if head_dim != _DIMS or group > _MOST_QUERY_HEADS:
         return f"the kernel for Hopper has head dim {_DIMS} and up to {_MOST_QUERY_HEADS} query heads of a kv head"
     if block_size % _TILE:
@@ -83,7 +83,7 @@ class DecodeAttention:
                scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:
         """(B, N, H). Queries: 16-byte addresses and strides, heads one behind the other. `scale` above 0.
 
-        `scales_2` as in `AttentionBackend.with_kv_scales`. Of a context of no token comes 0.
+        `scales_2` as in `AttentionBackend.with_kv_scales`. A context of no token gives 0.
         """
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         if is_ahead():
@@ -96,14 +96,14 @@ class DecodeAttention:
         lens_B, tables_BW = metadata.context_lens_B, metadata.block_tables_BW
         stride_table = ctypes.c_int(tables_BW.stride(0))
         assert lens_B.dtype == tables_BW.dtype == torch.int32
-        # The same for all layers of a step that see as much.
+        # All layers of a step with this window share the plan.
         key = "decode_attention", window, num_rows, num_ranges, shape
         if key not in metadata.derived:
             plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
             kernel.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
                                is_dependent=is_dependent())
             metadata.derived[key] = plan
-        # A range may have sums of two rows that it shares with others; those of a kv head begin at 16 bytes.
+        # A range may have accumulators of two rows that it shares with others; those of a kv head start at 16 bytes.
         part = -(-self._group * (_DIMS + 2) // 4) * 4
         parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
         kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [

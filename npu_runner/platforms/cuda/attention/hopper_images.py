@@ -13,26 +13,27 @@ from npu_runner.platforms.cuda.attention.vision import VisionPlan
 from npu_runner.platforms.cuda.compile_ahead import is_ahead
 from npu_runner.platforms.cuda.compiled_source import fits_tensor_map, tensor_map
 
-# By head dim: the kernel's shape, and how many tokens a token sees on average from which on it is faster than Triton's
-# (H100). Registers of three consumers hold tiles of 112 columns.
+# By head dim: the kernel's shape, and the average number of tokens that a token sees from which the kernel is faster
+# than Triton's (H100). Registers of three consumers hold tiles of 112 columns.
 _SHAPES = {64: (Shape(dims=64, consumers=3, columns=112), 2048), 72: (Shape(dims=72, consumers=3, columns=112), 1536),
            80: (Shape(dims=80, consumers=3, columns=112), 1536), 128: (Shape(dims=128), 256)}
 
 
 class ImageAttention:
-    """The kernels for the heads that come; each is compiled from its first call on, of the start's made-up images."""
+    """The kernels by head dim and dtype. Each starts to compile at its first call, with the dummy images of the
+    start."""
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, torch.dtype], HopperAttention] = {}
 
     def accepts(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan) -> bool:
-        """Whether these images are faster by it."""
+        """Whether the kernel is the fastest for these images."""
         head_dim, dtype = q_TNH.shape[-1], q_TNH.dtype
         if head_dim not in _SHAPES or torch.compiler.is_compiling() or why_not_hopper(dtype) is not None:
             return False
         if (head_dim, dtype) not in self._kernels:
             self._kernels[head_dim, dtype] = HopperAttention("image", _SHAPES[head_dim][0], {"WIDTH": head_dim}, dtype)
-        # While kernels are met ahead, Triton's have to be: short images take them.
+        # During compile-ahead Triton's kernels must be met: short images use them.
         return (not is_ahead() and self._kernels[head_dim, dtype].is_available and plan.seen >= _SHAPES[head_dim][1]
                 and all(map(fits_tensor_map, (q_TNH, k_TNH, v_TNH))))
 

@@ -19,16 +19,16 @@ from npu_runner.platforms.cuda.compiled_source import LoadedKernel, tensor_map
 from npu_runner.platforms.transfers import upload_together
 
 _SHAPE = Shape(dims=128)
-# Tokens that one copy brings, all of one block.
+# Tokens of one TMA copy, all of one block.
 _CHUNK = 64
 # New tokens of a step, and of a sequence on average, from which on it is faster than Triton's kernel (H100).
 _LEAST_TOKENS, _LEAST_A_SEQUENCE = 1024, 64
-# Programs that make 16 bits of one block in e4m3.
+# Programs that convert one e4m3 block to 16 bits.
 _WIDENERS = 16
 
 
 def why_no_prompts(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
-    """None where the kernel takes such heads on this GPU, else the reason. `group`: query heads of a kv head."""
+    """None where the kernel supports these heads on this GPU, else the reason. `group`: query heads of a kv head."""
     if head_dim != _SHAPE.dims or group > _SHAPE.rows:
         return f"the kernel for Hopper has head dim {_SHAPE.dims} and up to {_SHAPE.rows} query heads of a kv head"
     if block_size % _CHUNK:
@@ -47,7 +47,7 @@ class StepBlocks:
 
     @functools.cached_property
     def on_device(self) -> list[Tensor]:
-        """int32: their numbers in the cache (`count`,), and the block tables (B, W) of what has only them."""
+        """int32: their numbers in the cache (`count`,), and block tables (B, W) of a cache with only these blocks."""
         is_there_BW = np.arange(self._block_tables_BW.shape[1]) < self._counts_B[:, None]
         tables_BW = np.zeros(is_there_BW.shape, dtype=np.int32)
         tables_BW[is_there_BW] = np.arange(self.count, dtype=np.int32)
@@ -55,9 +55,9 @@ class StepBlocks:
 
 
 class PromptAttention:
-    """The kernel for one shape of heads. What a cache holds in e4m3, 16 bits are made of before, in memory of its own.
+    """The kernel for one shape of heads. Blocks of an e4m3 cache are converted to 16 bits first, in a buffer.
 
-    That memory belongs to all layers. The largest step so far sets its size: the one by which memory is measured.
+    All layers share the buffer. It has the size of the largest step so far, by which memory is measured.
     """
 
     def __init__(self, *, num_kv_heads: int, group: int, block_size: int, dtype: torch.dtype):
@@ -69,12 +69,12 @@ class PromptAttention:
         self._wide: Tensor | None = None
 
     def accepts(self, query_lens_B: Sequence[int]) -> bool:
-        """Whether a step of so many new tokens is faster by it. The first call waits until it is compiled."""
+        """Whether the kernel is the fastest for a step. The first call waits until it is compiled."""
         least = max(_LEAST_TOKENS, _LEAST_A_SEQUENCE * len(query_lens_B))
         return self.kernel.is_available and sum(query_lens_B) >= least
 
     def make_room(self, num_tokens: int, device: torch.device) -> None:
-        """For what a step of so many new tokens may read in e4m3."""
+        """Allocate the buffer for a step of `num_tokens` new tokens over an e4m3 cache."""
         num_blocks = -(-FP8_PROMPT_ROOM * num_tokens // self._block_size)
         if self.kernel.is_available and (self._wide is None or self._wide.shape[1] < num_blocks):
             self._wide = None
@@ -87,7 +87,7 @@ class PromptAttention:
     def attend_fp8(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, blocks: StepBlocks,
                    scale: float, scales_2: Tensor | None) -> Tensor:
         """`attend` over caches in e4m3, where there is room for `blocks`."""
-        assert self._wide is not None, "callers look first"
+        assert self._wide is not None, "callers ask `has_room`"
         keys, values = self._wide
         numbers, tables_BW = blocks.on_device
         self._widen.launch(blocks.count * _WIDENERS, 256, [k_cache, v_cache, keys, values, numbers,

@@ -24,7 +24,7 @@ from npu_runner.platforms.transfers import upload
 
 logger = logging.getLogger(__name__)
 
-# Some whole steps and a rest, a whole step alone, less than one; and what rounding to 16 bits comes to at most.
+# Some whole steps and a rest, a whole step alone, less than one; and the most that rounding to 16 bits changes.
 _CHECKED_LENGTHS, _TOLERANCE = (273, 64, 5), 2e-2
 
 
@@ -40,7 +40,7 @@ class VisionPlan:
         np.cumsum(self.lengths, out=self._starts_B1[1:])
         self.starts_B1 = upload(self._starts_B1, device)
         self.seen = sum(length**2 for length in self.lengths) / sum(self.lengths)
-        """How many tokens a token sees on average."""
+        """The average number of tokens that a token sees."""
         self._tiles: dict[int, Tensor] = {}
 
     def tiles(self, rows: int, device: torch.device) -> Tensor:
@@ -78,9 +78,9 @@ def image_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPla
 
 
 class SplitHeads:
-    """Which calls may take heads in two parts: each kernel is compared once with plain operators.
+    """Whether a call may split heads into two parts: each kernel is compared once with plain operators.
 
-    `shared_bytes`: what a program may have of shared memory.
+    `shared_bytes`: the shared memory that a program may have.
     """
 
     def __init__(self, shared_bytes: int) -> None:
@@ -88,15 +88,15 @@ class SplitHeads:
         self._is_right: dict[tuple[object, ...], bool] = {}
 
     def accepts(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
-        """Waits for the device where a kernel is used for the first time; the start's made-up images are that."""
+        """The first use of a kernel waits for the device; that is with the dummy images of the start."""
         first, rest = SPLIT_HEAD
         is_split = self._fits and first < q_TNH.shape[2] <= first + rest and q_TNH.dtype != torch.float32
         if not is_split or torch.compiler.is_compiling():
             return False
-        # What the compiler knows of a call, and so another kernel each.
+        # All that a compiled kernel depends on.
         kind = (q_TNH.shape[1:], q_TNH.dtype, scale, *(
             (x.stride(0), x.data_ptr() % 16 == 0) for x in (q_TNH, k_TNH, v_TNH)))
-        if is_ahead():  # nothing that could be compared is computed: for now the kernels are met
+        if is_ahead():  # nothing is computed that could be compared
             self._compare(q_TNH, k_TNH, v_TNH, scale)
             return True
         if kind not in self._is_right:
@@ -114,12 +114,12 @@ class SplitHeads:
         parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in made_up), strict=True)
         expected_TNH = torch.cat([(torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1)
                                   for q, k, v in parts])
-        # A NaN is greater than nothing.
+        # A comparison with NaN is false.
         return bool((found_TNH - expected_TNH).abs().max() <= _TOLERANCE * expected_TNH.abs().max())
 
 
 def _like(x_TNH: Tensor, num_tokens: int, seed: int) -> Tensor:
-    """Random rows as `x_TNH` has them: its strides, and its first element's alignment."""
+    """Random rows with the strides and the alignment of `x_TNH`."""
     generator = torch.Generator().manual_seed(seed)
     shift = x_TNH.data_ptr() % 16 // x_TNH.itemsize
     flat = torch.randn(shift + num_tokens * x_TNH.stride(0), generator=generator).to(x_TNH.device, x_TNH.dtype)

@@ -21,26 +21,26 @@ from npu_runner.platforms.cuda.gated_delta.ring_kernels import (
     delta_run_in_ring,
     delta_step_in_ring,
     plan_runs,
-    tokens_in_products,
+    tokens_in_mma,
 )
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, GatedDeltaShape, Ring, RingedGatedDelta, StateSave, check_saves
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.transfers import upload_together
 
-# How a float32 value goes into a product with the model's: see gated_delta_kernels.
-_PRODUCTS = {torch.bfloat16: "split", torch.float16: "tf32x3", torch.float32: "ieee"}
+# The precision of float32 operands in a matmul with the model's dtype: see kernels.py.
+_PRECISIONS = {torch.bfloat16: "split", torch.float16: "tf32x3", torch.float32: "ieee"}
 
 
 class Launch(NamedTuple):
-    """Channels, or rows of a state, that one program takes; and how its loop and warps are laid out."""
+    """The channels, or rows of a state, of one program, and its launch settings."""
 
     size: int
     num_warps: int
     num_stages: int = 1
 
 
-_CONVOLVE_STEP, _CONVOLVE_CHUNKS, _KEEP_INPUTS = Launch(128, 1), Launch(64, 4), Launch(64, 1)
-_STEP, _PRODUCTS_OF_CHUNKS, _INVERT, _SCAN = Launch(16, 1), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
+_CONVOLVE_STEP, _CONVOLVE_CHUNKS, _STORE_INPUTS = Launch(128, 1), Launch(64, 4), Launch(64, 1)
+_STEP, _CHUNK_MATRICES, _INVERT, _SCAN = Launch(16, 1), Launch(0, 4), Launch(0, 2), Launch(32, 4, 2)
 _PLAN = Launch(128, 1)
 
 
@@ -55,7 +55,7 @@ class ChunkPlan:
 
 @dataclass(kw_only=True)
 class DraftRuns:
-    """Of a decode step with drafts, int32: StepInputs.runs, and what `plan_runs` makes of rings."""
+    """StepInputs.runs of a decode step with drafts, and the result of `plan_runs`, both int32."""
 
     runs_T: Tensor
     fillings_T: Tensor
@@ -70,7 +70,7 @@ class TritonGatedDelta(RingedGatedDelta):
         self.shape = shape
         self.dtype = dtype
         self._keys = max(16, triton.next_power_of_2(shape.head_k_dim))
-        self._product = _PRODUCTS[dtype]
+        self._precision = _PRECISIONS[dtype]
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], saves: Sequence[StateSave],
                      device: torch.device) -> ChunkPlan:
@@ -130,9 +130,9 @@ class TritonGatedDelta(RingedGatedDelta):
             x_TC, weight_CW, conv_state, out_TC, plan.chunks, slots_B, *strides, CHANNELS=_CONVOLVE_CHUNKS.size,
             **sizes, num_warps=_CONVOLVE_CHUNKS.num_warps,
         )
-        kernels.keep_inputs[(len(plan.rows), triton.cdiv(num_channels, _KEEP_INPUTS.size))](
-            x_TC, conv_state, plan.rows, plan.saves, slots_B, *strides, CHANNELS=_KEEP_INPUTS.size, **sizes,
-            TAIL=triton.next_power_of_2(width - 1), num_warps=_KEEP_INPUTS.num_warps,
+        kernels.store_inputs[(len(plan.rows), triton.cdiv(num_channels, _STORE_INPUTS.size))](
+            x_TC, conv_state, plan.rows, plan.saves, slots_B, *strides, CHANNELS=_STORE_INPUTS.size, **sizes,
+            TAIL=triton.next_power_of_2(width - 1), num_warps=_STORE_INPUTS.num_warps,
         )
         return out_TC
 
@@ -159,7 +159,7 @@ class TritonGatedDelta(RingedGatedDelta):
         given = (qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, *rings)
         rows = out_TVD, metadata.state_slots_B, metadata.context_lens_B
         strides = qkv_TC.stride(0), a_TV.stride(0), b_TV.stride(0), state.stride(0)
-        sizes |= {"PLACES": ring.num_places, "TOKENS": tokens_in_products(ring.length), "PRODUCT": self._product}
+        sizes |= {"PLACES": ring.num_places, "TOKENS": tokens_in_mma(ring.length), "PRECISION": self._precision}
         plan: DraftRuns | None = metadata.state_plan
         if plan is None:
             delta_step_in_ring[grid](*given, ring.starts, *rows, *strides, *heads, **sizes, LENGTH=ring.length,
@@ -170,14 +170,14 @@ class TritonGatedDelta(RingedGatedDelta):
         return out_TVD
 
     def _make_output(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, state: Tensor) -> Tensor:
-        """(T, Nv, Dv), not filled; the inputs lie as kernels read them."""
+        """(T, Nv, Dv), not filled; checks the layout of the inputs."""
         assert qkv_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1, "heads lie together"
         assert state[0].is_contiguous(), "a state lies together"
         return torch.empty((qkv_TC.shape[0], self.shape.num_v_heads, self.shape.head_v_dim), dtype=qkv_TC.dtype,
                            device=qkv_TC.device)
 
     def _step_layout(self, batch_size: int) -> tuple[tuple[int, int, int], tuple[int, int, int, int], dict[str, Any]]:
-        """The programs of one token a row, numbers and dims of heads, and what kernels are compiled for."""
+        """The grid of a step, the numbers and dims of heads, and the constants of kernels."""
         shape, values = self.shape, self._values(_STEP.size)
         sizes = {"SCALE": shape.head_k_dim**-0.5, "VALUES": values, "KEYS": self._keys,
                  "IS_WHOLE": shape.head_k_dim == self._keys and shape.head_v_dim % values == 0}
@@ -189,24 +189,24 @@ class TritonGatedDelta(RingedGatedDelta):
         shape, plan = self.shape, metadata.state_plan
         squares = (len(plan.chunks), shape.num_v_heads, CHUNK_SIZE, CHUNK_SIZE)
         system = qkv_TC.new_empty(squares, dtype=torch.float32)
-        # As many bytes as its inverse, which takes its place.
-        inverse = system.view(torch.bfloat16) if self._product == "split" else system
+        # The inverse has as many bytes and overwrites it.
+        inverse = system.view(torch.bfloat16) if self._precision == "split" else system
         scores = torch.empty_like(inverse)
         coefficients = qkv_TC.new_empty((*squares[:2], kernels.COEFFICIENTS.value, CHUNK_SIZE), dtype=torch.float32)
         a_TV, b_TV = gates[:2]
         heads = (shape.num_k_heads, shape.num_v_heads, shape.head_k_dim)
-        kernels.chunk_products[squares[:2]](
+        kernels.chunk_matrices[squares[:2]](
             qkv_TC, *gates, plan.chunks, system, scores, coefficients, qkv_TC.stride(0), a_TV.stride(0),
-            b_TV.stride(0), *heads, SCALE=shape.head_k_dim**-0.5, KEYS=self._keys, PRODUCT=self._product,
-            num_warps=_PRODUCTS_OF_CHUNKS.num_warps,
+            b_TV.stride(0), *heads, SCALE=shape.head_k_dim**-0.5, KEYS=self._keys, PRECISION=self._precision,
+            num_warps=_CHUNK_MATRICES.num_warps,
         )
-        kernels.invert_system[(squares[0] * squares[1],)](system, inverse, PRODUCT=self._product,
+        kernels.invert_system[(squares[0] * squares[1],)](system, inverse, PRECISION=self._precision,
                                                           num_warps=_INVERT.num_warps)
         values = self._values(_SCAN.size)
         kernels.chunk_scan[(triton.cdiv(shape.head_v_dim, values), shape.num_v_heads, len(plan.rows))](
             qkv_TC, inverse, scores, coefficients, plan.rows, plan.chunks, state, out_TVD, metadata.state_slots_B,
             qkv_TC.stride(0), state.stride(0), *heads, shape.head_v_dim, VALUES=values, KEYS=self._keys,
-            PRODUCT=self._product, num_warps=_SCAN.num_warps, num_stages=_SCAN.num_stages,
+            PRECISION=self._precision, num_warps=_SCAN.num_warps, num_stages=_SCAN.num_stages,
         )
 
     def _values(self, most: int) -> int:

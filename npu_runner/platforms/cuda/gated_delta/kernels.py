@@ -3,13 +3,14 @@
 Chunk form: with g summed within the chunk, D_ij = exp(sum of g over j < l <= i), A_ij = beta_i k_i k_j D_ij below the
 diagonal, P_ij = q_i k_j D_ij up to it, and E_i = exp(sum of g up to i), a state S (Dk, Dv) gives
     N = (1 + A)^-1 beta (v - E k S)        o = E q S + P N        S' = S exp(sum of g) + (D_last k)^T N.
-Every product is good to about 16 bits, also in 16-bit models: keys that are alike make (1 + A)^-1 large. q and k are
-taken as they are, so that their products are exact, and their norms multiplied in afterwards in float32; what is
-float32 (S, N, (1 + A)^-1, P) goes into bfloat16 products as the sum of two bfloat16 values (PRODUCT "split"), into
-float16 models' as three TF32 products ("tf32x3"), into float32 models' as it is ("ieee").
+Every matmul keeps about 16 bits, also in 16-bit models: similar keys make (1 + A)^-1 large, and a state carries an
+error on. q and k are not normalised before their matmuls, which are exact; their norms are multiplied in afterwards in
+float32. The float32 operands (S, N, (1 + A)^-1, P) of a matmul have the PRECISION "split" in bfloat16 models (the sum
+of two bfloat16 values), "tf32x3" in float16 models (three TF32 MMAs), and "ieee" in float32 models. The inverse is
+computed in float32 from 16 x 16 blocks solved row by row.
 
-At the end the causal depthwise convolution over states by slot, in float32: a state (COLUMNS, C) holds the inputs
-before the row's tokens, that of position p in column p modulo COLUMNS, W - 1 or more.
+The causal depthwise convolution at the end has states by slot, in float32: a state (COLUMNS, C) holds the W - 1 or more
+inputs before the row's tokens, that of position p in column p modulo COLUMNS.
 """
 # mypy: ignore-errors
 
@@ -20,12 +21,12 @@ import triton.language as tl
 
 from npu_runner.platforms.cuda.dependent_launch import let_next_kernel_start, wait_for_earlier_kernels
 
-# Tokens of a chunk, and of the blocks on the diagonal that are inverted row by row.
+# The tokens of a chunk, and of a diagonal block, which is inverted row by row.
 CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
 # int32 columns of the tables that a prefill is planned in. A chunk's tokens begin at `base`, which may lie before the
-# row's first token, because chunks begin at positions that are multiples of 64. `shift`: what a token's place in the
-# step lacks of its position.
+# row's first token, because chunks begin at positions that are multiples of 64. `shift` is a token's position minus its
+# index in the step.
 ROW_FIELDS = tl.constexpr(12)  # row, first token, end, base, first chunk, chunks, is fresh, first save, saves, shift
 CHUNK_FIELDS = tl.constexpr(8)  # row, first token of the row, its end, base, is fresh, slot to save into or -1, shift
 SAVE_FIELDS = tl.constexpr(2)  # end, slot
@@ -39,7 +40,7 @@ def delta_step(qkv, a, b, neg_exp_A, dt_bias, state, out, state_slots, stride_qk
                KEYS: tl.constexpr, IS_WHOLE: tl.constexpr):
     """One token of a sequence and v head; VALUES rows of its state (Dv, Dk). IS_WHOLE: KEYS and VALUES divide the dims.
 
-    The state is nearly all that is read and written. It is asked for first, and does not stay in the cache.
+    The state is nearly all that is read and written. It is loaded first, and is not kept in the cache.
     """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -75,11 +76,11 @@ def delta_step(qkv, a, b, neg_exp_A, dt_bias, state, out, state_slots, stride_qk
 
 
 @triton.jit
-def chunk_products(qkv, a, b, neg_exp_A, dt_bias, chunks, system, scores, coefficients, stride_qkv, stride_a, stride_b,
+def chunk_matrices(qkv, a, b, neg_exp_A, dt_bias, chunks, system, scores, coefficients, stride_qkv, stride_a, stride_b,
                    num_k_heads, num_v_heads, head_k_dim, SCALE: tl.constexpr, KEYS: tl.constexpr,
-                   PRODUCT: tl.constexpr):
+                   PRECISION: tl.constexpr):
     """A, P and the coefficients of one chunk and v head."""
-    PARTS: tl.constexpr = 2 if PRODUCT == "split" else 1
+    PARTS: tl.constexpr = 2 if PRECISION == "split" else 1
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     fields = chunks + chunk * CHUNK_FIELDS
@@ -99,7 +100,7 @@ def chunk_products(qkv, a, b, neg_exp_A, dt_bias, chunks, system, scores, coeffi
     g = tl.where(is_token, _log_decay(inputs, tl.load(neg_exp_A + head), tl.load(dt_bias + head)), 0.0)
     rows = tl.arange(0, CHUNK)[:, None]
     columns = tl.arange(0, CHUNK)[None, :]
-    # Summed from j + 1 on, not as a difference of two sums: behind a gate of -1e4 that would have three digits.
+    # Summed from j + 1 on: a difference of two running sums would lose its digits behind a gate of -1e4.
     between = tl.where(rows > columns, g[:, None], 0.0)
     decay = tl.exp(tl.cumsum(between, 0))
     kk = tl.dot(k, tl.trans(k), input_precision="ieee") * (k_norm[:, None] * k_norm[None, :]) * decay
@@ -108,7 +109,7 @@ def chunk_products(qkv, a, b, neg_exp_A, dt_bias, chunks, system, scores, coeffi
     square = rows * CHUNK + columns
     tl.store(system + place * CHUNK * CHUNK + square, tl.where(rows > columns, kk * beta[:, None], 0.0))
     _store_parts(scores + place * PARTS * CHUNK * CHUNK + square, tl.where(rows >= columns, qk, 0.0), CHUNK * CHUNK,
-                 PRODUCT)
+                 PRECISION)
     until = tl.exp(tl.cumsum(g, 0))
     row = coefficients + place * COEFFICIENTS * CHUNK + tl.arange(0, CHUNK)
     tl.store(row, until * k_norm)
@@ -119,9 +120,9 @@ def chunk_products(qkv, a, b, neg_exp_A, dt_bias, chunks, system, scores, coeffi
 
 
 @triton.jit
-def invert_system(system, inverse, PRODUCT: tl.constexpr):
+def invert_system(system, inverse, PRECISION: tl.constexpr):
     """(1 + A)^-1 of one chunk and v head: four blocks row by row, the others from these, all in float32."""
-    PARTS: tl.constexpr = 2 if PRODUCT == "split" else 1
+    PARTS: tl.constexpr = 2 if PRECISION == "split" else 1
     program = tl.program_id(0).to(tl.int64)
     a = system + program * CHUNK * CHUNK
     rows = tl.arange(0, BLOCK)[:, None]
@@ -145,18 +146,18 @@ def invert_system(system, inverse, PRODUCT: tl.constexpr):
     out = inverse + program * PARTS * CHUNK * CHUNK
     tl.debug_barrier()  # `inverse` is the memory of `system`: all of this square is read by now
     zeros = tl.zeros((BLOCK, BLOCK), tl.float32)
-    _store_line(out, 0, t00, zeros, zeros, zeros, PRODUCT)
-    _store_line(out, 1, t10, t11, zeros, zeros, PRODUCT)
-    _store_line(out, 2, t20, t21, t22, zeros, PRODUCT)
-    _store_line(out, 3, t30, t31, t32, t33, PRODUCT)
+    _store_line(out, 0, t00, zeros, zeros, zeros, PRECISION)
+    _store_line(out, 1, t10, t11, zeros, zeros, PRECISION)
+    _store_line(out, 2, t20, t21, t22, zeros, PRECISION)
+    _store_line(out, 3, t30, t31, t32, t33, PRECISION)
 
 
 @triton.jit
 def chunk_scan(qkv, inverse, scores, coefficients, rows, chunks, state, out, state_slots, stride_qkv, stride_slot,
                num_k_heads, num_v_heads, head_k_dim, head_v_dim, VALUES: tl.constexpr, KEYS: tl.constexpr,
-               PRODUCT: tl.constexpr):
+               PRECISION: tl.constexpr):
     """All chunks of one row and v head, one after the other; VALUES columns of the state, held as (Dk, Dv)."""
-    PARTS: tl.constexpr = 2 if PRODUCT == "split" else 1
+    PARTS: tl.constexpr = 2 if PRECISION == "split" else 1
     fields = rows + tl.program_id(2) * ROW_FIELDS
     head = tl.program_id(1)
     first, end, base = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
@@ -185,14 +186,14 @@ def chunk_scan(qkv, inverse, scores, coefficients, rows, chunks, state, out, sta
         row = coefficients + place * COEFFICIENTS * CHUNK + tl.arange(0, CHUNK)
         k_factor, q_factor, left, beta = (tl.load(row), tl.load(row + CHUNK), tl.load(row + 2 * CHUNK),
                                           tl.load(row + 3 * CHUNK))
-        missing = (v - _exact_times_float(k, s, PRODUCT) * k_factor[:, None]) * beta[:, None]
-        new = _parts_times_float(inverse + place * PARTS * CHUNK * CHUNK + square, missing, PRODUCT)
-        result = _exact_times_float(q, s, PRODUCT) * q_factor[:, None]
-        result += _parts_times_float(scores + place * PARTS * CHUNK * CHUNK + square, new, PRODUCT)
+        missing = (v - _exact_times_float(k, s, PRECISION) * k_factor[:, None]) * beta[:, None]
+        new = _parts_times_float(inverse + place * PARTS * CHUNK * CHUNK + square, missing, PRECISION)
+        result = _exact_times_float(q, s, PRECISION) * q_factor[:, None]
+        result += _parts_times_float(scores + place * PARTS * CHUNK * CHUNK + square, new, PRECISION)
         out_place = (tokens.to(tl.int64)[:, None] * num_v_heads + head) * head_v_dim + values[None, :]
         tl.store(out + out_place, result.to(out.dtype.element_ty), mask=v_mask)
         whole_decay = tl.load(coefficients + (place * COEFFICIENTS + 4) * CHUNK)
-        s = s * whole_decay + _exact_times_float(tl.trans(k), new * left[:, None], PRODUCT)
+        s = s * whole_decay + _exact_times_float(tl.trans(k), new * left[:, None], PRECISION)
         save = tl.load(chunks + (first_chunk + index) * CHUNK_FIELDS + 5).to(tl.int64)
         if save >= 0:
             tl.store(state + save * stride_slot + part, tl.trans(s), mask=part_mask)
@@ -207,7 +208,7 @@ def _beta(b):
 
 @triton.jit
 def _log_decay(a, neg_exp_A, dt_bias):
-    """neg_exp_A softplus(a + dt_bias). Small ones by the series of log(1 + e): 1 + e would round their digits away."""
+    """neg_exp_A softplus(a + dt_bias). Small values use the series of log(1 + e): 1 + e would lose their digits."""
     x = a.to(tl.float32) + dt_bias
     e = tl.exp(tl.minimum(x, 20.0))
     series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e * (1 / 6 - e / 7))))))
@@ -215,32 +216,32 @@ def _log_decay(a, neg_exp_A, dt_bias):
 
 
 @triton.jit
-def _exact_times_float(x, y, PRODUCT: tl.constexpr):
-    """x y, where x is as the model has it and y float32."""
-    if PRODUCT == "split":
+def _exact_times_float(x, y, PRECISION: tl.constexpr):
+    """x y, where x has the model's dtype and y is float32."""
+    if PRECISION == "split":
         high = y.to(tl.bfloat16)
         return tl.dot(x, (y - high.to(tl.float32)).to(tl.bfloat16), tl.dot(x, high))
     else:
-        return tl.dot(x.to(tl.float32), y, input_precision=PRODUCT)
+        return tl.dot(x.to(tl.float32), y, input_precision=PRECISION)
 
 
 @triton.jit
-def _parts_times_float(place, y, PRODUCT: tl.constexpr):
-    """x y, where x lies at `place` as _store_parts leaves it, and y is float32."""
+def _parts_times_float(place, y, PRECISION: tl.constexpr):
+    """x y, where _store_parts stored x at `place`, and y is float32."""
     first = tl.load(place)
-    if PRODUCT == "split":
+    if PRECISION == "split":
         rest = tl.load(place + CHUNK * CHUNK)
         high = y.to(tl.bfloat16)
         low = (y - high.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(first, high, tl.dot(first, low, tl.dot(rest, high)))
     else:
-        return tl.dot(first, y, input_precision=PRODUCT)
+        return tl.dot(first, y, input_precision=PRECISION)
 
 
 @triton.jit
-def _store_parts(place, x, distance, PRODUCT: tl.constexpr):
-    """Float32 as it is, or, where PRODUCT is split, as the sum of two bfloat16 values `distance` apart."""
-    if PRODUCT == "split":
+def _store_parts(place, x, distance, PRECISION: tl.constexpr):
+    """Stores float32, or, where PRECISION is "split", the sum of two bfloat16 values `distance` apart."""
+    if PRECISION == "split":
         high = x.to(tl.bfloat16)
         tl.store(place, high)
         tl.store(place + distance, (x - high.to(tl.float32)).to(tl.bfloat16))
@@ -261,18 +262,18 @@ def _times(x, y):
 
 @triton.jit
 def _next_row(t, line, row, rows):
-    """Row `row` of (1 + A)^-1 from those above it; `line`: of that row of A, which is 0 from the diagonal on."""
+    """Row `row` of (1 + A)^-1 from the rows above it; `line` points to row `row` of A, 0 from the diagonal on."""
     factors = tl.load(line)
     return tl.where(rows == row, t - tl.sum(factors[:, None] * t, 0)[None, :], t)
 
 
 @triton.jit
-def _store_line(out, row, x0, x1, x2, x3, PRODUCT: tl.constexpr):
+def _store_line(out, row, x0, x1, x2, x3, PRECISION: tl.constexpr):
     place = out + (tl.arange(0, BLOCK) + row * BLOCK)[:, None] * CHUNK + tl.arange(0, BLOCK)[None, :]
-    _store_parts(place, x0, CHUNK * CHUNK, PRODUCT)
-    _store_parts(place + BLOCK, x1, CHUNK * CHUNK, PRODUCT)
-    _store_parts(place + 2 * BLOCK, x2, CHUNK * CHUNK, PRODUCT)
-    _store_parts(place + 3 * BLOCK, x3, CHUNK * CHUNK, PRODUCT)
+    _store_parts(place, x0, CHUNK * CHUNK, PRECISION)
+    _store_parts(place + BLOCK, x1, CHUNK * CHUNK, PRECISION)
+    _store_parts(place + 2 * BLOCK, x2, CHUNK * CHUNK, PRECISION)
+    _store_parts(place + 3 * BLOCK, x3, CHUNK * CHUNK, PRECISION)
 
 
 @triton.jit
@@ -285,8 +286,8 @@ def _modulo(x, M: tl.constexpr):
 def convolve_step(x, weight, conv_state, out, state_slots, context_lens, runs, stride_x, stride_slot, num_channels,
                   CHANNELS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HAS_RUNS: tl.constexpr,
                   IS_DEPENDENT: tl.constexpr):
-    """One token, some channels. HAS_RUNS: tokens of a sequence follow one another, and read each other's inputs from
-    `x`; `runs` has minus the place of a token among them. Their columns are none that a token of theirs reads."""
+    """One token, CHANNELS channels. HAS_RUNS: tokens of a sequence follow one another, and read each other's inputs
+    from `x`; `runs` has minus the index of a token among them. None of them reads the columns that they write."""
     wait_for_earlier_kernels(IS_DEPENDENT)
     let_next_kernel_start(IS_DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
@@ -314,7 +315,7 @@ def convolve_step(x, weight, conv_state, out, state_slots, context_lens, runs, s
 @triton.jit
 def convolve_chunks(x, weight, conv_state, out, chunks, state_slots, stride_x, stride_slot, num_channels,
                     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tokens of one chunk, some channels. Leaves the state as it is."""
+    """The tokens of one chunk, CHANNELS channels. The state is not changed."""
     fields = chunks + tl.program_id(0).to(tl.int64) * CHUNK_FIELDS
     first, end, base = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     slot = tl.load(state_slots + tl.load(fields)).to(tl.int64)
@@ -339,9 +340,9 @@ def convolve_chunks(x, weight, conv_state, out, chunks, state_slots, stride_x, s
 
 
 @triton.jit
-def keep_inputs(x, conv_state, rows, saves, state_slots, stride_x, stride_slot, num_channels, CHANNELS: tl.constexpr,
-                WIDTH: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr):
-    """The last inputs of one row into its slot, and those before each of its saves into theirs."""
+def store_inputs(x, conv_state, rows, saves, state_slots, stride_x, stride_slot, num_channels, CHANNELS: tl.constexpr,
+                 WIDTH: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr):
+    """Stores the last inputs of one row in its slot, and those before each of its saves in that save's slot."""
     fields = rows + tl.program_id(0) * ROW_FIELDS
     first, end = tl.load(fields + 1), tl.load(fields + 2)
     num_known = (WIDTH - 1) * (1 - tl.load(fields + 6))  # inputs before the row: none where it begins its sequence
@@ -360,18 +361,18 @@ def keep_inputs(x, conv_state, rows, saves, state_slots, stride_x, stride_slot, 
     places = end + tail
     columns = _modulo(places + shift, COLUMNS)[:, None] * num_channels + channels[None, :]
     values = _inputs_at(places, columns, first, x, old, stride_x, channels, mask, num_known)
-    tl.debug_barrier()  # with as few columns as taps a new input lies where one of before lay: that is read by now
+    tl.debug_barrier()  # with as few columns as taps a new input overwrites an old one, which is read by now
     tl.store(old + columns, values, mask=mask)
 
 
 @triton.jit
 def _inputs_at(places, columns, first, x, old, stride_x, channels, mask, num_known):
-    """Inputs of a row that begins at `first`: its own, or, before it, of its slot's columns."""
+    """Inputs of a row that begins at `first`: its own, or, before it, those in its slot's columns."""
     new = tl.load(x + places.to(tl.int64)[:, None] * stride_x + channels[None, :],
                   mask=mask & (places >= first)[:, None], other=0.0)
-    kept = tl.load(old + columns, mask=mask & (places < first)[:, None] & (places >= first - num_known)[:, None],
+    old_inputs = tl.load(old + columns, mask=mask & (places < first)[:, None] & (places >= first - num_known)[:, None],
                    other=0.0)
-    return tl.where((places >= first)[:, None], new, kept)
+    return tl.where((places >= first)[:, None], new, old_inputs)
 
 
 @triton.jit

@@ -1,14 +1,15 @@
-"""Triton kernels of the gated delta rule's steps beside a ring: a state is read by every step and written by few.
+"""Triton kernels of the gated delta rule's steps with a ring: every step reads a state, and few steps write it.
 
 A ring holds what h tokens since the last write have changed: token j has added u_j k_j^T, and g_j is its log decay.
-With G_j the sum of the log decays behind token j, the state S of before is now
+With G_j the sum of the log decays behind token j, the state S of that write is now
     S exp(g_0 + G_0) + sum over j of exp(G_j) u_j k_j^T,
-a product of (Dv, h) and (h, Dk). A step's tokens go on from there, one after the other, and their own u and k go into
-the ring. Keys are kept as the model has them; u_j holds their norm.
+a matmul of (Dv, h) and (h, Dk), which an MMA of 16 tokens computes at once: a loop over the tokens would wait for the
+load of each. A step's tokens continue from there, one after the other, and their own u and k go into the ring. Keys
+have the model's dtype; u_j holds their norm.
 
-The token at position p lies in place p modulo PLACES. A step of one token that finds LENGTH - 1 in the ring writes the
-state instead. A step with drafts does not know which of its tokens stay: where the ring has no room for all of them, it
-writes the state of before, and its tokens lie behind those that the state has now. No program writes to a place that
+The token at position p is in cell p modulo PLACES. A step of one token that finds LENGTH - 1 tokens in the ring writes
+the state instead. A step with drafts does not know which of its tokens will be accepted. Where the ring has no room for
+all of them, it writes the state before its tokens, which then start the ring anew. No program writes to a cell that
 another one may still read.
 """
 # mypy: ignore-errors
@@ -21,12 +22,12 @@ import triton.language as tl
 from npu_runner.platforms.cuda.dependent_launch import let_next_kernel_start, wait_for_earlier_kernels
 from npu_runner.platforms.cuda.gated_delta.kernels import _L2_EPS, _beta, _log_decay, _modulo
 
-# Matrix units take no fewer.
+# The least K of an MMA.
 _LEAST_TOKENS = 16
 
 
-def tokens_in_products(length: int) -> int:
-    """The tokens of a ring of this length, as matrix units take them."""
+def tokens_in_mma(length: int) -> int:
+    """The tokens of a ring of this length, padded for MMAs."""
     return max(_LEAST_TOKENS, triton.next_power_of_2(length))
 
 
@@ -34,13 +35,13 @@ def tokens_in_products(length: int) -> int:
 def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys, log_decays, starts, out, state_slots,
                        context_lens, stride_qkv, stride_a, stride_b, stride_slot, num_k_heads, num_v_heads, head_k_dim,
                        head_v_dim, SCALE: tl.constexpr, VALUES: tl.constexpr, KEYS: tl.constexpr, LENGTH: tl.constexpr,
-                       PLACES: tl.constexpr, TOKENS: tl.constexpr, PRODUCT: tl.constexpr, IS_WHOLE: tl.constexpr,
+                       PLACES: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr, IS_WHOLE: tl.constexpr,
                        IS_DEPENDENT: tl.constexpr):
     """One token of a sequence and v head; VALUES rows of its state (Dv, Dk). IS_WHOLE: KEYS and VALUES divide the dims.
 
-    As delta_step, the state is asked for first, and does not stay in the cache. This kernel waits before it reads
-    `qkv`: `convolve_step`, which makes that, lets it start when all kernels before are complete. So a step must come
-    behind its convolution at once.
+    As in delta_step, the state is loaded first, and is not kept in the cache. This kernel waits before it reads `qkv`:
+    `convolve_step`, which writes it, lets this kernel start when all kernels before are complete. So a step must follow
+    its convolution directly.
     """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -55,7 +56,7 @@ def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys,
     else:
         s = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
     position = tl.load(context_lens + row).to(tl.int32) - 1
-    # In [0, LENGTH) for any numbers: made-up steps have lengths that no prompt led to.
+    # In [0, LENGTH) for any numbers: dummy steps have lengths that no prompt led to.
     filled = _modulo(position - tl.load(starts + slot), LENGTH)
     group = num_v_heads // num_k_heads
     k_head = head // group
@@ -72,7 +73,7 @@ def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys,
     key_place = ring_keys + (slot * PLACES * num_k_heads + k_head) * head_k_dim + keys
     decay_place = log_decays + (slot * num_v_heads + head) * PLACES
     s = _with_ring(s, g, update_place, key_place, decay_place, position, filled, is_key, is_value, num_k_heads,
-                   num_v_heads, head_k_dim, head_v_dim, PLACES, TOKENS, PRODUCT)
+                   num_v_heads, head_k_dim, head_v_dim, PLACES, TOKENS, PRECISION)
 
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + _L2_EPS) * SCALE)
     k = own_key.to(tl.float32)
@@ -98,13 +99,13 @@ def delta_step_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys,
 def delta_run_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys, log_decays, out, state_slots,
                       context_lens, runs, fillings, stride_qkv, stride_a, stride_b, stride_slot, num_k_heads,
                       num_v_heads, head_k_dim, head_v_dim, SCALE: tl.constexpr, VALUES: tl.constexpr,
-                      KEYS: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, PRODUCT: tl.constexpr,
+                      KEYS: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
                       IS_WHOLE: tl.constexpr):
-    """The same of all tokens of a sequence in a step with drafts: the state and its ring are read once.
+    """All tokens of a sequence in a step with drafts: the state and its ring are read once.
 
-    `runs` has the number of a sequence's tokens at its first one, and at each other one minus its place among them
-    (StepInputs.runs). Programs of these others end at once, so that a grid depends on the number of tokens alone.
-    `fillings`: what `plan_runs` says of a sequence, at its first token.
+    `runs` has the number of a sequence's tokens at its first one, and minus its index at each other one
+    (StepInputs.runs). Programs of these others end at once, so that the grid depends only on the number of tokens.
+    `fillings` has the result of `plan_runs` at a sequence's first token.
     """
     first = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -130,7 +131,7 @@ def delta_run_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys, 
         key_place = ring_keys + (slot * PLACES * num_k_heads + k_head) * head_k_dim + keys
         decay_place = log_decays + (slot * num_v_heads + head) * PLACES
         s = _with_ring(s, 0.0, update_place, key_place, decay_place, position, filled, is_key, is_value, num_k_heads,
-                       num_v_heads, head_k_dim, head_v_dim, PLACES, TOKENS, PRODUCT)
+                       num_v_heads, head_k_dim, head_v_dim, PLACES, TOKENS, PRECISION)
         if is_written:
             tl.store(place, s, mask=mask, eviction_policy="evict_first")
         for index in range(num_tokens):
@@ -161,8 +162,8 @@ def delta_run_in_ring(qkv, a, b, neg_exp_A, dt_bias, state, updates, ring_keys, 
 
 @triton.jit
 def plan_runs(runs, state_slots, context_lens, starts, fillings, num_tokens, LENGTH: tl.constexpr, SIZE: tl.constexpr):
-    """How many tokens the ring of each sequence holds, h; -1 - h where it has no room for the sequence's tokens and one
-    more. Then the state is written in this step, and the ring begins anew."""
+    """The number h of tokens in the ring of each sequence; -1 - h where it has no room for the sequence's tokens and
+    one more. Then this step writes the state, and the ring starts anew."""
     tokens = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_token = tokens < num_tokens
     run = tl.load(runs + tokens, mask=is_token, other=0)
@@ -177,7 +178,7 @@ def plan_runs(runs, state_slots, context_lens, starts, fillings, num_tokens, LEN
 
 @triton.jit
 def _with_ring(s, g, update_place, key_place, decay_place, position, filled, is_key, is_value, num_k_heads, num_v_heads,
-               head_k_dim, head_v_dim, PLACES: tl.constexpr, TOKENS: tl.constexpr, PRODUCT: tl.constexpr):
+               head_k_dim, head_v_dim, PLACES: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
     """The state before the token at `position`, with the `filled` tokens before it, all decayed by `g` once more."""
     tokens = tl.arange(0, TOKENS)
     is_there = tokens < filled
@@ -188,16 +189,16 @@ def _with_ring(s, g, update_place, key_place, decay_place, position, filled, is_
                 mask=is_value[:, None] & is_there[None, :], other=0.0)
     u_keys = tl.load(key_place[None, :] + places[:, None] * (num_k_heads * head_k_dim),
                      mask=is_there[:, None] & is_key[None, :], other=0.0)
-    # Summed from the next token on, as in chunk_products.
+    # Summed from the next token on, as in chunk_matrices.
     behind = g + tl.sum(tl.where(tokens[:, None] > tokens[None, :], decays[:, None], 0.0), 0)
-    return _plus_product(s * tl.exp(g + tl.sum(decays, 0)), u * tl.exp(behind)[None, :], u_keys, PRODUCT)
+    return _plus_matmul(s * tl.exp(g + tl.sum(decays, 0)), u * tl.exp(behind)[None, :], u_keys, PRECISION)
 
 
 @triton.jit
-def _plus_product(s, x, y, PRODUCT: tl.constexpr):
-    """s + x y, where x is float32 and y as the model has it."""
-    if PRODUCT == "split":
+def _plus_matmul(s, x, y, PRECISION: tl.constexpr):
+    """s + x y, where x is float32 and y has the model's dtype."""
+    if PRECISION == "split":
         high = x.to(tl.bfloat16)
         return tl.dot(high, y, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), y, s))
     else:
-        return tl.dot(x, y.to(tl.float32), s, input_precision=PRODUCT)
+        return tl.dot(x, y.to(tl.float32), s, input_precision=PRECISION)

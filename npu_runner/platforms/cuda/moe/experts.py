@@ -1,4 +1,4 @@
-"""A mixture of experts on CUDA: which kernels, of which tile sizes, for how many tokens. Knows nothing of models.
+"""Chooses kernels and tiles of a mixture of experts by the number of tokens. Knows nothing of models.
 
 T tokens, K experts a token, E experts, D hidden size, I width of an expert, P = T K pairs.
 """
@@ -17,17 +17,17 @@ from npu_runner.platforms.cuda.matmul.small_m import Tile
 from npu_runner.platforms.cuda.moe import kernels as kernels
 from npu_runner.platforms.ops import HeldExperts
 
-# Pairs that one program of the sort takes at a time. Up to `FEW_PAIRS` a single program sorts them all; in a graph,
-# where three launches more cost less, up to `_FEW_IN_GRAPHS`.
+# Pairs that a program of the sort handles at a time. Up to `FEW_PAIRS` a single program sorts all of them. In a graph,
+# where three more launches cost less, the limit is `_FEW_IN_GRAPHS`.
 _SORT_PAIRS, FEW_PAIRS, _FEW_IN_GRAPHS = 1024, 4096, 1024
-# Up to here tokens share so few experts that their pairs need no order.
+# Up to this number tokens share too few experts for a sort to pay.
 UNSORTED_TOKENS = 2
 _COMBINE_COLUMNS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """For up to `most_pairs_per_expert` on average: pairs of a block, and the tiles of both products."""
+    """The pairs of a block and the tiles of both GEMMs, for up to `most_pairs_per_expert` on average."""
 
     most_pairs_per_expert: float
     rows: int
@@ -42,7 +42,7 @@ _IN_16_BITS = (
     Tiling(most_pairs_per_expert=48, rows=32, gate_up=Tile(128, 64, 4, 3), down=Tile(256, 64, 4, 3)),
     Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 64, 8, 3), down=Tile(256, 64, 8, 3)),
 )
-# Of pairs in no order, which are few: small tiles, so that every multiprocessor has one (H100).
+# For unsorted pairs, which are few: small tiles, so that every multiprocessor has one (H100).
 _UNSORTED = Tiling(most_pairs_per_expert=1, rows=16, gate_up=Tile(32, 128, 4, 5), down=Tile(64, 64, 4, 5))
 _IN_FLOAT32 = (
     Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
@@ -51,10 +51,9 @@ _IN_FLOAT32 = (
 
 
 class Pairs(NamedTuple):
-    """Where blocks find their pairs, int32: see expert_kernels. `num_blocks` is what the worst choice needs.
+    """The pairs of each block, int32: see kernels.py. `num_blocks` is the number that the worst routing needs.
 
-    `experts`: of each pair, (T, K). `held`: of these the ones that are here; None: all. The others' pairs are in no
-    block.
+    `experts` has each pair's expert, (T, K). `held` are the experts of this rank, None if it holds all.
     """
 
     experts: Tensor
@@ -96,23 +95,23 @@ def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2
     """`Ops.experts`."""
     num_experts = len(gate_up_E2ID)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
-        return _products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI,
+        return _gemms(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI,
                          tiling_of_unsorted(x_TD.dtype))
     average = experts_TK.numel() / (num_experts if held is None else held.total)
     tiling = next(tiling for tiling in tilings(x_TD.dtype) if average <= tiling.most_pairs_per_expert)
     pairs = sort_pairs(experts_TK, num_experts, tiling.rows, held=held)
-    return _products(x_TD, weights_TK, pairs, gate_up_E2ID, down_EDI, tiling)
+    return _gemms(x_TD, weights_TK, pairs, gate_up_E2ID, down_EDI, tiling)
 
 
 def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
                 held: HeldExperts | None) -> None:
     """Call each kernel that any number of tokens may need, over one token: none is then compiled while serving."""
     token = x_TD[:1], weights_TK[:1]
-    _products(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tiling_of_unsorted(x_TD.dtype))
+    _gemms(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tiling_of_unsorted(x_TD.dtype))
     for tiling in tilings(x_TD.dtype):
         for few in (0, FEW_PAIRS):
             pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few, held=held)
-        _products(*token, pairs, gate_up_E2ID, down_EDI, tiling)
+        _gemms(*token, pairs, gate_up_E2ID, down_EDI, tiling)
 
 
 def unsorted(experts_TK: Tensor, held: HeldExperts | None = None) -> Pairs:
@@ -122,7 +121,7 @@ def unsorted(experts_TK: Tensor, held: HeldExperts | None = None) -> Pairs:
 
 def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int | None = None, *,
                held: HeldExperts | None = None) -> Pairs:
-    """Pairs of one expert together, in blocks of `rows`; up to `few` pairs in one launch. `num_experts` are here."""
+    """Sort pairs by expert into blocks of `rows`; up to `few` pairs are one launch. This rank holds `num_experts`."""
     num_pairs = experts_TK.numel()
     if few is None:
         is_captured = experts_TK.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -150,8 +149,8 @@ def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int | None 
     return pairs
 
 
-def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tensor, down_EDI: Tensor,
-              tiling: Tiling) -> Tensor:
+def _gemms(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tensor, down_EDI: Tensor,
+           tiling: Tiling) -> Tensor:
     num_tokens, hidden_size = x_TD.shape
     top_k, width = weights_TK.shape[1], down_EDI.shape[2]
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
@@ -162,24 +161,24 @@ def _products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tens
     tile = tiling.gate_up
     kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.block_n),)](
         x_TD, gate_up_E2ID, *blocks, hidden_PI, x_TD.stride(0), top_k, hidden_size, width, IS_SORTED=pairs.is_sorted,
-        HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.block_k == 0, ROWS=tiling.rows, COLUMNS=tile.block_n,
-        DEPTH=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
+        HOLDS_ALL=holds_all, IS_EVEN=hidden_size % tile.block_k == 0, BLOCK_M=tiling.rows, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     tile = tiling.down
     kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.block_n),)](
         hidden_PI, down_EDI, *blocks, outputs_PD, width, hidden_size, IS_SORTED=pairs.is_sorted,
-        HOLDS_ALL=holds_all, IS_EVEN=width % tile.block_k == 0, ROWS=tiling.rows, COLUMNS=tile.block_n,
-        DEPTH=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
+        HOLDS_ALL=holds_all, IS_EVEN=width % tile.block_k == 0, BLOCK_M=tiling.rows, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     return combine(outputs_PD, weights_TK, pairs, here)
 
 
 def combine(outputs_PD: Tensor, weights_TK: Tensor, pairs: Pairs, here: tuple[int, int]) -> Tensor:
-    """Each token's sum of its pairs' outputs by weight, (T, D). `here`: the first expert that is, and how many."""
+    """Each token's weighted sum of its pairs' outputs, (T, D). `here`: this rank's first expert, and their number."""
     (num_tokens, top_k), hidden_size = weights_TK.shape, outputs_PD.shape[1]
     out_TD = torch.empty((num_tokens, hidden_size), dtype=outputs_PD.dtype, device=outputs_PD.device)
     kernels.combine[(triton.cdiv(hidden_size, _COMBINE_COLUMNS), num_tokens)](
         outputs_PD, weights_TK, pairs.experts, out_TD, *here, hidden_size, TOP_K=top_k, HOLDS_ALL=pairs.held is None,
-        COLUMNS=_COMBINE_COLUMNS, num_warps=4, **launch_settings(),
+        BLOCK_N=_COMBINE_COLUMNS, num_warps=4, **launch_settings(),
     )
     return out_TD

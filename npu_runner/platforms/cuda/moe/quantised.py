@@ -1,4 +1,4 @@
-"""Experts in int8 or FP8 on CUDA: which kernels, of which tile sizes, for how many tokens. Knows nothing of models.
+"""Chooses kernels and tiles of experts in int8 or FP8 by the number of tokens. Knows nothing of models.
 
 T tokens, K experts a token, E experts, D hidden size, I width of an expert, P = T K pairs.
 """
@@ -44,37 +44,37 @@ def tilings(values: Tensor) -> tuple[Tiling, ...]:
     return _IN_INT8 if values.dtype == torch.int8 else _IN_FP8
 
 
-def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                down: QuantisedExperts, held: HeldExperts | None) -> Tensor:
+def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts, down: QuantisedExperts,
+                held: HeldExperts | None) -> Tensor:
     """`Ops.quantised_experts`."""
     num_experts, choices = len(gate_up.values), tilings(gate_up.values)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
-        return products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up, down, choices[0])
+        return gemms(x_TD, weights_TK, unsorted(experts_TK, held), gate_up, down, choices[0])
     average = experts_TK.numel() / (num_experts if held is None else held.total)
     tiling = next(tiling for tiling in choices if average <= tiling.most_pairs_per_expert)
     pairs = sort_pairs(experts_TK, num_experts, tiling.rows, held=held)
-    return products(x_TD, weights_TK, pairs, gate_up, down, tiling)
+    return gemms(x_TD, weights_TK, pairs, gate_up, down, tiling)
 
 
-def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                down: QuantisedExperts, held: HeldExperts | None) -> None:
+def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts, down: QuantisedExperts,
+                held: HeldExperts | None) -> None:
     """Call each kernel that any number of tokens may need, over one token: none is then compiled while serving."""
     token = x_TD[:1], weights_TK[:1]
     choices = tilings(gate_up.values)
-    products(*token, unsorted(experts_TK[:1], held), gate_up, down, choices[0])
+    gemms(*token, unsorted(experts_TK[:1], held), gate_up, down, choices[0])
     for tiling in choices:
         for few in (0, FEW_PAIRS):
             pairs = sort_pairs(experts_TK[:1], len(gate_up.values), tiling.rows, few, held=held)
-        products(*token, pairs, gate_up, down, tiling)
+        gemms(*token, pairs, gate_up, down, tiling)
 
 
-def products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedExperts, down: QuantisedExperts,
-             tiling: Tiling) -> Tensor:
-    """(T, D). Inputs of both products are rounded before."""
+def gemms(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedExperts, down: QuantisedExperts,
+          tiling: Tiling) -> Tensor:
+    """(T, D). The inputs of both GEMMs are rounded first."""
     num_tokens, hidden_size = x_TD.shape
     top_k, width = weights_TK.shape[1], down.values.shape[2]
     shared = {"IS_SORTED": pairs.is_sorted, "HOLDS_ALL": pairs.held is None,
-              "IS_INT8": gate_up.values.dtype == torch.int8, "ROWS": tiling.rows, **launch_settings()}
+              "IS_INT8": gate_up.values.dtype == torch.int8, "BLOCK_M": tiling.rows, **launch_settings()}
     here = (pairs.first_expert, len(gate_up.values))
     blocks = (pairs.order, pairs.block_experts, pairs.block_rows, *here)
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
@@ -82,19 +82,19 @@ def products(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedE
     tile = tiling.gate_up
     kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.block_n),)](
         rows, scales, *gate_up, *blocks, hidden_PI, rows.stride(0), stride, top_k, hidden_size, width,
-        IS_EVEN=hidden_size % tile.block_k == 0, COLUMNS=tile.block_n, DEPTH=tile.block_k, num_warps=tile.num_warps,
+        IS_EVEN=hidden_size % tile.block_k == 0, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **shared)
     outputs_PD = torch.empty((num_tokens * top_k, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
     rows, scales, stride = _rounded(hidden_PI, down)
     tile = tiling.down
     kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.block_n),)](
         rows, scales, *down, *blocks, outputs_PD, stride, width, hidden_size, IS_EVEN=width % tile.block_k == 0,
-        COLUMNS=tile.block_n, DEPTH=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared)
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared)
     return combine(outputs_PD, weights_TK, pairs, here)
 
 
 def _rounded(x_MI: Tensor, weight: QuantisedExperts) -> tuple[Tensor, Tensor, int]:
-    """Rows as a product with `weight` takes them, their scales, and the stride from one group's to the next."""
+    """Rows in the dtype of `weight`, their scales, and the stride between the scales of groups."""
     in_groups = weight.scales.dim() == 3
     rows, scales = quantise_rows(x_MI, weight.values.dtype, in_groups=in_groups)
     return rows, scales, scales.stride(1) if in_groups else 0

@@ -1,7 +1,9 @@
-"""A draw from the whole vocabulary, or its most probable token, in two kernels that read the logits once.
+"""Samples from the whole vocabulary, or takes the most probable token, in two kernels that read the logits once.
 
 The first computes the largest logit and the sum of weights of each block of a row. The second finds the block in which
-the running sum passes the row's uniform, and reads that block again. Knows no slots and no parameters.
+the running sum passes the row's uniform, and reads that block again. Greedy rows use the same kernels. Tokens are those
+of the plain operators with the same uniform, unless it lies within float32's rounding of an edge. Parameters of other
+rows change nothing. Knows no slots and no parameters.
 
 B rows, V vocabulary, N blocks of a row; a 1 is a kept dim.
 """
@@ -14,70 +16,70 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda.sampling.token_masks import bans
+from npu_runner.platforms.cuda.sampling.token_masks import mask_bias
 
 _BLOCK = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WARPS = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NO_PLACE = tl.constexpr(2**31 - 1)
-# They lie anywhere, and rows of a part of the vocabulary have any stride: variants for some values of these would be
-# compiled while serving. IS_ALIGNED says of the logits what loads of several at once need to know.
+_NOT_FOUND = tl.constexpr(2**31 - 1)
+# These have any address, and rows of a part of the vocabulary any stride: variants for some values would be compiled
+# while serving. IS_ALIGNED is what vectorised loads of the logits need to know.
 _CHANGES = ["logits", "temperatures", "uniforms", "highest", "totals", "stride", "words", "masks", "num_words"]
 _ALIGNED_BYTES = tl.constexpr(16)
 
 
-def draw_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+def sample_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
     """See Ops.softmax_draw; temperature 0 is the most probable token. Sums are float32.
 
-    A weight below 2^-126 of the largest is none.
+    A weight below 2^-126 of the largest counts as 0.
     """
-    return _draw(logits_BV, temperature_B1, uniform_B1, None, None)
+    return _sample(logits_BV, temperature_B1, uniform_B1, None, None)
 
 
-def draw_of_the_allowed(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
-                        masks_B: Tensor) -> Tensor:
-    """See Ops.allowed_draw: the same draw, and a row's token is the same as from a copy of its logits with -inf."""
+def sample_allowed(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
+                   masks_B: Tensor) -> Tensor:
+    """See Ops.allowed_draw. A row's token is the same as from a copy of its logits with -inf."""
     assert words_CW.is_contiguous(), "masks lie one behind the other"
-    return _draw(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
+    return _sample(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
 
 
-def _draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor | None,
-          masks_B: Tensor | None) -> Tensor:
+def _sample(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor | None,
+            masks_B: Tensor | None) -> Tensor:
     assert logits_BV.stride(1) == 1, "a row's logits lie side by side"
     batch_size, vocab_size = logits_BV.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     highest_BN, totals_BN = torch.empty((2, batch_size, num_blocks), dtype=torch.float32, device=logits_BV.device)
     tokens_B1 = torch.empty((batch_size, 1), dtype=torch.int32, device=logits_BV.device)
     sizes = (logits_BV.stride(0), vocab_size, num_blocks)
-    # Where there are no masks something stands in their place, which is not read.
+    # Without masks the kernels read none of these.
     masked = (tokens_B1, tokens_B1, 0) if words_CW is None else (words_CW, masks_B, words_CW.shape[1])
     constants = {"IS_ALIGNED": _is_aligned(logits_BV), "IS_MASKED": words_CW is not None, "BLOCK": _BLOCK}
     _sum_blocks[(batch_size, num_blocks)](
         logits_BV, temperature_B1, highest_BN, totals_BN, *sizes, *masked, **constants, num_warps=_WARPS)
-    _draw_rows[(batch_size,)](
+    _sample_rows[(batch_size,)](
         logits_BV, temperature_B1, uniform_B1, highest_BN, totals_BN, tokens_B1, *sizes, *masked, **constants,
         BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_WARPS)
     return tokens_B1
 
 
 def compile_all(vocab_size: int, device: torch.device) -> None:
-    """Draw once from logits of each dtype and alignment that a step may have: nothing is compiled while serving."""
+    """Sample once from logits of each dtype and alignment that a step may have: nothing is compiled while serving."""
     ones_B1 = torch.ones((1, 1), dtype=torch.float32, device=device)
     for dtype in DTYPES:
         logits_1V = torch.zeros((1, vocab_size + 1), dtype=dtype, device=device)
         for first in (0, 1):
-            draw_from_softmax(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2)
+            sample_from_softmax(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2)
 
 
 def compile_masked(logits_BV: Tensor, words_CW: Tensor) -> None:
-    """The same of the allowed, from logits of this dtype: masks are laid over the model's own."""
+    """Sample once with masks, from logits of this dtype and of each alignment."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     ones_B1 = torch.ones((1, 1), dtype=torch.float32, device=device)
     logits_1V = torch.zeros((1, vocab_size + 1), dtype=logits_BV.dtype, device=device)
     none_B = torch.zeros(1, dtype=torch.int32, device=device)
     for first in (0, 1):
-        draw_of_the_allowed(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2, words_CW[:1], none_B)
+        sample_allowed(logits_1V[:, first : first + vocab_size], ones_B1, ones_B1 / 2, words_CW[:1], none_B)
 
 
 def _is_aligned(logits_BV: Tensor) -> bool:
@@ -87,23 +89,23 @@ def _is_aligned(logits_BV: Tensor) -> bool:
 
 @triton.jit
 def _load(row, tokens, vocab_size, IS_ALIGNED: tl.constexpr):
-    places = row + tokens
+    indices = row + tokens
     if IS_ALIGNED:
-        places = tl.multiple_of(places, _ALIGNED_BYTES)
-    return tl.load(places, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+        indices = tl.multiple_of(indices, _ALIGNED_BYTES)
+    return tl.load(indices, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _allowed(values, words, mask, num_words, tokens, vocab_size):
     """The logits with a row's mask added, if it has one."""
     if mask >= 0:
-        values += bans(words + mask.to(tl.int64) * num_words, tokens, vocab_size)
+        values += mask_bias(words + mask.to(tl.int64) * num_words, tokens, vocab_size)
     return values
 
 
 @triton.jit
 def _scale(temperature):
-    """What turns a difference of logits into the exponent of two of its weight; any where nothing is drawn."""
+    """The factor of a difference of logits in the base-2 exponent of its weight; greedy rows use any."""
     return _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
@@ -117,7 +119,7 @@ def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_b
     if IS_MASKED:
         values = _allowed(values, words, tl.load(masks + row), num_words, tokens, vocab_size)
     largest = tl.max(values, 0)
-    # A block of impossible tokens weighs nothing. NaN and +inf make the sum NaN, whatever the largest became.
+    # A block of impossible tokens has the weight 0. NaN and +inf make the sum NaN.
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2((values - base) * _scale(tl.load(temperatures + row)))
     tl.store(highest + row * num_blocks + block, largest)
@@ -125,9 +127,9 @@ def _sum_blocks(logits, temperatures, highest, totals, stride, vocab_size, num_b
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, vocab_size, num_blocks, words, masks,
-               num_words, IS_ALIGNED: tl.constexpr, IS_MASKED: tl.constexpr, BLOCK: tl.constexpr,
-               BLOCKS: tl.constexpr):
+def _sample_rows(logits, temperatures, uniforms, highest, totals, out, stride, vocab_size, num_blocks, words, masks,
+                 num_words, IS_ALIGNED: tl.constexpr, IS_MASKED: tl.constexpr, BLOCK: tl.constexpr,
+                 BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     is_greedy = temperature == 0.0
@@ -150,7 +152,7 @@ def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, voc
     if IS_MASKED:
         mask = tl.load(masks + row)
         values = _allowed(values, words, mask, num_words, tokens, vocab_size)
-        # What is no number makes its block's total none; where nothing is left all of them are 0.
+        # NaN makes its block's total NaN; where no token is allowed all totals are 0.
         total = tl.sum(totals_of_blocks, 0)
         failure = tl.where((mask >= 0) & (total == total), -2, -1)
     weights = tl.exp2((values - top) * scale)
@@ -160,13 +162,13 @@ def _draw_rows(logits, temperatures, uniforms, highest, totals, out, stride, voc
 
 
 @triton.jit
-def _first_beyond(running, weights, target, places):
-    """The first place that weighs something and whose running sum passes the target; by rounding there may be none,
-    then the last that weighs something."""
-    place = _first((weights > 0.0) & (running > target), places)
-    return tl.where(place == _NO_PLACE, tl.max(tl.where(weights > 0.0, places, -1), 0), place)
+def _first_beyond(running, weights, target, indices):
+    """The first index with a weight above 0 whose running sum passes the target. By rounding there may be none: then
+    it is the last one with a weight above 0."""
+    index = _first((weights > 0.0) & (running > target), indices)
+    return tl.where(index == _NOT_FOUND, tl.max(tl.where(weights > 0.0, indices, -1), 0), index)
 
 
 @triton.jit
-def _first(is_one, places):
-    return tl.min(tl.where(is_one, places, _NO_PLACE), 0)
+def _first(is_one, indices):
+    return tl.min(tl.where(is_one, indices, _NOT_FOUND), 0)

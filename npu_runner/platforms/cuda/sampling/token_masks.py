@@ -1,4 +1,4 @@
-"""Masks of allowed tokens, a bit each: logits read once, and written as float32 with -inf where there is no bit.
+"""Applies masks of allowed tokens, one bit each: reads logits once and writes float32, with -inf where the bit is 0.
 
 Knows no grammars and no slots.
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 _BLOCK = 4096
 _WARPS = 4
-# They lie anywhere: variants for some values of these would be compiled while serving.
+# These have any address and size: variants for some values would be compiled while serving.
 _CHANGES = ["logits", "rows", "words", "out", "stride", "vocab_size", "num_words"]
 
 
 def allow_tokens(logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
-    """See Ops.allow_tokens; one launch."""
+    """See Ops.allow_tokens; it is one launch."""
     assert logits_BV.stride(1) == 1, "a row's logits lie side by side"
     assert words_CW.is_contiguous(), "masks lie one behind the other"
     vocab_size, (num_masks, num_words) = logits_BV.shape[1], words_CW.shape
@@ -32,22 +32,21 @@ def allow_tokens(logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> 
 
 
 def compile_all(logits_BV: Tensor, words_CW: Tensor) -> None:
-    """Mask the first row in both ways that a step may ask for: nothing is compiled while serving."""
+    """Mask the first row in both ways that a step may use: nothing is compiled while serving."""
     first = torch.zeros(1, dtype=torch.int64, device=logits_BV.device)
     for rows_1 in (None, first):
         allow_tokens(logits_BV[:1], rows_1, words_CW[:1])
 
 
 @triton.jit
-def bans(words, tokens, vocab_size):
-    """What a mask adds to the logits of some tokens: 0, or -inf. words: where the mask begins."""
+def mask_bias(words, tokens, vocab_size):
+    """The bias of a mask for the logits of some tokens: 0, or -inf. `words` points to the mask."""
     bits = tl.load(words + tokens // 32, mask=tokens < vocab_size, other=0)
     return tl.where(((bits >> (tokens % 32)) & 1) != 0, 0.0, float("-inf"))
 
 
 @triton.jit(do_not_specialize=_CHANGES)
-def _allow_tokens(logits, rows, words, out, stride, vocab_size, num_words, HAS_ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr):
+def _allow_tokens(logits, rows, words, out, stride, vocab_size, num_words, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     row = place
     if HAS_ROWS:
@@ -56,5 +55,5 @@ def _allow_tokens(logits, rows, words, out, stride, vocab_size, num_words, HAS_R
     is_there = tokens < vocab_size
     values = tl.load(logits + row * stride + tokens, mask=is_there, other=0.0).to(tl.float32)
     # Added, not chosen between: a NaN without a bit is still seen, and +inf becomes one.
-    tl.store(out + place * vocab_size + tokens, values + bans(words + place * num_words, tokens, vocab_size),
+    tl.store(out + place * vocab_size + tokens, values + mask_bias(words + place * num_words, tokens, vocab_size),
              mask=is_there)
