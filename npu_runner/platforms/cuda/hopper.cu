@@ -1,7 +1,10 @@
 // Hopper's instructions as functions: barriers in shared memory, TMA copies, warpgroup MMAs, and conversions to the
 // 16-bit type that IS_BFLOAT16 names. Knows no kernel. Addresses of shared memory are 32 bits.
 
+typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
+typedef long long i64;
 typedef unsigned long long u64;
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
@@ -152,3 +155,37 @@ __device__ __forceinline__ float sum_of_four_lanes(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
+__device__ __forceinline__ float to_float(u16 x) {
+#if IS_BFLOAT16
+  return __uint_as_float((u32)x << 16);
+#else
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+#endif
+}
+// Four e4m3 numbers as two pairs in float16.
+__device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
+  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(four));
+}
+__device__ __forceinline__ u32 word(const uint4 &piece, int i) {
+  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
+}
+__device__ __forceinline__ uint4 read_shared(u32 from) {
+  uint4 piece;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "r"(from));
+  return piece;
+}
+// Transposes 8 x 8 of 16 bits: a thread has two neighbours of a row, and then of a column.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+  u32 result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+// The body of a warp's MMA: 16 rows, 8 columns, K of 16. `statement` is asm or asm volatile.
+#define MMA(statement, type)                                                                                           \
+  statement("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "         \
+            "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                     \
+            : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))

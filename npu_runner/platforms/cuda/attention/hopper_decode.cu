@@ -26,9 +26,6 @@ __device__ __forceinline__ uint4 read_if(bool is_there, const u8 *from) {
       : "=&r"(piece.x), "=&r"(piece.y), "=&r"(piece.z), "=&r"(piece.w) : "l"(from), "r"((int)is_there));
   return piece;
 }
-__device__ __forceinline__ u32 word(const uint4 &piece, int i) {
-  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
-}
 __device__ __forceinline__ u32 half_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -47,24 +44,8 @@ __device__ __forceinline__ float low_of(u32 pair) {
 __device__ __forceinline__ float high_of(u32 pair) {
   return IS_BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000) : low_of(pair >> 16);
 }
-// Four e4m3 numbers as two pairs in float16.
-__device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
-  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(four));
-}
-// 16 rows, 8 columns, K of 16.
 __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
-#define MMA(kind)                                                                                                      \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "      \
-               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                  \
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
-  if (IS_BFLOAT16 && !IS_FP8) MMA("bf16"); else MMA("f16");
-}
-// Transposes 8 x 8 of 16 bits: a thread has two neighbours of a row, and then of a column.
-__device__ __forceinline__ u32 transpose(u32 pair) {
-  u32 result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
+  if (IS_BFLOAT16 && !IS_FP8) MMA(asm volatile, "bf16"); else MMA(asm volatile, "f16");
 }
 // Returns the count before. Later counters see what this warp, and all earlier counters, have written.
 __device__ __forceinline__ u32 count_up(u32 *counter) {

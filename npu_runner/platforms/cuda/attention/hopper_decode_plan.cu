@@ -5,10 +5,6 @@
 // Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the
 // cache), TILES of 16 tokens that a warp reads at once (a step), LEAST_STEPS of a range.
 
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-
 constexpr int TILE = 16, STEP = TILES * TILE, DIMS = 128;
 constexpr int ITEM = IS_FP8 ? 1 : 2, HEAD_BYTES = DIMS * ITEM, ROW_BYTES = KV_HEADS * HEAD_BYTES;
 // The 16-byte pieces that a thread reads of a token: a quarter of its keys, and an eighth of its values.

@@ -19,15 +19,6 @@ __device__ __forceinline__ u32 fma16(u32 x, u32 y, u32 z) {
 #endif
   return result;
 }
-__device__ __forceinline__ float to_float(unsigned short x) {
-#if IS_BFLOAT16
-  return __uint_as_float((u32)x << 16);
-#else
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-#endif
-}
 __device__ __forceinline__ unsigned short load_shared_u16(u32 address) {
   unsigned short x;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));

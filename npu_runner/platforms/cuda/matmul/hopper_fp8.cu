@@ -282,7 +282,6 @@ struct Consumer {
     const unsigned short *from = params.bias + output;
     return make_float4(to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3]));
   }
-  static __device__ float to_float(unsigned short x) { return __uint_as_float((u32)x << 16); }
   __device__ void run() {
     for (int tile = schedule.cluster; tile < schedule.num_tiles; tile += schedule.clusters) {
       const int first_output = tile / schedule.m_tiles * TILE_N, first_row = tile % schedule.m_tiles * TILE_M;

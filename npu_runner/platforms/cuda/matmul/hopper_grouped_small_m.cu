@@ -34,16 +34,8 @@ struct Params {
   unsigned short *out;
 };
 
-__device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], const u32 (&right)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." DTYPE "." DTYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-               "{%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
-}
-__device__ __forceinline__ uint4 read_shared(u32 from) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
-  return x;
+__device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
+  MMA(asm, DTYPE);
 }
 __device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
   u32 found;
@@ -53,9 +45,6 @@ __device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
 }
 template <int SHIFT> __device__ __forceinline__ u32 left_operand(u32 word, u32 negative) {
   return CORRECTS ? or_base<0x000F000F>(word >> SHIFT) : dequantize<SHIFT>(word, negative);
-}
-__device__ __forceinline__ u32 word_of(const uint4 &four, int i) {
-  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
 // Exact for the small numbers here, and faster than an integer division.
@@ -259,9 +248,9 @@ struct WarpGemm {
       u32 rows[BLOCKS][2];
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
-        rows[b][0] = word_of(right[b][w / 2], w % 2 * 2);
-        rows[b][1] = word_of(right[b][w / 2], w % 2 * 2 + 1);
-        if (CORRECTS) mma(x_sums[b], {ONES, ONES, ONES, ONES}, rows[b]);
+        rows[b][0] = word(right[b][w / 2], w % 2 * 2);
+        rows[b][1] = word(right[b][w / 2], w % 2 * 2 + 1);
+        if (CORRECTS) mma(x_sums[b], {ONES, ONES, ONES, ONES}, rows[b][0], rows[b][1]);
       }
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
@@ -269,12 +258,12 @@ struct WarpGemm {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float above = scales.above[2 * t + i];
-          const u32 word = word_of(numbers[t][i], w), negative = pack(-above, -above);
-          left[i] = half ? left_operand<NEXT>(word, negative) : left_operand<0>(word, negative);
-          left[2 + i] = half ? left_operand<8 + NEXT>(word, negative) : left_operand<8>(word, negative);
+          const u32 packed = word(numbers[t][i], w), negative = pack(-above, -above);
+          left[i] = half ? left_operand<NEXT>(packed, negative) : left_operand<0>(packed, negative);
+          left[2 + i] = half ? left_operand<8 + NEXT>(packed, negative) : left_operand<8>(packed, negative);
         }
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) mma(partial[t][b], left, rows[b]);
+        for (int b = 0; b < BLOCKS; ++b) mma(partial[t][b], left, rows[b][0], rows[b][1]);
       }
     }
   }

@@ -50,11 +50,6 @@ __device__ __forceinline__ u32 mul16(u32 x, u32 y) {
 #endif
   return result;
 }
-__device__ __forceinline__ u32 transpose(u32 pairs) {
-  u32 result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pairs));
-  return result;
-}
 
 // An item is a split of the runs of a tile. A program has items blockIdx.x, blockIdx.x + gridDim.x, ...
 struct ItemCursor {

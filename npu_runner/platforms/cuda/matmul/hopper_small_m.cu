@@ -11,10 +11,6 @@
 // Constants of the host: ITEM (bytes of an element: 1 is e4m3, 2 the type that IS_BFLOAT16 names), IN_BLOCKS (scales of
 // 128 x 128, and of 128 inputs of a row), TILE_M (8 or 16), N_TILES, WARPS, STAGES, FIRST.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef long long i64;
-
 constexpr int MMA_N = 16, SLICE = 128, BLOCK_TILES = 128 / MMA_N, HALVES = TILE_M / 8, THREADS = 32 * WARPS;
 constexpr bool HAS_OUTPUT_SCALES = ITEM == 1 && !IN_BLOCKS;
 // Pairs of outputs that a thread stores.
@@ -36,40 +32,21 @@ struct Params {
   u16 *out;
 };
 
-__device__ __forceinline__ void tma_load_slice(u32 to, const TensorMap &map, u32 barrier, int row, int slice,
-                                               u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
-}
-__device__ __forceinline__ uint4 read_shared(u32 from) {
-  uint4 piece;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "r"(from));
-  return piece;
-}
 __device__ __forceinline__ uint4 read_global(const u8 *from) {
   uint4 piece;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
   return piece;
 }
-// Four numbers in e4m3 as two pairs in float16.
-__device__ __forceinline__ void widen(u32 four, u32 &low, u32 &high) {
-  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(four));
-}
-__device__ __forceinline__ u32 word(const uint4 &piece, int i) {
-  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
-}
-// 16 rows, 8 columns, K of 16.
 __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
-#define MMA(kind)                                                                                                      \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "               \
-               "{%8, %9}, {%0, %1, %2, %3};" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                  \
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1))
-  if (IS_BFLOAT16 && ITEM == 2) MMA("bf16"); else MMA("f16");
+  if (IS_BFLOAT16 && ITEM == 2) MMA(asm, "bf16"); else MMA(asm, "f16");
+}
+__device__ __forceinline__ void tma_load_slice(u32 to, const TensorMap &map, u32 barrier, int row, int slice,
+                                               u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(row), "r"(slice), "l"(policy) : "memory");
 }
 
 // The order of a warp's stages: N_TILES tiles at once, slice after slice, tile after tile.
@@ -134,7 +111,7 @@ struct WeightRing {
 
 // A warp's slice of x: 2 times 16 bytes of row `group` (and of the row 8 behind it), and the scales of 2 columns.
 struct XSlice {
-  uint4 ring[HALVES][2];
+  uint4 pieces[HALVES][2];
   float scales[HALVES][2];
 };
 
@@ -156,8 +133,8 @@ struct WarpGemm {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       const u8 *x = params.x + min(8 * h + group, params.m - 1) * params.stride_x + slice * SLICE + member * 16;
-      rows.ring[h][0] = read_global(x);
-      rows.ring[h][1] = read_global(x + 64);
+      rows.pieces[h][0] = read_global(x);
+      rows.pieces[h][1] = read_global(x + 64);
       if (IN_BLOCKS)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -200,9 +177,9 @@ struct WarpGemm {
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
           u32 right[2];
-          if (ITEM == 1) widen(word(rows.ring[h][p], w), right[0], right[1]);
-          mma(chains[p][h], left, ITEM == 1 ? right[0] : word(rows.ring[h][p], w),
-                   ITEM == 1 ? right[1] : word(rows.ring[h][p], w + 1));
+          if (ITEM == 1) widen(word(rows.pieces[h][p], w), right[0], right[1]);
+          mma(chains[p][h], left, ITEM == 1 ? right[0] : word(rows.pieces[h][p], w),
+              ITEM == 1 ? right[1] : word(rows.pieces[h][p], w + 1));
         }
       }
 #pragma unroll
@@ -223,12 +200,6 @@ struct WarpGemm {
         ring.next();
         add(acc[i], piece, rows, first % BLOCK_TILES + i < BLOCK_TILES ? scales[0] : scales[1]);
       }
-  }
-  static __device__ float to_float(u16 x) {
-    if (IS_BFLOAT16) return __uint_as_float((u32)x << 16);
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
   }
   __device__ void store_partials(float *exchange, int count) const {
 #pragma unroll
