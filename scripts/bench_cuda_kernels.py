@@ -187,7 +187,7 @@ def experts(shape: Shape, is_sweep: bool) -> Iterator[Case]:
                 weights_TK, experts_TK = choices[index % len(choices)]
                 pairs = kernels.unsorted(experts_TK) if len(x_TD) <= 2 else kernels.sort_pairs(
                     experts_TK, shape.num_experts, tiling.rows)
-                kernels._gemms(x_TD, weights_TK, pairs, *layers[index % len(layers)], tiling)
+                kernels.dense_gemms(x_TD, weights_TK, pairs, *layers[index % len(layers)], tiling)
 
             yield Case(name=f"  {tiling.rows} {tuple(tiling.gate_up)} {tuple(tiling.down)}", call=tiled,
                        num_bytes=weight_bytes, operations=operations)

@@ -31,7 +31,6 @@ from triton.runtime.errors import OutOfResources
 from npu_runner import LLM
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cuda.moe import experts
-from npu_runner.platforms.cuda.moe import quantised as quantised_experts
 from npu_runner.platforms.cuda.moe.experts import Tile, Tiling
 from npu_runner.platforms.quantised import FP8_BLOCK, QuantisedExperts
 
@@ -117,7 +116,7 @@ def sweep(shape: Shape, weights: str, x_TD: Any, choices: Any, layers: Any) -> N
             pairs = experts.unsorted(experts_TK) if len(x_TD) <= experts.UNSORTED_TOKENS else experts.sort_pairs(
                 experts_TK, shape.num_experts, tiling.rows)
             gate_up, down = layers[index % 2]
-            quantised_experts.gemms(x_TD, weights_TK, pairs, gate_up, down, tiling)
+            experts.quantised_gemms(x_TD, weights_TK, pairs, gate_up, down, tiling)
 
         tiled.append((tiling, call))
     for tiling, call in tiled:

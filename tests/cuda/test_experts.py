@@ -96,7 +96,7 @@ def test_every_tile_size(device: torch.device, rows: int) -> None:
     on_device = {name: tensor.to(device) for name, tensor in work.items()}
     for few in (0, 10_000):
         pairs = experts.sort_pairs(on_device["experts_TK"], 5, rows, few)
-        out_TD = experts._gemms(on_device["x_TD"], on_device["weights_TK"], pairs, on_device["gate_up_E2ID"],
+        out_TD = experts.dense_gemms(on_device["x_TD"], on_device["weights_TK"], pairs, on_device["gate_up_E2ID"],
                                    on_device["down_EDI"], tiling)
         expected_TD = define(**work)
         assert (out_TD.double().cpu() - expected_TD).abs().max() / expected_TD.abs().max() < TOLERANCE[torch.bfloat16]

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import gated_rows
 from npu_runner.platforms.cuda.compile_ahead import CompileOnce
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
 from npu_runner.platforms.cuda.matmul import quantised_inputs as inputs
@@ -25,7 +24,6 @@ from npu_runner.platforms.cuda.matmul.grouped import lay_out
 from npu_runner.platforms.cuda.matmul.kernels import multiply
 from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.moe import experts
-from npu_runner.platforms.cuda.moe import quantised as quantised_experts
 from npu_runner.platforms.cuda.sampling import sample, token_masks
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
@@ -76,8 +74,8 @@ class TritonOps(Ops):
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
         given = (x_TD, weights_TK, experts_TK, gate_up, down, held)
         self._compile_once(("quantised experts", gate_up.values.shape, gate_up.scales.shape, experts_TK.shape[1], held),
-                           lambda: quantised_experts.compile_all(*given))
-        return quantised_experts.run_experts(*given)
+                           lambda: experts.compile_all(*given))
+        return experts.run_experts(*given)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
@@ -128,8 +126,8 @@ class TritonOps(Ops):
         # One token alone has no stride between tokens, which is a variant of its own.
         if len(x_TND):
             self._compile_once(("gated norm", x_TND.shape[1:], x.dtype),
-                               lambda: gated_rows.rms_norm(x_TND[:1], gate_TND[:1], weight, eps))
-        out_TND = gated_rows.rms_norm(x_TND, gate_TND, weight, eps)
+                               lambda: _gated_rms_norm_rows(x_TND[:1], gate_TND[:1], weight, eps))
+        out_TND = _gated_rms_norm_rows(x_TND, gate_TND, weight, eps)
         return out_TND if x.dim() == 3 else out_TND[:, 0]
 
     def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
@@ -137,8 +135,8 @@ class TritonOps(Ops):
             return super().times_sigmoid(x_TNH, gate_TNH)
         if len(x_TNH):
             self._compile_once(("sigmoid", x_TNH.shape[1:], x_TNH.dtype),
-                               lambda: gated_rows.times_sigmoid(x_TNH[:1], gate_TNH[:1]))
-        return gated_rows.times_sigmoid(x_TNH, gate_TNH)
+                               lambda: _times_sigmoid_rows(x_TNH[:1], gate_TNH[:1]))
+        return _times_sigmoid_rows(x_TNH, gate_TNH)
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens, num_q_heads, _ = q_TNH.shape
@@ -334,3 +332,71 @@ def _layer_norm(x, residual, weight, bias, out, total, stride_x, stride_r, eps, 
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + columns, (normed * scale + shift).to(out.dtype.element_ty), mask=mask)
+
+
+# The heads of a token need not lie behind those of the one before. Values of one program:
+_ROW_VALUES = 1024
+_ROW_CHANGES = ["num_rows"]
+
+
+def _gated_rms_norm_rows(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:
+    num_tokens, num_heads, width = x_TND.shape
+    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
+    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TND, gate_TND))
+    block = triton.next_power_of_2(width)
+    rows = max(1, _ROW_VALUES // block)
+    _gated_rms_norm[(triton.cdiv(num_tokens * num_heads, rows),)](
+        x_TND, gate_TND, weight, out_TND, stride_x, x_TND.stride(1), stride_gate, gate_TND.stride(1), num_heads, width,
+        num_tokens * num_heads, eps, ROWS=rows, BLOCK=block, num_warps=4 if width <= 2048 else 8,
+        **launch_settings(),
+    )
+    return out_TND
+
+
+def _times_sigmoid_rows(x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
+    """`Ops.times_sigmoid`; the values of a head lie together."""
+    num_tokens, num_heads, width = x_TNH.shape
+    out_TNH = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
+    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TNH, gate_TNH))
+    block = triton.next_power_of_2(width)
+    rows = max(1, _ROW_VALUES // block)
+    _times_sigmoid[(triton.cdiv(num_tokens * num_heads, rows),)](
+        x_TNH, gate_TNH, out_TNH, stride_x, x_TNH.stride(1), stride_gate, gate_TNH.stride(1), num_heads, width,
+        num_tokens * num_heads, ROWS=rows, BLOCK=block, num_warps=4, **launch_settings(),
+    )
+    return out_TNH
+
+
+@triton.jit(do_not_specialize=_ROW_CHANGES)
+def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows, eps,
+                    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """A row is a token's head; a program has ROWS of them."""
+    after_earlier_kernels(IS_DEPENDENT)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    tokens, heads = rows // num_heads, rows % num_heads
+    place = x + (tokens * stride_xt + heads * stride_xn)[:, None] + columns[None, :]
+    values = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    place = gate + (tokens * stride_gt + heads * stride_gn)[:, None] + columns[None, :]
+    z = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=columns < width, other=0.0)
+    normed = values * tl.rsqrt(tl.sum(values * values, 1) / width + eps)[:, None]
+    scaled = (normed.to(scale.dtype) * scale[None, :]).to(tl.float32)
+    result = scaled * (z / (1.0 + tl.exp(-z)))
+    tl.store(out + rows[:, None] * width + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_ROW_CHANGES)
+def _times_sigmoid(x, gate, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows,
+                   ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """The sigmoid is rounded before the product, as in plain torch."""
+    after_earlier_kernels(IS_DEPENDENT)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    tokens, heads = rows // num_heads, rows % num_heads
+    values = tl.load(x + (tokens * stride_xt + heads * stride_xn)[:, None] + columns[None, :], mask=mask, other=0.0)
+    z = tl.load(gate + (tokens * stride_gt + heads * stride_gn)[:, None] + columns[None, :], mask=mask, other=0.0)
+    share = (1.0 / (1.0 + tl.exp(-z.to(tl.float32)))).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * width + columns[None, :], values * share, mask=mask)

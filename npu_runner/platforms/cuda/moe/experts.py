@@ -5,6 +5,7 @@ T tokens, K experts a token, E experts, D hidden size, I width of an expert, P =
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +14,11 @@ import triton
 from torch import Tensor
 
 from npu_runner.platforms.cuda.dependent_launch import launch_settings
+from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
 from npu_runner.platforms.cuda.matmul.small_m import Tile
-from npu_runner.platforms.cuda.moe import kernels as kernels
+from npu_runner.platforms.cuda.moe import kernels, quantised_kernels
 from npu_runner.platforms.ops import HeldExperts
+from npu_runner.platforms.quantised import QuantisedExperts
 
 # Pairs that a program of the sort handles at a time. Up to `FEW_PAIRS` a single program sorts all of them. In a graph,
 # where three more launches cost less, the limit is `_FEW_IN_GRAPHS`.
@@ -47,6 +50,19 @@ _UNSORTED = Tiling(most_pairs_per_expert=1, rows=16, gate_up=Tile(32, 128, 4, 5)
 _IN_FLOAT32 = (
     Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
     Tiling(most_pairs_per_expert=float("inf"), rows=64, gate_up=Tile(32, 32, 4, 2), down=Tile(64, 32, 4, 2)),
+)
+# The quickest of those that `python scripts/bench_quantised_experts.py --part layer --sweep` tries, on an H100.
+_IN_FP8 = (
+    Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 128, 8, 3), down=Tile(64, 128, 8, 4)),
+    Tiling(most_pairs_per_expert=32, rows=32, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4)),
+    Tiling(most_pairs_per_expert=128, rows=64, gate_up=Tile(128, 128, 8, 3), down=Tile(128, 128, 8, 3)),
+    Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 128, 8, 3), down=Tile(128, 128, 8, 4)),
+)
+_IN_INT8 = (
+    Tiling(most_pairs_per_expert=8, rows=16, gate_up=Tile(64, 256, 4, 3), down=Tile(128, 256, 4, 2)),
+    Tiling(most_pairs_per_expert=32, rows=32, gate_up=Tile(128, 128, 4, 3), down=Tile(256, 128, 4, 3)),
+    Tiling(most_pairs_per_expert=128, rows=64, gate_up=Tile(128, 128, 8, 3), down=Tile(128, 128, 8, 3)),
+    Tiling(most_pairs_per_expert=float("inf"), rows=128, gate_up=Tile(128, 128, 8, 3), down=Tile(256, 128, 8, 3)),
 )
 
 
@@ -83,35 +99,40 @@ def route(logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Ten
 
 
 def tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
-    return _IN_FLOAT32 if dtype == torch.float32 else _IN_16_BITS
+    return {torch.float32: _IN_FLOAT32, torch.int8: _IN_INT8, torch.float8_e4m3fn: _IN_FP8}.get(dtype, _IN_16_BITS)
 
 
-def tiling_of_unsorted(dtype: torch.dtype) -> Tiling:
-    return _IN_FLOAT32[0] if dtype == torch.float32 else _UNSORTED
+def _tiling_of_unsorted(dtype: torch.dtype) -> Tiling:
+    choices = tilings(dtype)
+    return _UNSORTED if choices is _IN_16_BITS else choices[0]
 
 
-def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
-                held: HeldExperts | None) -> Tensor:
-    """`Ops.experts`."""
-    num_experts = len(gate_up_E2ID)
+def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor | QuantisedExperts,
+                down: Tensor | QuantisedExperts, held: HeldExperts | None) -> Tensor:
+    """`Ops.experts` and `Ops.quantised_experts`."""
+    gemms, values = _gemms_of(gate_up)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
-        return _gemms(x_TD, weights_TK, unsorted(experts_TK, held), gate_up_E2ID, down_EDI,
-                         tiling_of_unsorted(x_TD.dtype))
-    average = experts_TK.numel() / (num_experts if held is None else held.total)
-    tiling = next(tiling for tiling in tilings(x_TD.dtype) if average <= tiling.most_pairs_per_expert)
-    pairs = sort_pairs(experts_TK, num_experts, tiling.rows, held=held)
-    return _gemms(x_TD, weights_TK, pairs, gate_up_E2ID, down_EDI, tiling)
+        return gemms(x_TD, weights_TK, unsorted(experts_TK, held), gate_up, down, _tiling_of_unsorted(values.dtype))
+    average = experts_TK.numel() / (len(values) if held is None else held.total)
+    tiling = next(tiling for tiling in tilings(values.dtype) if average <= tiling.most_pairs_per_expert)
+    pairs = sort_pairs(experts_TK, len(values), tiling.rows, held=held)
+    return gemms(x_TD, weights_TK, pairs, gate_up, down, tiling)
 
 
-def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor, down_EDI: Tensor,
-                held: HeldExperts | None) -> None:
+def compile_all(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor | QuantisedExperts,
+                down: Tensor | QuantisedExperts, held: HeldExperts | None) -> None:
     """Call each kernel that any number of tokens may need, over one token: none is then compiled while serving."""
+    gemms, values = _gemms_of(gate_up)
     token = x_TD[:1], weights_TK[:1]
-    _gemms(*token, unsorted(experts_TK[:1], held), gate_up_E2ID, down_EDI, tiling_of_unsorted(x_TD.dtype))
-    for tiling in tilings(x_TD.dtype):
+    gemms(*token, unsorted(experts_TK[:1], held), gate_up, down, _tiling_of_unsorted(values.dtype))
+    for tiling in tilings(values.dtype):
         for few in (0, FEW_PAIRS):
-            pairs = sort_pairs(experts_TK[:1], len(gate_up_E2ID), tiling.rows, few, held=held)
-        _gemms(*token, pairs, gate_up_E2ID, down_EDI, tiling)
+            pairs = sort_pairs(experts_TK[:1], len(values), tiling.rows, few, held=held)
+        gemms(*token, pairs, gate_up, down, tiling)
+
+
+def _gemms_of(gate_up: Tensor | QuantisedExperts) -> tuple[Callable[..., Tensor], Tensor]:
+    return (quantised_gemms, gate_up.values) if isinstance(gate_up, QuantisedExperts) else (dense_gemms, gate_up)
 
 
 def unsorted(experts_TK: Tensor, held: HeldExperts | None = None) -> Pairs:
@@ -149,8 +170,8 @@ def sort_pairs(experts_TK: Tensor, num_experts: int, rows: int, few: int | None 
     return pairs
 
 
-def _gemms(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tensor, down_EDI: Tensor,
-           tiling: Tiling) -> Tensor:
+def dense_gemms(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tensor, down_EDI: Tensor,
+                tiling: Tiling) -> Tensor:
     num_tokens, hidden_size = x_TD.shape
     top_k, width = weights_TK.shape[1], down_EDI.shape[2]
     hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
@@ -171,6 +192,38 @@ def _gemms(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up_E2ID: Tensor,
         BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
     )
     return combine(outputs_PD, weights_TK, pairs, here)
+
+
+def quantised_gemms(x_TD: Tensor, weights_TK: Tensor, pairs: Pairs, gate_up: QuantisedExperts, down: QuantisedExperts,
+                    tiling: Tiling) -> Tensor:
+    """(T, D). The inputs of both GEMMs are rounded first."""
+    num_tokens, hidden_size = x_TD.shape
+    top_k, width = weights_TK.shape[1], down.values.shape[2]
+    shared = {"IS_SORTED": pairs.is_sorted, "HOLDS_ALL": pairs.held is None,
+              "IS_INT8": gate_up.values.dtype == torch.int8, "BLOCK_M": tiling.rows, **launch_settings()}
+    here = (pairs.first_expert, len(gate_up.values))
+    blocks = (pairs.order, pairs.block_experts, pairs.block_rows, *here)
+    hidden_PI = torch.empty((num_tokens * top_k, width), dtype=x_TD.dtype, device=x_TD.device)
+    rows, scales, stride = _rounded(x_TD, gate_up)
+    tile = tiling.gate_up
+    quantised_kernels.gate_up[(pairs.num_blocks * triton.cdiv(width, tile.block_n),)](
+        rows, scales, *gate_up, *blocks, hidden_PI, rows.stride(0), stride, top_k, hidden_size, width,
+        IS_EVEN=hidden_size % tile.block_k == 0, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **shared)
+    outputs_PD = torch.empty((num_tokens * top_k, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
+    rows, scales, stride = _rounded(hidden_PI, down)
+    tile = tiling.down
+    quantised_kernels.down[(pairs.num_blocks * triton.cdiv(hidden_size, tile.block_n),)](
+        rows, scales, *down, *blocks, outputs_PD, stride, width, hidden_size, IS_EVEN=width % tile.block_k == 0,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared)
+    return combine(outputs_PD, weights_TK, pairs, here)
+
+
+def _rounded(x_MI: Tensor, weight: QuantisedExperts) -> tuple[Tensor, Tensor, int]:
+    """Rows in the dtype of `weight`, their scales, and the stride between the scales of groups."""
+    in_groups = weight.scales.dim() == 3
+    rows, scales = quantise_rows(x_MI, weight.values.dtype, in_groups=in_groups)
+    return rows, scales, scales.stride(1) if in_groups else 0
 
 
 def combine(outputs_PD: Tensor, weights_TK: Tensor, pairs: Pairs, here: tuple[int, int]) -> Tensor:
