@@ -24,7 +24,7 @@ def _hopper(device: torch.device) -> None:
 
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda.attention import hopper_images as image_attention
+    from npu_runner.platforms.cuda.attention import hopper_attention as image_attention
 
     monkeypatch.setattr(image_attention, "_SHAPES", {
         head_dim: (shape, 0) for head_dim, (shape, _) in image_attention._SHAPES.items()})

@@ -22,8 +22,8 @@ from torch import Tensor
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cuda.attention import paged_kernels as kernels
 from npu_runner.platforms.cuda.attention.heads import norm_rotary_store
+from npu_runner.platforms.cuda.attention.hopper_attention import ImageAttention
 from npu_runner.platforms.cuda.attention.hopper_decode import DecodeAttention, why_no_decode
-from npu_runner.platforms.cuda.attention.hopper_images import ImageAttention
 from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention, StepBlocks, why_no_prompts
 from npu_runner.platforms.cuda.attention.tiles import (
     NUMBERS_OF_PARTS,

@@ -1,13 +1,15 @@
-"""Inputs of quantised products: rows in FP8 (e4m3) or int8, with one scale a row or one for each group of 128 columns.
+"""Quantises the inputs of matmuls: rows in FP8 (e4m3) or int8, with one scale per row or per group of 128 columns.
 
 A scale is the largest magnitude / 448 (FP8) or / 127 (int8), in float32. A value is its input / scale, to the nearest,
-ties to even. Of zeros alone the scale is 0. Knows nothing of models.
+ties to even. Zeros alone have the scale 0. Knows nothing of models.
 
-M rows, I input features, D row width, G groups of a row.
+M rows, K input features, D row width, G groups of a row.
 """
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -20,71 +22,60 @@ from npu_runner.platforms.quantised import FP8_BLOCK, FP8_MAX, INT8_MAX
 GROUP = FP8_BLOCK
 FP8 = torch.float8_e4m3fn
 _LARGEST = {FP8: FP8_MAX, torch.int8: INT8_MAX}
-# Scales below it, and what they divide, are enlarged by its reciprocal: remainders would have no float32.
+# Smaller scales, and their dividends, are multiplied by its reciprocal: float32 could not hold the remainders.
 _SMALL = tl.constexpr(2.0**-60)
-# The library's product takes groups of rows in multiples of this; values and scales have room for as many.
+# The library's GEMM with scales of groups needs a multiple of it as rows.
 _ROWS_OF_ROOM = 16
 
 
-def quantise_rows(x_MI: Tensor, dtype: torch.dtype, *, in_groups: bool = False) -> tuple[Tensor, Tensor]:
-    """(x in `dtype`, scales float32): scales are (M,), or (M, G) with stride 1 along M; I is a multiple of 128 then."""
-    num_rows, width = x_MI.shape
-    assert not in_groups or width % GROUP == 0, f"{width} columns are no multiple of {GROUP}"
-    quantised_MI = _values(num_rows, width, dtype, x_MI.device)
-    scales_M = _scales(num_rows, width, in_groups, x_MI.device)
-    if num_rows:
-        block = triton.next_power_of_2(width)
-        _quantise[(num_rows,)](
-            x_MI, quantised_MI, scales_M, _stride(x_MI), scales_M.stride(-1), width, LARGEST=_LARGEST[dtype],
-            IN_GROUPS=in_groups, IS_INT8=dtype == torch.int8, BLOCK=block, num_warps=_warps(block), **launch_settings())
-    return quantised_MI, scales_M
+def quantise_rows(x_MK: Tensor, dtype: torch.dtype, *, in_groups: bool = False) -> tuple[Tensor, Tensor]:
+    """(x in `dtype`, scales float32). Scales are (M,), or (M, G) with stride 1 along M; K is a multiple of 128 then."""
+    M, K = x_MK.shape
+    assert not in_groups or K % GROUP == 0, f"{K} columns are no multiple of {GROUP}"
+    quantised_MK, scales, constants = _make_outputs(M, K, dtype, in_groups, x_MK.device)
+    if M:
+        _quantise[(M,)](x_MK, quantised_MK, scales, _stride(x_MK), scales.stride(-1), K, **constants,
+                        num_warps=_warps(constants["BLOCK"]), **launch_settings())
+    return quantised_MK, scales
 
 
-def silu_and_mul_quantised(gate_up_M2I: Tensor, dtype: torch.dtype, *,
+def silu_and_mul_quantised(gate_up_M2K: Tensor, dtype: torch.dtype, *,
                            in_groups: bool = False) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` of silu(gate) * up; both factors and their product are rounded to the inputs' dtype before."""
-    num_rows, width = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2
-    quantised_MI = _values(num_rows, width, dtype, gate_up_M2I.device)
-    scales_M = _scales(num_rows, width, in_groups, gate_up_M2I.device)
-    if num_rows:
-        block = triton.next_power_of_2(width)
-        _silu_and_mul_quantised[(num_rows,)](
-            gate_up_M2I, quantised_MI, scales_M, _stride(gate_up_M2I), scales_M.stride(-1), width,
-            LARGEST=_LARGEST[dtype], IN_GROUPS=in_groups, IS_INT8=dtype == torch.int8, BLOCK=block,
-            **_room(block), **launch_settings())
-    return quantised_MI, scales_M
+    """`quantise_rows` of silu(gate) * up. Both factors and the result are rounded to the inputs' dtype first."""
+    M, K = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
+    quantised_MK, scales, constants = _make_outputs(M, K, dtype, in_groups, gate_up_M2K.device)
+    if M:
+        _silu_and_mul_quantised[(M,)](gate_up_M2K, quantised_MK, scales, _stride(gate_up_M2K), scales.stride(-1), K,
+                                      **constants, **_room(constants["BLOCK"]), **launch_settings())
+    return quantised_MK, scales
 
 
 def add_rms_norm_quantised(x_MD: Tensor, residual_MD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype, *,
                            in_groups: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """`quantise_rows` of the norm of x + residual (`Ops.add_rms_norm`), and that sum."""
-    num_rows, width = x_MD.shape
-    total_MD = torch.empty((num_rows, width), dtype=x_MD.dtype, device=x_MD.device)
-    quantised_MD = _values(num_rows, width, dtype, x_MD.device)
-    scales_M = _scales(num_rows, width, in_groups, x_MD.device)
-    if num_rows:
-        block = triton.next_power_of_2(width)
-        _add_rms_norm_quantised[(num_rows,)](
-            x_MD, residual_MD, weight_D, total_MD, quantised_MD, scales_M, _stride(x_MD), _stride(residual_MD),
-            scales_M.stride(-1), width, eps, LARGEST=_LARGEST[dtype], IN_GROUPS=in_groups, IS_INT8=dtype == torch.int8,
-            BLOCK=block, num_warps=_warps(block), **launch_settings())
-    return quantised_MD, scales_M, total_MD
+    M, D = x_MD.shape
+    total_MD = torch.empty((M, D), dtype=x_MD.dtype, device=x_MD.device)
+    quantised_MD, scales, constants = _make_outputs(M, D, dtype, in_groups, x_MD.device)
+    if M:
+        _add_rms_norm_quantised[(M,)](
+            x_MD, residual_MD, weight_D, total_MD, quantised_MD, scales, _stride(x_MD), _stride(residual_MD),
+            scales.stride(-1), D, eps, **constants, num_warps=_warps(constants["BLOCK"]), **launch_settings())
+    return quantised_MD, scales, total_MD
 
 
-def _values(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    room = -(-num_rows // _ROWS_OF_ROOM) * _ROWS_OF_ROOM
-    return torch.empty((room, width), dtype=dtype, device=device)[:num_rows]
-
-
-def _scales(num_rows: int, width: int, in_groups: bool, device: torch.device) -> Tensor:
-    if in_groups:
-        room = -(-num_rows // _ROWS_OF_ROOM) * _ROWS_OF_ROOM
-        return torch.empty((width // GROUP, room), dtype=torch.float32, device=device).t()[:num_rows]
-    return torch.empty((num_rows,), dtype=torch.float32, device=device)
+def _make_outputs(M: int, width: int, dtype: torch.dtype, in_groups: bool,
+                  device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Values and scales, not filled, with room for a multiple of 16 rows, and the constants of a kernel."""
+    room = -(-M // _ROWS_OF_ROOM) * _ROWS_OF_ROOM
+    values = torch.empty((room, width), dtype=dtype, device=device)[:M]
+    scales = torch.empty((width // GROUP, room), dtype=torch.float32, device=device).t()[:M] if in_groups else (
+        torch.empty((M,), dtype=torch.float32, device=device))
+    return values, scales, {"LARGEST": _LARGEST[dtype], "IN_GROUPS": in_groups, "IS_INT8": dtype == torch.int8,
+                            "BLOCK": triton.next_power_of_2(width)}
 
 
 def _stride(rows: Tensor) -> int:
-    """Between rows. Kernels know whether 16 divides it, and read pieces of 16 bytes then; of one row it may be any."""
+    """The stride between rows, of which kernels specialise multiples of 16. That of one row alone has no meaning."""
     return rows.stride(0) if len(rows) > 1 else rows.shape[1]
 
 
@@ -93,7 +84,7 @@ def _warps(block: int) -> int:
 
 
 def _room(block: int) -> dict[str, int]:
-    """Warps, and registers of a thread: a multiprocessor has room for two rows at once where they are not too long."""
+    """Warps, and registers of a thread, so that a multiprocessor holds two rows at once if they are short enough."""
     return {"num_warps": 32} if block > 16_384 else {"num_warps": _warps(block), "maxnreg": 64}
 
 
@@ -123,7 +114,7 @@ def _silu_and_mul_quantised(gate_up, quantised, scales, stride, stride_s, width,
 
 @triton.jit
 def _silu(gate):
-    """gate / (1 + exp(-gate)): a division that rounds to the nearest would take most of the kernel's time."""
+    """gate / (1 + exp(-gate)): an IEEE division would take most of the kernel's time."""
     share = tl.inline_asm_elementwise(
         "{ .reg .f32 power; mul.f32 power, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 power, power; add.f32 power, power, "
         "0f3F800000; rcp.approx.ftz.f32 $0, power; }", "=f,f", [gate], dtype=tl.float32, is_pure=True, pack=1)
@@ -173,19 +164,19 @@ def _store(values, quantised, scales, row, stride_s, width, LARGEST: tl.constexp
             values *= 1.0 / _SMALL
             scale *= 1.0 / _SMALL
         result = _divide(values, scale, _reciprocal(scale))
-    # Adding 1.5 * 2^23 rounds to an integer, ties to even. What a division took beyond 448 becomes 448.
+    # Adding 1.5 * 2^23 rounds to an integer, ties to even. The conversion to FP8 saturates at 448.
     result = ((result + 12582912.0) - 12582912.0).to(tl.int8) if IS_INT8 else result.to(tl.float8e4nv)
     tl.store(quantised + row * width + columns, result, mask=columns < width)
 
 
 @triton.jit
 def _reciprocal(scale):
-    """1 / scale, to the nearest; of 0 it is 1."""
+    """1 / scale, to the nearest; 1 for a scale of 0."""
     return tl.div_rn(1.0 + tl.zeros_like(scale), tl.where(scale > 0.0, scale, 1.0))
 
 
 @triton.jit
 def _divide(values, scale, reciprocal):
-    """values / scale, to the nearest, by the reciprocal and what the remainder adds to it (Markstein 1990)."""
+    """values / scale, to the nearest, by the reciprocal and a correction with the remainder (Markstein 1990)."""
     quotient = values * reciprocal
     return tl.fma(tl.fma(-quotient, scale, values), reciprocal, quotient)
