@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from bench.cuda.cases import DEVICE, Case, changed, rotate
-from npu_runner.platforms.cuda import attention, decode_attention
-from npu_runner.platforms.cuda.attention import TritonAttention
-from npu_runner.platforms.cuda.attention_tiles import Tile
+from npu_runner.platforms.cuda.attention import backend as attention
+from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
+from npu_runner.platforms.cuda.attention.tiles import AttentionTile as Tile
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _BLOCK_SIZE = 64

@@ -13,13 +13,20 @@ from torch import Tensor
 
 from bench.cuda.cases import CALLS, DEVICE, Case, rotate
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.cuda import grouped_products, hopper_few_rows, hopper_grouped, hopper_products
-from npu_runner.platforms.cuda import quantised_products as quantised
-from npu_runner.platforms.cuda.attention import TritonAttention
-from npu_runner.platforms.cuda.draw import draw_from_softmax
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
+from npu_runner.platforms.cuda.matmul import (
+    grouped,
+    hopper_fp8,
+    hopper_grouped_small_m,
+    hopper_small_m,
+    library,
+    quantised,
+    small_m,
+)
+from npu_runner.platforms.cuda.matmul.operands import Matmul
+from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
 from npu_runner.platforms.cuda.ops import TritonOps
-from npu_runner.platforms.cuda.products import few_rows
-from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
+from npu_runner.platforms.cuda.sampling.sample import sample_from_softmax
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeadNorms
 from npu_runner.sampling import sampling_ops
@@ -45,7 +52,7 @@ def draws(_: Namespace) -> Iterator[Case]:
             ways: dict[str, Callable[[Tensor], Any]] = {
                 "operators": (lambda x: _plain_draw(x, temperature_B1, uniforms_B1)) if temperature
                 else sampling_ops.most_probable,
-                "kernels": lambda x: draw_from_softmax(x, temperature_B1, uniforms_B1)}
+                "kernels": lambda x: sample_from_softmax(x, temperature_B1, uniforms_B1)}
             for way, run in ways.items():
                 yield Case(name=f"{kind} of {batch_size}, {way}", call=rotate(run, layers), in_graph=True,
                            num_bytes=2.0 * batch_size * _VOCABULARY)
@@ -105,12 +112,13 @@ def matmul(_: Namespace) -> Iterator[Case]:
                    for _ in range(2 if num_outputs == _VOCABULARY else CALLS)]
         for num_rows in (1, 2, 4, 8, 16):
             x_MI = torch.randn(num_rows, num_inputs, device=DEVICE).bfloat16()
-            ways: dict[str, Callable[[Tensor], Tensor]] = {"library": lambda w: F.linear(x_MI, w),
-                                                           "triton": lambda w: few_rows(x_MI, w, None)}
-            if hopper_few_rows.takes(x_MI, weights[0], torch.bfloat16, in_blocks=False):
-                ways["CUDA C++"] = lambda w: hopper_few_rows.multiply(x_MI, None, w, None, None, torch.bfloat16)
+            matmuls = [Matmul(x_MI, weight, None, torch.bfloat16) for weight in weights]
+            ways: dict[str, Callable[[Matmul], Tensor]] = {"library": lambda matmul: F.linear(*matmul[:3]),
+                                                           "triton": small_m.multiply}
+            if hopper_small_m.accepts(matmuls[0]):
+                ways["CUDA C++"] = hopper_small_m.multiply
             for way, run in ways.items():
-                yield Case(name=f"{name}, {num_rows} rows, {way}", call=rotate(run, weights), in_graph=True,
+                yield Case(name=f"{name}, {num_rows} rows, {way}", call=rotate(run, matmuls), in_graph=True,
                            num_bytes=2.0 * num_outputs * num_inputs,
                            operations=2.0 * num_rows * num_outputs * num_inputs)
 
@@ -123,13 +131,13 @@ def rows(_: Namespace) -> Iterator[Case]:
         for num_rows in (1, 2, 8, 16, 32, 64, 96, 128, 192):
             inputs = {width: quantise_rows(torch.randn(num_rows, width, device=DEVICE).bfloat16(), torch.float8_e4m3fn,
                                            in_groups=in_blocks) for _, width in _LAYER.values()}
-            limits = {"triton": (1, quantised.MOST_ROWS), "few rows": (1, hopper_few_rows.MOST_ROWS),
-                      "hopper": hopper_products.LIMITS[in_blocks]}
+            limits = {"triton": (1, quantised.MOST_M), "few rows": (1, hopper_small_m.MOST_M),
+                      "hopper": hopper_fp8.LIMITS[in_blocks]}
             for way, run in _WAYS.items():
                 least, most = limits.get(way, (1, num_rows))
                 if least <= num_rows <= most:
                     yield Case(name=f"{'block' if in_blocks else 'row'}, {num_rows} rows, {way}", in_graph=True,
-                               call=rotate(lambda layer: [run(*inputs[weight.shape[1]], weight, scale)
+                               call=rotate(lambda layer: [run(_fp8_matmul(inputs[weight.shape[1]], weight, scale))
                                                           for weight, scale in layer], layers),
                                num_bytes=float(_NUM_WEIGHTS), operations=2.0 * num_rows * _NUM_WEIGHTS)
 
@@ -140,19 +148,13 @@ def _weight(num_outputs: int, num_inputs: int, in_blocks: bool) -> tuple[Tensor,
     return weight_OI, torch.full(scales, 1e-3, device=DEVICE)
 
 
-def _on_hopper(x_MI: Tensor, x_scale: Tensor, weight_OI: Tensor, scale: Tensor) -> Tensor:
-    tile = hopper_products.taken(x_MI, weight_OI, torch.bfloat16, in_blocks=scale.dim() == 2)
-    assert tile is not None, "the kernel takes it"
-    return hopper_products.multiply(x_MI, x_scale, weight_OI, scale, None, tile)
+def _fp8_matmul(rows: tuple[Tensor, Tensor], weight_OI: Tensor, scale: Tensor) -> Matmul:
+    return Matmul(rows[0], weight_OI, None, torch.bfloat16, rows[1], scale)
 
 
-_WAYS: dict[str, Callable[..., Tensor]] = {
-    "library": lambda x, x_scale, weight, scale: quantised.fp8_of_the_library(x, x_scale, weight, scale, None,
-                                                                             torch.bfloat16),
-    "triton": lambda x, x_scale, weight, scale: quantised.few_rows(x, x_scale, weight, scale, None, torch.bfloat16),
-    "few rows": lambda x, x_scale, weight, scale: hopper_few_rows.multiply(x, x_scale, weight, scale, None,
-                                                                           torch.bfloat16),
-    "hopper": _on_hopper,
+_WAYS: dict[str, Callable[[Matmul], Tensor]] = {
+    "library": library.multiply, "triton": quantised.multiply, "few rows": hopper_small_m.multiply,
+    "hopper": hopper_fp8.multiply,
 }
 
 
@@ -162,22 +164,28 @@ def int4(_: Namespace) -> Iterator[Case]:
     num_bytes = float(sum(weight.values.nbytes + weight.scales.nbytes for weight in layers[0]))
     for num_rows in (1, 2, 4, 8, 16):
         inputs = [torch.randn(num_rows, width, device=DEVICE).bfloat16() for _, width in _LAYER.values()]
-        ways: dict[str, Callable[[Tensor, GroupedWeight], Tensor]] = {"triton": _grouped_in_triton}
-        if all(hopper_grouped.has_product(x, weight) for x, weight in zip(inputs, layers[0], strict=True)):
-            ways["CUDA C++"] = lambda x, weight: hopper_grouped.multiply(x, weight, None)
+        ways: dict[str, Callable[[Matmul], Tensor]] = {"triton": _grouped_in_triton}
+        if all(hopper_grouped_small_m.accepts(_grouped_matmul(x, weight))
+               for x, weight in zip(inputs, layers[0], strict=True)):
+            ways["CUDA C++"] = hopper_grouped_small_m.multiply
         for way, run in ways.items():
             yield Case(name=f"4 bits, {num_rows} rows, {way}", in_graph=True, num_bytes=num_bytes,
-                       call=rotate(lambda layer: [run(*pair) for pair in zip(inputs, layer, strict=True)], layers),
+                       call=rotate(lambda layer: [run(_grouped_matmul(*pair)) for pair in zip(inputs, layer, strict=True)], layers),
                        operations=2.0 * num_rows * _NUM_WEIGHTS)
 
 
 def _grouped_weight(num_outputs: int, num_inputs: int) -> GroupedWeight:
     values = torch.randint(0, 256, (num_outputs, num_inputs // 2), device=DEVICE, dtype=torch.uint8)
     scales = torch.rand(num_outputs, num_inputs // 128, device=DEVICE).bfloat16() * 1e-2
-    return grouped_products.settled(GroupedWeight(values, scales, None))
+    return grouped.lay_out(GroupedWeight(values, scales, None))
 
 
-def _grouped_in_triton(x: Tensor, weight: GroupedWeight) -> Tensor:
+def _grouped_matmul(x: Tensor, weight: GroupedWeight) -> Matmul:
+    return Matmul(x, weight, None, torch.bfloat16)
+
+
+def _grouped_in_triton(matmul: Matmul) -> Tensor:
+    x, weight = matmul[:2]
     out = x.new_empty(len(x), weight.scales.shape[1])
-    grouped_products.few_rows(x, weight, None, out)
+    grouped.multiply_small_m(matmul, out)
     return out

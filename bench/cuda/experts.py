@@ -11,9 +11,8 @@ import torch
 
 from bench.cuda.cases import CALLS, DEVICE, Case
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.cuda import experts as kernels
-from npu_runner.platforms.cuda import quantised_experts as quantised
-from npu_runner.platforms.cuda.experts import Tile, Tiling
+from npu_runner.platforms.cuda.moe import experts as kernels
+from npu_runner.platforms.cuda.moe.experts import Tile, Tiling
 from npu_runner.platforms.quantised import FP8_BLOCK, QuantisedExperts
 
 
@@ -73,7 +72,7 @@ def _matrix(shape: Shape, num_outputs: int, num_inputs: int, weights: str) -> An
 
 
 def _tiled(shape: Shape, weights: str, x_TD: Any, choices: Any, layers: Any, tiling: Tiling) -> Callable[[int], Any]:
-    multiply: Any = kernels._products if weights == "bf16" else quantised.products
+    multiply: Any = kernels.dense_gemms if weights == "bf16" else kernels.quantised_gemms
 
     def call(index: int) -> None:
         weights_TK, experts_TK = choices[index % CALLS]

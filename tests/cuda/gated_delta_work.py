@@ -121,7 +121,7 @@ def draw_inputs(shape: GatedDeltaShape, num_tokens: int, dtype: torch.dtype, *, 
 
 
 def make_backend(shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
-    from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+    from npu_runner.platforms.cuda.gated_delta.backend import TritonGatedDelta
 
     return TritonGatedDelta(shape, dtype)
 

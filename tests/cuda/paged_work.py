@@ -67,7 +67,7 @@ class PagedWork:
             self.v_cache[block, place % self.block_size] = self.values[row][place]
 
     def backend(self) -> Any:
-        from npu_runner.platforms.cuda.attention import TritonAttention
+        from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
         return TritonAttention(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
                                block_size=self.block_size, dtype=self.dtype)

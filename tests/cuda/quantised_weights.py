@@ -40,7 +40,7 @@ def rows_of(num_rows: int, num_inputs: int, generator: torch.Generator, dtype: t
 
 
 def rounded(form: str, x_MI: Tensor) -> Any:
-    from npu_runner.platforms.cuda.quantised_inputs import quantise_rows
+    from npu_runner.platforms.cuda.matmul.quantised_inputs import quantise_rows
 
     kind, dtype = (Int8Rows, torch.int8) if form == INT8 else (Fp8Rows, torch.float8_e4m3fn)
     return kind(*quantise_rows(x_MI, dtype, in_groups=form == FP8_BLOCKS), x_MI.dtype)

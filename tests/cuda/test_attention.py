@@ -41,7 +41,7 @@ def test_a_decode_step(device: torch.device, head_dim: int, dtype: torch.dtype) 
 def test_contexts_in_one_part_and_in_more_than_they_have_steps(device: torch.device, num_sms: int, num_parts: int,
                                                                memory_full_of_nan: None) -> None:
     """Parts that are empty leave nothing, whatever their memory held before."""
-    from npu_runner.platforms.cuda.attention_tiles import num_decode_parts
+    from npu_runner.platforms.cuda.attention.tiles import num_decode_parts
 
     work = PagedWork([0, 150, 70] * 3, [1] * 9, dtype=torch.bfloat16)
     assert num_decode_parts(9, work.num_kv_heads, num_sms) == num_parts
@@ -164,7 +164,7 @@ def test_images_of_other_head_dims(device: torch.device, head_dim: int) -> None:
 
 def check_images(device: torch.device, head_dim: int, dtype: torch.dtype, lengths: list[int]) -> None:
     """Queries and keys are slices of one product, values of another; what stands behind the last image is NaN."""
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     torch.manual_seed(0)
     backend = TritonAttention(num_heads=2, num_kv_heads=2, head_dim=64, block_size=64, dtype=dtype)
@@ -179,7 +179,7 @@ def check_images(device: torch.device, head_dim: int, dtype: torch.dtype, length
 def test_heads_in_two_parts_are_taken_where_they_are_right_and_only_there(
         device: torch.device, head_dim: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A kernel that the compiler made wrong is named in a warning and not used."""
-    from npu_runner.platforms.cuda import vision_kernels
+    from npu_runner.platforms.cuda.attention import vision_kernels
 
     launches = []
     right = vision_kernels.split_images

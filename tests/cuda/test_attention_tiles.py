@@ -7,16 +7,16 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from npu_runner.platforms.cuda.attention import TritonAttention
-from npu_runner.platforms.cuda.attention_tiles import (
+from npu_runner.platforms.cuda.attention.backend import TritonAttention
+from npu_runner.platforms.cuda.attention.tiles import (
     NUMBERS_OF_PARTS,
-    Gpu,
     decode_tile,
     head_width,
     num_decode_parts,
     prefill_tile,
     tower_tile,
 )
+from npu_runner.platforms.cuda.gpu import Gpu
 
 HEAD_DIMS = [16, 20, 64, 72, 80, 96, 128, 192, 256]
 

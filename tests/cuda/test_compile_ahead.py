@@ -191,14 +191,14 @@ def test_threads_give_each_kernel_its_own_launcher(platform_name: str, device: t
     """Launchers that were loaded before share one module in CPython. A wrong one has another number of arguments."""
     if platform_name != "cuda":
         pytest.skip("needs a GPU (--platform cuda)")
-    from npu_runner.platforms.cuda import draw
     from npu_runner.platforms.cuda.compile_ahead import compile_ahead
+    from npu_runner.platforms.cuda.sampling import sample as draw
     draw.compile_all(1000, device)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(30):
-            for kernel in (draw._sum_blocks, draw._draw_rows):
+            for kernel in (draw._sum_blocks, draw._sample_rows):
                 kernel.device_caches.clear()
             compile_ahead(lambda: draw.compile_all(1000, device), lambda: torch.cuda.set_device(device))
             draw.compile_all(1000, device)

@@ -16,12 +16,12 @@ def test_a_source_that_is_not_taken_is_not_there(tmp_path: Path, caplog: pytest.
 
     path = tmp_path / "wrong.cu"
     path.write_text('extern "C" __global__ void wrong() { this is no program }')
-    kernel = KernelAhead(CompiledSource([path], {}, "sm_90a"), "wrong", 0, instead="what is wrong: right")
+    kernel = KernelAhead(CompiledSource([path], {}), "wrong", 0, fallback="what is wrong: right")
     with caplog.at_level(logging.INFO, "npu_runner"):
-        assert not kernel.is_there
-        assert not kernel.is_there
+        assert not kernel.is_available
+        assert not kernel.is_available
     assert [record.getMessage()[:22] for record in caplog.records] == ["what is wrong: right ("]
-    with pytest.raises(AssertionError, match="look whether it is there"):
+    with pytest.raises(AssertionError, match="ask whether it is available"):
         _ = kernel.loaded
 
 
@@ -34,5 +34,5 @@ def test_a_name_that_a_source_does_not_have_is_not_there(tmp_path: Path, device:
     path.write_text('extern "C" __global__ void right() {}')
     major, minor = torch.cuda.get_device_capability()
     source = CompiledSource([path], {}, f"sm_{major}{minor}")
-    assert KernelAhead(source, "right", 0, instead="none").is_there
-    assert not KernelAhead(source, "wrong", 0, instead="none").is_there
+    assert KernelAhead(source, "right", 0, fallback="none").is_available
+    assert not KernelAhead(source, "wrong", 0, fallback="none").is_available

@@ -26,7 +26,7 @@ def _hopper(device: torch.device) -> None:
 
 @pytest.fixture(autouse=True)
 def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import decode_attention
+    from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 1, False: 1})
 
@@ -38,7 +38,7 @@ def make_work(context_lens: list[int], **settings: Any) -> PagedWork:
 
 def run(work: PagedWork, device: torch.device, num_sms: int | None = None) -> Tensor:
     """What the kernel makes of it; a step that it does not take fails."""
-    from npu_runner.platforms.cuda.split_sums import counters
+    from npu_runner.platforms.cuda.split_k import make_counters
 
     backend = work.backend()
     if num_sms:
@@ -49,7 +49,7 @@ def run(work: PagedWork, device: torch.device, num_sms: int | None = None) -> Te
     backend.decodes.attend = lambda *arguments, **settings: taken.append(1) or attend(*arguments, **settings)
     out_TNH = work.run(device, backend, is_prefill=False)
     assert taken, "the kernel took the step"
-    assert not counters(device, 1).any(), "the next launch begins with counters of 0"
+    assert not make_counters(device, 1).any(), "the next launch begins with counters of 0"
     return out_TNH
 
 
@@ -156,7 +156,7 @@ def test_a_graph_follows_the_lengths_and_gives_the_same_bits(device: torch.devic
 @pytest.mark.parametrize("cache_dtype", [FP8, None], ids=str)
 def test_few_rows_stay_in_triton(device: torch.device, cache_dtype: torch.dtype | None,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import decode_attention
+    from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 4, False: 4})
     monkeypatch.setattr(decode_attention.DecodeAttention, "attend", None)

@@ -17,7 +17,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WIDTH, MLP_WIDTH, CONTEXT_LEN = 16, 8, 128, 2
 
 def make_step(device: torch.device) -> Callable[[Tensor], Tensor]:
     """One token through layers whose sizes the kernels take; each layer reads what the one before has just written."""
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
     from npu_runner.platforms.cuda.ops import TritonOps
 
     def random(*sizes: int) -> Tensor:
@@ -53,7 +53,7 @@ def make_step(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 def make_shared_prefill(device: torch.device) -> Callable[[Tensor], Tensor]:
     """A prefill of four rows, of which the last three read blocks that the first one writes in the same layer."""
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
     from npu_runner.platforms.cuda.ops import TritonOps
 
     ops: Any = TritonOps()
@@ -87,7 +87,7 @@ def make_shared_prefill(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 def make_delta_step(device: torch.device) -> Callable[[Tensor], Tensor]:
     """A sequence's next ten tokens through layers of Gated DeltaNet; each token reads what the one before left."""
-    from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+    from npu_runner.platforms.cuda.gated_delta.backend import TritonGatedDelta
     from npu_runner.platforms.cuda.ops import TritonOps
     from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring
 

@@ -18,10 +18,10 @@ VOCABULARIES = [3, 1000, 8192, 8193, 151_936]
 
 
 def draw_rows(device: torch.device, logits_BV: Tensor, temperatures: list[float], uniforms: list[float]) -> list[int]:
-    from npu_runner.platforms.cuda.draw import draw_from_softmax
+    from npu_runner.platforms.cuda.sampling.sample import sample_from_softmax
 
     columns = (torch.tensor(values, dtype=torch.float32, device=device)[:, None] for values in (temperatures, uniforms))
-    drawn_B1 = draw_from_softmax(logits_BV.to(device), *columns)
+    drawn_B1 = sample_from_softmax(logits_BV.to(device), *columns)
     assert drawn_B1.dtype == torch.int32
     assert drawn_B1.shape == (len(logits_BV), 1)
     return drawn_B1[:, 0].tolist()
@@ -123,8 +123,8 @@ def test_logits_may_lie_anywhere(device: torch.device, row_width: int, first: in
 def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_size: int,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, dtypes and places of logits that come with adjusted rows and with parts of a vocabulary."""
-    from npu_runner.platforms.cuda import draw
     from npu_runner.platforms.cuda.ops import TritonOps
+    from npu_runner.platforms.cuda.sampling import sample as draw
 
     variants = []
     sum_blocks = draw._sum_blocks
@@ -137,15 +137,15 @@ def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_si
             return launch
 
     monkeypatch.setattr(draw, "_sum_blocks", Recorder())
-    draw_from_softmax = TritonOps().softmax_draw()
-    assert draw_from_softmax is not None
+    sample_from_softmax = TritonOps().softmax_draw()
+    assert sample_from_softmax is not None
     half_B1 = torch.full((2, 1), 0.5, device=device)
-    draw_from_softmax(torch.zeros(1, vocab_size, dtype=torch.bfloat16, device=device), half_B1[:1], half_B1[:1])
+    sample_from_softmax(torch.zeros(1, vocab_size, dtype=torch.bfloat16, device=device), half_B1[:1], half_B1[:1])
     compiled = set(variants)
     for dtype in DTYPES:
         for width, first, rows in ((vocab_size, 0, 1), (vocab_size, 0, 2), (vocab_size + 13, 1, 1)):
             logits_BV = misplaced(rows, vocab_size, width, first, dtype).to(device)
-            draw_from_softmax(logits_BV, half_B1[:rows], half_B1[:rows])
+            sample_from_softmax(logits_BV, half_B1[:rows], half_B1[:rows])
     assert set(variants) == compiled == {(dtype, is_aligned) for dtype in DTYPES for is_aligned in (True, False)}
 
 
@@ -173,7 +173,7 @@ def make(device: torch.device, *, by_kernels: bool) -> SpellingSampler:
     from npu_runner.platforms.cuda.ops import TritonOps
 
     ops = TritonOps()
-    hooks = {"draw_from_softmax": ops.softmax_draw(), "draws_greedily": ops.draws_greedily} if by_kernels else {}
+    hooks = {"sample_from_softmax": ops.softmax_draw(), "draws_greedily": ops.draws_greedily} if by_kernels else {}
     return make_sampler(5000, 12, device=device, **hooks)
 
 

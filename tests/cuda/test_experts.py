@@ -89,14 +89,14 @@ def test_what_ranges_of_experts_compute_adds_up(device: torch.device, dtype: tor
 
 @pytest.mark.parametrize("rows", [16, 32, 128])
 def test_every_tile_size(device: torch.device, rows: int) -> None:
-    from npu_runner.platforms.cuda import experts
+    from npu_runner.platforms.cuda.moe import experts
 
     work = draw(90, 3, 5, 160, 80, torch.bfloat16)
     (tiling,) = [tiling for tiling in experts.tilings(torch.bfloat16) if tiling.rows == rows]
     on_device = {name: tensor.to(device) for name, tensor in work.items()}
     for few in (0, 10_000):
         pairs = experts.sort_pairs(on_device["experts_TK"], 5, rows, few)
-        out_TD = experts._products(on_device["x_TD"], on_device["weights_TK"], pairs, on_device["gate_up_E2ID"],
+        out_TD = experts.dense_gemms(on_device["x_TD"], on_device["weights_TK"], pairs, on_device["gate_up_E2ID"],
                                    on_device["down_EDI"], tiling)
         expected_TD = define(**work)
         assert (out_TD.double().cpu() - expected_TD).abs().max() / expected_TD.abs().max() < TOLERANCE[torch.bfloat16]
@@ -108,7 +108,7 @@ def test_every_tile_size(device: torch.device, rows: int) -> None:
 ])
 def test_every_pair_stands_once_in_a_block_of_its_expert(device: torch.device, num_tokens: int, num_experts: int,
                                                          top_k: int, rows: int, few: int) -> None:
-    from npu_runner.platforms.cuda import experts
+    from npu_runner.platforms.cuda.moe import experts
 
     torch.manual_seed(1)
     experts_TK = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k].int().contiguous()

@@ -12,12 +12,14 @@ from tests.cuda.matmul_cases import DTYPES, assert_product, draw
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [
     (1, 16, 1024), (2, 128, 2048), (16, 64, 1024), (17, 48, 2048), (64, 512, 1024)])
 def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
-    from npu_runner.platforms.cuda.few_outputs import has_product, product
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
+    from npu_runner.platforms.cuda.matmul.small_n import accepts, multiply
 
     x_MI, weight_OI, _ = draw(num_rows, num_outputs, num_inputs, dtype)
     wider = torch.cat((x_MI, x_MI[:, :64]), dim=1).to(device)[:, :num_inputs]  # rows of a wider tensor
-    assert has_product(wider, weight_OI.to(device))
-    assert_product(product(wider, weight_OI.to(device)), x_MI, weight_OI, None)
+    matmul = Matmul(wider, weight_OI.to(device), None, dtype)
+    assert accepts(matmul)
+    assert_product(multiply(matmul), x_MI, weight_OI, None)
 
 
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs", "dtype"), [
@@ -26,19 +28,20 @@ def test_a_product(device: torch.device, num_rows: int, num_outputs: int, num_in
     (1, 128, 1100, torch.bfloat16), (1, 128, 2048, torch.float32)])
 def test_others_are_left_to_the_library(device: torch.device, num_rows: int, num_outputs: int, num_inputs: int,
                                         dtype: torch.dtype) -> None:
-    from npu_runner.platforms.cuda.few_outputs import has_product
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
+    from npu_runner.platforms.cuda.matmul.small_n import accepts
 
     x_MI, weight_OI = (torch.zeros(rows, num_inputs, dtype=dtype, device=device) for rows in (num_rows, num_outputs))
-    assert not has_product(x_MI, weight_OI)
+    assert not accepts(Matmul(x_MI, weight_OI, None, dtype))
 
 
 def test_linear_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import few_outputs
+    from npu_runner.platforms.cuda.matmul import small_n
     from npu_runner.platforms.cuda.ops import TritonOps
 
     calls: list[int] = []
-    product = few_outputs.product
-    monkeypatch.setattr(few_outputs, "product", lambda x, weight: calls.append(len(x)) or product(x, weight))
+    multiply = small_n.multiply
+    monkeypatch.setattr(small_n, "multiply", lambda matmul: calls.append(len(matmul.x_MK)) or multiply(matmul))
     x_MI, weight_OI, bias_O = draw(2, 16, 1024, torch.bfloat16)
     for bias, is_taken in ((None, True), (bias_O.to(device), False)):
         calls.clear()

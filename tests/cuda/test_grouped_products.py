@@ -55,14 +55,16 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_s
 
 
 def test_a_tile_that_cuts_inputs_and_one_row_alone(device: torch.device) -> None:
-    from npu_runner.platforms.cuda import grouped_products as kernels
+    from npu_runner.platforms.cuda.matmul import grouped as kernels
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
 
     for bits, group_size in ((4, 128), (4, 64), (8, 0)):
         weight = weight_of(bits, group_size, (72, 768), BF16, device, has_zeros=True)
-        settled, whole_OI = kernels.settled(weight), exact(weight)
+        ours, whole_OI = kernels.lay_out(weight), exact(weight)
         x_MI = rows_of(1, 768, BF16, device)
-        for tile in (kernels.Tile(4, 3, 4), kernels.Tile(4, 3, 8)):
+        matmul = Matmul(x_MI, ours, None, BF16)
+        for split_k in (4, 8):
             out_MO = x_MI.new_empty(1, 72)
-            kernels.few_rows(x_MI, settled, None, out_MO, tile)
+            kernels.multiply_small_m(matmul, out_MO, split_k)
             assert_near(out_MO, whole_OI, x_MI, weight, None)
-        assert_near(kernels.one_row(x_MI, settled, None), whole_OI, x_MI, weight, None)
+        assert_near(kernels.gemv(matmul), whole_OI, x_MI, weight, None)

@@ -48,7 +48,7 @@ class Work:
 
     def run(self, device: torch.device, kv_scales: Tensor | None = None) -> list[Tensor]:
         """Queries, the caches of keys and of values."""
-        from npu_runner.platforms.cuda.heads import norm_rotary_store
+        from npu_runner.platforms.cuda.attention.heads import norm_rotary_store
 
         k_cache, v_cache = self.cache.clone().to(device)
         q_TNH = norm_rotary_store(*self.heads(device), self.norms_on(device), self.cos_TR.to(device),
@@ -132,7 +132,7 @@ def test_a_cache_in_fp8_holds_what_a_wider_one_would_rounded(device: torch.devic
 def test_a_cache_in_fp8_holds_what_was_divided_by_its_scales(device: torch.device, dtype: torch.dtype,
                                                              dims: tuple[int, int]) -> None:
     """In float32, to the nearest; so it does where a backend writes without the rotary embedding."""
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     need_fp8(device)
     work, scales = Work(7, (8, 2), dims, dtype), torch.tensor([3.7, 11.3])
@@ -161,7 +161,7 @@ def test_more_rows_than_a_program_has(device: torch.device) -> None:
 def test_it_rounds_where_the_separate_operators_round(device: torch.device, dtype: torch.dtype, norm: str) -> None:
     """All but the few values that a sum in another order turns to their neighbour are the same to the bit."""
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
     from npu_runner.platforms.cuda.ops import TritonOps
 
     work = Work(30, (8, 2), (128, 128), dtype, norm=norm)
@@ -176,7 +176,7 @@ def test_it_rounds_where_the_separate_operators_round(device: torch.device, dtyp
 
 def test_the_backend_takes_the_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the separate operators runs."""
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     work = Work(3, (4, 2), (64, 64), torch.bfloat16)
     backend = TritonAttention(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)

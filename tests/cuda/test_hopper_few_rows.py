@@ -27,10 +27,11 @@ def _hopper(device: torch.device) -> None:
 def twice(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Tensor | None, bias_O: Tensor | None,
           dtype: torch.dtype) -> Tensor:
     """What a product leaves behind serves the next, and sums are added in one order."""
-    from npu_runner.platforms.cuda.hopper_few_rows import multiply
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import multiply
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
 
     torch.cuda.synchronize()  # a weight is written long before
-    found, again = (multiply(x_MI, x_scale, weight_OI, scale, bias_O, dtype) for _ in range(2))
+    found, again = (multiply(Matmul(x_MI, weight_OI, bias_O, dtype, x_scale, scale)) for _ in range(2))
     assert torch.allclose(found, again, rtol=0, atol=0, equal_nan=True)
     return found
 
@@ -90,7 +91,8 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 def test_a_graph_of_products_one_behind_the_other() -> None:
     """Each asks for the next one's weight. The graph gives what the calls gave."""
-    from npu_runner.platforms.cuda.hopper_few_rows import multiply
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import multiply
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
 
     weights = [torch.randn(shape, device="cuda").bfloat16() * 0.02 for shape in ((6144, 4096), (4096, 6144)) * 3]
     x_MI = torch.randn(4, 4096, device="cuda").bfloat16()
@@ -98,7 +100,7 @@ def test_a_graph_of_products_one_behind_the_other() -> None:
     def run() -> Tensor:
         rows = x_MI
         for weight_OI in weights:
-            rows = multiply(rows, None, weight_OI, None, None, torch.bfloat16)
+            rows = multiply(Matmul(rows, weight_OI, None, torch.bfloat16))
         return rows
 
     expected = run()
@@ -113,32 +115,36 @@ def test_a_graph_of_products_one_behind_the_other() -> None:
 
 
 def test_what_the_copy_engine_does_not_take_stays_with_the_others() -> None:
-    from npu_runner.platforms.cuda.hopper_few_rows import takes
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import accepts
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
 
-    def taken(x_MI: Tensor, weight_OI: Tensor) -> bool:
-        return takes(x_MI, weight_OI, torch.bfloat16, in_blocks=False)
+    def accepted(x_MI: Tensor, weight_OI: Tensor) -> bool:
+        scales = torch.zeros(2, len(weight_OI), device="cuda")
+        return accepts(Matmul(x_MI, weight_OI, None, torch.bfloat16, scales[0, :len(x_MI)], scales[1]))
 
     weight_OI = torch.zeros(16_384, 1152, device="cuda").to(torch.float8_e4m3fn)
     x_MI = torch.zeros(17, 1152, device="cuda").to(torch.float8_e4m3fn)
-    assert taken(x_MI[:1], weight_OI)
-    assert taken(x_MI[:16], weight_OI)
-    assert not taken(x_MI, weight_OI)
-    assert not taken(x_MI[:0], weight_OI)
-    assert not taken(x_MI[:1, :1024], weight_OI[:, :1024])
-    assert not taken(x_MI[:1, :1040].contiguous(), weight_OI[:, :1040].contiguous())
-    assert not taken(x_MI[:1], weight_OI[:16_376])
-    assert not taken(x_MI[:1], weight_OI[:8192])
-    assert not taken(x_MI[:1].view(torch.int8), weight_OI.view(torch.int8))
+    assert accepted(x_MI[:1], weight_OI)
+    assert accepted(x_MI[:16], weight_OI)
+    assert not accepted(x_MI, weight_OI)
+    assert not accepted(x_MI[:0], weight_OI)
+    assert not accepted(x_MI[:1, :1024], weight_OI[:, :1024])
+    assert not accepted(x_MI[:1, :1040].contiguous(), weight_OI[:, :1040].contiguous())
+    assert not accepted(x_MI[:1], weight_OI[:16_376])
+    assert not accepted(x_MI[:1], weight_OI[:8192])
+    assert not accepted(x_MI[:1].view(torch.int8), weight_OI.view(torch.int8))
 
 
 def test_in_16_bits_some_multiprocessors_may_be_left_without_outputs() -> None:
-    from npu_runner.platforms.cuda.hopper_few_rows import takes
+    from npu_runner.platforms.cuda.matmul.hopper_small_m import accepts
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
 
-    def taken(num_rows: int, *shape: int) -> bool:
+    def accepted(num_rows: int, *shape: int) -> bool:
         weight_OI = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-        return takes(weight_OI[:1].expand(num_rows, -1).contiguous(), weight_OI, torch.bfloat16, in_blocks=False)
+        x_MI = weight_OI[:1].expand(num_rows, -1).contiguous()
+        return accepts(Matmul(x_MI, weight_OI, None, torch.bfloat16))
 
-    assert [taken(count, 2048, 4096) for count in (1, 2, 16, 17)] == [False, True, True, False]
-    assert [taken(count, 4096, 2048) for count in (1, 2)] == [True, True]
-    assert not taken(2, 1024, 8192)
-    assert not taken(2, 2048, 4032), "less than 16 MiB"
+    assert [accepted(count, 2048, 4096) for count in (1, 2, 16, 17)] == [False, True, True, False]
+    assert [accepted(count, 4096, 2048) for count in (1, 2)] == [True, True]
+    assert not accepted(2, 1024, 8192)
+    assert not accepted(2, 2048, 4032), "less than 16 MiB"

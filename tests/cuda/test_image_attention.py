@@ -24,14 +24,14 @@ def _hopper(device: torch.device) -> None:
 
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import image_attention
+    from npu_runner.platforms.cuda.attention import hopper_attention as image_attention
 
     monkeypatch.setattr(image_attention, "_SHAPES", {
         head_dim: (shape, 0) for head_dim, (shape, _) in image_attention._SHAPES.items()})
 
 
 def backend_of(dtype: torch.dtype) -> Any:
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     return TritonAttention(num_heads=4, num_kv_heads=4, head_dim=64, block_size=64, dtype=dtype)
 
@@ -58,7 +58,7 @@ def plain_torch(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: list[int])
 def test_images_of_many_sizes(device: torch.device, kind: str, head_dim: int, dtype: torch.dtype) -> None:
     backend, lengths = backend_of(dtype), LENGTHS[kind]
     qkv, plan = made_up(lengths, head_dim, dtype, device), backend.plan_vision(lengths, device)
-    assert backend.images.takes(*qkv, plan)
+    assert backend.images.accepts(*qkv, plan)
     found = backend.vision(*qkv, plan, head_dim**-0.5).cpu()
     expected = within_each(*qkv, lengths)
     assert_close(found, expected, dtype)
@@ -110,4 +110,4 @@ def test_all_else_stays_in_triton(device: torch.device, head_dim: int, dtype: to
 def test_long_images_are_taken(device: torch.device, lengths: list[int], is_taken: bool) -> None:
     backend = backend_of(torch.bfloat16)
     qkv = made_up(lengths, 64, torch.bfloat16, device)
-    assert backend.images.takes(*qkv, backend.plan_vision(lengths, device)) == is_taken
+    assert backend.images.accepts(*qkv, backend.plan_vision(lengths, device)) == is_taken

@@ -25,7 +25,7 @@ def _hopper(device: torch.device) -> None:
 
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import prompt_attention
+    from npu_runner.platforms.cuda.attention import hopper_prompts as prompt_attention
 
     monkeypatch.setattr(prompt_attention, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(prompt_attention, "_LEAST_A_SEQUENCE", 1)
@@ -33,7 +33,7 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     """What the kernel makes of it; a step that it does not take fails."""
-    from npu_runner.platforms.cuda.split_sums import counters
+    from npu_runner.platforms.cuda.split_k import make_counters
 
     if work.kv_scales != (1.0, 1.0):
         backend = backend.with_kv_scales(torch.tensor(work.kv_scales, device=device))
@@ -41,7 +41,7 @@ def run(work: PagedWork, device: torch.device, backend: Any) -> Tensor:
     backend.prompts.attend = lambda *arguments: taken.append(1) or attend(*arguments)
     out_TNH = work.run(device, backend, is_prefill=True)
     assert taken, "the kernel took the step"
-    assert counters(device, 2)[:2].tolist() == [0, 0], "the next launch begins at the first tile"
+    assert make_counters(device, 2)[:2].tolist() == [0, 0], "the next launch begins at the first tile"
     return out_TNH
 
 
@@ -87,7 +87,7 @@ def test_prompts_and_chunks_behind_a_cached_context(device: torch.device, num_he
 @pytest.mark.parametrize("step", ["prompts", "behind contexts", "many"])
 def test_caches_in_fp8(device: torch.device, step: str, kv_scales: tuple[float, float], dtype: torch.dtype,
                        monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda import prompt_attention
+    from npu_runner.platforms.cuda.attention import hopper_prompts as prompt_attention
 
     monkeypatch.setattr(prompt_attention, "FP8_PROMPT_ROOM", 5)
     cached_lens, query_lens = STEPS[step]
@@ -165,7 +165,7 @@ def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     if "cache_dtype" in change:
         need_fp8(device)
-    from npu_runner.platforms.cuda.prompt_attention import PromptAttention
+    from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention
 
     monkeypatch.setattr(PromptAttention, "attend", None)
     work = PagedWork(**{"cached_lens": [40], "query_lens": [1100], "head_dim": 128, "dtype": torch.bfloat16, **change})
@@ -179,7 +179,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_compiled_is_kept(device: torch.device, fresh_cache: Path) -> None:
-    from npu_runner.platforms.cuda.prompt_attention import PromptAttention
+    from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention
 
     settings = {"num_kv_heads": 2, "group": 4, "block_size": 64, "dtype": torch.bfloat16}
     made = [PromptAttention(**settings).kernel._cubin.result() for _ in range(2)]

@@ -126,14 +126,14 @@ def test_what_ranges_of_experts_compute_adds_up(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_tile_size(form: str) -> None:
-    from npu_runner.platforms.cuda import experts, quantised_experts
+    from npu_runner.platforms.cuda.moe import experts
 
     work = draw(form, 90, 3, 5, 384, 256)
     x_TD, weights_TK, experts_TK, gate_up, down = (on_device(each) for each in work.values())
-    for tiling in quantised_experts.tilings(gate_up.values):
+    for tiling in experts.tilings(gate_up.values.dtype):
         for few in (0, 10_000):
             pairs = experts.sort_pairs(experts_TK, 5, tiling.rows, few)
-            assert_near([(quantised_experts.products(x_TD, weights_TK, pairs, gate_up, down, tiling), work)])
+            assert_near([(experts.quantised_gemms(x_TD, weights_TK, pairs, gate_up, down, tiling), work)])
 
 
 @pytest.mark.parametrize("form", FORMS)

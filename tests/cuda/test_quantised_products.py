@@ -86,14 +86,16 @@ def test_int8_of_float16() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
     """Also the tiles of more outputs, split or not, which the sizes above may not take."""
-    from npu_runner.platforms.cuda.quantised_products import Tile, few_rows
+    from npu_runner.platforms.cuda.matmul.operands import Matmul
+    from npu_runner.platforms.cuda.matmul.quantised import multiply
+    from npu_runner.platforms.cuda.matmul.small_m import Tile
 
     generator = torch.Generator("cuda").manual_seed(2)
     weight = weight_of(form, 640, 1536, generator)
     rows = rounded(form, rows_of(num_rows, 1536, generator, torch.bfloat16))
     expected, plain = exact(rows, weight, None), plain_product(form, rows, weight, None)
     for tile in (Tile(64, 128, 4, 4, 4), Tile(128, 128, 8, 4), Tile(64, 128, 4, 6, 2)):
-        assert_near(few_rows(rows[0], rows[1], *weight, None, torch.bfloat16, tile), plain, expected)
+        assert_near(multiply(Matmul.from_rounded(rows, weight, None), tile), plain, expected)
 
 
 def test_int8_of_sizes_that_no_8_divides() -> None:

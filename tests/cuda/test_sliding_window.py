@@ -23,7 +23,7 @@ from tests.oracle.attention_cache import (
                                                (torch.float32, 1000)])
 def test_windows(dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter than what one program reads at once, so that some of its rows see nothing of it; longer; and none."""
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     if device.type == "cpu":
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)

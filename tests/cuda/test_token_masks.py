@@ -44,7 +44,7 @@ def laid_anywhere(rows: int, vocab_size: int, dtype: torch.dtype, seed: int) -> 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_logits_have_minus_infinity_where_there_is_no_bit(device: torch.device, vocab_size: int,
                                                           dtype: torch.dtype) -> None:
-    from npu_runner.platforms.cuda.token_masks import allow_tokens
+    from npu_runner.platforms.cuda.sampling.token_masks import allow_tokens
 
     for seed, rows in enumerate((None, [0, 2], [4], [3, 1, 0, 4, 2])):
         logits_BV = laid_anywhere(5, vocab_size, dtype, seed)
@@ -63,7 +63,7 @@ def test_logits_have_minus_infinity_where_there_is_no_bit(device: torch.device, 
 def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.device, vocab_size: int,
                                                               dtype: torch.dtype) -> None:
     """Rows with masks and without, in any order; temperature 0 among them."""
-    from npu_runner.platforms.cuda.draw import draw_from_softmax, draw_of_the_allowed
+    from npu_runner.platforms.cuda.sampling.sample import sample_allowed, sample_from_softmax
 
     masks = [1, -1, 0, 2, -1, 3]
     logits_BV = laid_anywhere(6, vocab_size, dtype, seed=3)
@@ -73,9 +73,9 @@ def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.devi
             for logits_V, mask in zip(logits_BV, masks, strict=True)]
     columns = [torch.tensor(values, dtype=torch.float32, device=device)[:, None]
                for values in ([0.0, 0.7, 1.0, 0.0, 0.0, 3.0], [0.5, 0.0, 0.3, 0.9, LAST, LAST])]
-    found = draw_of_the_allowed(logits_BV.to(device), *columns, torch.from_numpy(words_CW).to(device),
+    found = sample_allowed(logits_BV.to(device), *columns, torch.from_numpy(words_CW).to(device),
                                 torch.tensor(masks, dtype=torch.int32, device=device))
-    wanted = draw_from_softmax(torch.from_numpy(np.stack(rows)).to(device), *columns)
+    wanted = sample_from_softmax(torch.from_numpy(np.stack(rows)).to(device), *columns)
     assert found.tolist() == wanted.tolist()
     for (token,), row in zip(found.tolist(), rows, strict=True):
         assert row[token] > -np.inf
@@ -84,7 +84,7 @@ def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.devi
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_token_says_why(device: torch.device, temperature: float) -> None:
     """Not a number where no bit hides it and where one does, nothing left to come, and neighbours that draw."""
-    from npu_runner.platforms.cuda.draw import draw_of_the_allowed
+    from npu_runner.platforms.cuda.sampling.sample import sample_allowed
 
     logits_BV = torch.zeros(6, 9000)
     words_CW = np.zeros((6, 282), dtype=np.int32)
@@ -93,7 +93,7 @@ def test_a_row_without_a_token_says_why(device: torch.device, temperature: float
     logits_BV[0, 4], logits_BV[1, 5024], logits_BV[5, 8999] = torch.nan, torch.inf, torch.inf
     columns = [torch.full((6, 1), value, device=device) for value in (temperature, 0.5)]
     masks = torch.tensor([0, 1, 2, 3, -1, 5], dtype=torch.int32, device=device)
-    found = draw_of_the_allowed(logits_BV.to(device), *columns, torch.from_numpy(words_CW).to(device), masks)
+    found = sample_allowed(logits_BV.to(device), *columns, torch.from_numpy(words_CW).to(device), masks)
     assert found[[0, 1, 2, 3, 5], 0].tolist() == [NO_TOKEN, NO_TOKEN, ALL_BANNED, 5024, NO_TOKEN]
     assert found[4, 0] >= 0
 
@@ -101,8 +101,9 @@ def test_a_row_without_a_token_says_why(device: torch.device, temperature: float
 def test_rows_with_rules_have_the_tokens_of_the_plain_operators(device: torch.device,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Real grammars through the whole sampler; every mask goes through one of the kernels."""
-    from npu_runner.platforms.cuda import draw, token_masks
     from npu_runner.platforms.cuda.ops import TritonOps
+    from npu_runner.platforms.cuda.sampling import sample as draw
+    from npu_runner.platforms.cuda.sampling import token_masks
 
     launched: list[str] = []
 
@@ -116,10 +117,10 @@ def test_rows_with_rules_have_the_tokens_of_the_plain_operators(device: torch.de
         monkeypatch.setattr(module, name, call)
 
     counted(token_masks, "allow_tokens")
-    counted(draw, "draw_of_the_allowed")
+    counted(draw, "sample_allowed")
     ops = TritonOps()
     hooks = {"draws_greedily": ops.draws_greedily, "allow_tokens": ops.allow_tokens, "allowed_draw": ops.allowed_draw()}
     expected = draw_ruled(torch.device("cpu"), None)
     assert draw_ruled(device, ops.softmax_draw(), **hooks) == expected
-    for name in ("allow_tokens", "draw_of_the_allowed"):
+    for name in ("allow_tokens", "sample_allowed"):
         assert launched.count(name) >= NUM_STEPS, "and not when kernels are compiled alone"

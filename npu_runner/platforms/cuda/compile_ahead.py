@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -38,8 +38,22 @@ _loading = threading.Lock()
 _thread = threading.local()
 
 
+class CompileOnce:
+    """Compiles the variants of a kernel when they are first needed, so that nothing is compiled while serving."""
+
+    def __init__(self) -> None:
+        self._compiled: set[tuple[Hashable, ...]] = set()
+
+    def __call__(self, key: tuple[Hashable, ...], run: Callable[[], object]) -> None:
+        """Call `run`, which launches all variants of `key`, the first time. Inductor compiles kernels by itself."""
+        if torch.compiler.is_compiling() or key in self._compiled:
+            return
+        self._compiled.add(key)
+        run()
+
+
 def is_ahead() -> bool:
-    """Whether nothing that this thread launches now is run: there are no results to be looked at."""
+    """Whether this thread launches nothing now: kernels are only compiled, and there are no results."""
     return getattr(_thread, "is_ahead", False)
 
 

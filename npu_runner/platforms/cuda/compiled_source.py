@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
+from npu_runner.platforms.cuda.gpu import num_sms
+
 logger = logging.getLogger(__name__)
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -28,7 +30,7 @@ _CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMA
 # CUtensorMapDataType.
 _MAP_KINDS = {torch.float8_e4m3fn: 0, torch.uint8: 0, torch.int8: 0, torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLES, _PROMOTED_TO_256_BYTES = {64: 2, 128: 3}, 3  # by the bytes of a box's row
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_BYTES, _MAP_ALIGNMENT, _MAP_STRIDE = 128, 64, 16
 
 
 class NoKernel(Exception):
@@ -36,10 +38,13 @@ class NoKernel(Exception):
 
 
 class CompiledSource:
-    """Files, one behind the other, with their constants, compiled for one architecture, such as sm_90a."""
+    """Files, one behind the other, with their constants, compiled for one architecture.
 
-    def __init__(self, paths: Sequence[Path], constants: dict[str, int], architecture: str):
-        self._paths = paths
+    Paths are relative to the folder of this file.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], constants: dict[str, int], architecture: str = "sm_90a"):
+        self._paths = [Path(__file__).parent / path for path in paths]
         self._options = [f"--gpu-architecture={architecture}", "--std=c++17",
                          *(f"-D{name}={value}" for name, value in constants.items())]
 
@@ -109,7 +114,9 @@ class LoadedKernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
 
     def most_clusters(self, threads: int, cluster: int) -> int:
-        """How many clusters of so many programs run at once."""
+        """The most clusters that run at once, with one program on a multiprocessor."""
+        if cluster == 1:
+            return num_sms()
         found, how = ctypes.c_int(), self._how(cluster, threads, cluster, False)
         _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(how)))
         return found.value
@@ -123,31 +130,45 @@ class LoadedKernel:
 
 
 class KernelAhead:
-    """A kernel that a thread of `compilers` compiles from now on. `instead`: what is taken where that is not possible,
-    for the log."""
+    """A kernel that a thread of `compilers` compiles from now on.
 
-    def __init__(self, source: CompiledSource, name: str, shared_bytes: int, *, instead: str):
+    `fallback` is logged where that is not possible, with the reason, and `found` when the kernel is loaded.
+    """
+
+    def __init__(self, source: CompiledSource, name: str, shared_bytes: int, *, fallback: str, found: str = ""):
         self._cubin: Future[bytes] = compilers().submit(source.cubin)
-        self._name, self._shared_bytes, self._instead = name, shared_bytes, instead
+        self._name, self._shared_bytes, self._fallback, self._found = name, shared_bytes, fallback, found
 
     @functools.cached_property
     def _kernel(self) -> LoadedKernel | None:
         try:
-            return LoadedKernel(self._cubin.result(), self._name, self._shared_bytes)
+            kernel = self.load(self._name, self._shared_bytes)
         except NoKernel as reason:
-            logger.info("%s (%s)", self._instead, reason)
+            logger.info("%s (%s)", self._fallback, reason)
             return None
+        if self._found:
+            logger.info(self._found)
+        return kernel
+
+    def load(self, name: str, shared_bytes: int = 0) -> LoadedKernel:
+        """A kernel of the same source. Waits until it is compiled; raises NoKernel."""
+        return LoadedKernel(self._cubin.result(), name, shared_bytes)
 
     @property
-    def is_there(self) -> bool:
-        """The first look waits until it is compiled."""
+    def is_available(self) -> bool:
+        """The first call waits until the kernel is compiled."""
         return self._kernel is not None
 
     @property
     def loaded(self) -> LoadedKernel:
-        """Callers look first."""
-        assert self._kernel is not None, "callers look whether it is there"
+        assert self._kernel is not None, "callers ask whether it is available"
         return self._kernel
+
+
+def fits_tensor_map(tensor: Tensor) -> bool:
+    """Whether TMA can copy from this tensor: 16-byte addresses and strides."""
+    places = (tensor.data_ptr(), *(stride * tensor.itemsize for stride in tensor.stride()[:-1]))
+    return tensor.stride(-1) == 1 and all(place % _MAP_STRIDE == 0 for place in places)
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:

@@ -28,11 +28,14 @@ IS_WANTED = True
 _LEAST_CAPABILITY = (9, 0)
 
 
+def is_dependent() -> bool:
+    """Whether kernels are launched as dependent ones here and now."""
+    return IS_WANTED and not torch.compiler.is_compiling() and _has_it()
+
+
 def launch_settings() -> dict[str, Any]:
-    """What a kernel that calls `after_earlier_kernels` is launched with, beside its own."""
-    if not IS_WANTED or torch.compiler.is_compiling() or not _has_it():
-        return {"IS_DEPENDENT": False}
-    return {"IS_DEPENDENT": True, "launch_pdl": True}
+    """The launch arguments of a Triton kernel that calls `after_earlier_kernels`, beside its own."""
+    return {"IS_DEPENDENT": True, "launch_pdl": True} if is_dependent() else {"IS_DEPENDENT": False}
 
 
 @functools.cache
@@ -65,7 +68,7 @@ def let_next_kernel_start(IS_DEPENDENT):
 
 
 @triton.jit
-def fetch(places):
-    """Asks for what lies there to come into the L2 cache, and waits for nothing."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
+def prefetch(pointers):
+    """Prefetches one line of the L2 cache per pointer, without waiting."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
                               is_pure=False, pack=1)

@@ -1,7 +1,9 @@
-"""The decoder's operators as Triton kernels; those of experts lie in experts.py. Know nothing of models.
+"""The decoder's operators: norms, rotary embedding and activations as Triton kernels here, the others in the folders.
 
-T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row, or a few heads of
-one token, in registers.
+Knows nothing of models.
+
+T tokens, N heads, H head dim, D row width, I MLP width. Each program handles one row, or a few heads of one token, in
+registers.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,20 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_runner.platforms.cuda import (
-    draw,
-    experts,
-    few_outputs,
-    gated_rows,
-    grouped_products,
-    hopper_few_rows,
-    products,
-    quantised_experts,
-    token_masks,
-)
-from npu_runner.platforms.cuda import quantised_inputs as inputs
-from npu_runner.platforms.cuda import quantised_products as quantised
+from npu_runner.platforms.cuda.compile_ahead import CompileOnce
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
+from npu_runner.platforms.cuda.matmul import quantised_inputs as inputs
+from npu_runner.platforms.cuda.matmul.grouped import lay_out
+from npu_runner.platforms.cuda.matmul.kernels import multiply
+from npu_runner.platforms.cuda.matmul.operands import Matmul
+from npu_runner.platforms.cuda.moe import experts
+from npu_runner.platforms.cuda.sampling import sample, token_masks
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
 from npu_runner.platforms.quantised import (
@@ -43,10 +39,8 @@ from npu_runner.platforms.quantised import (
     RoundedRows,
 )
 
-# Heads of one token that one program turns; they share its cos and sin.
+# Heads of one token that one program rotates; they share its cos and sin.
 _ROTARY_HEADS = 8
-# Among what is compiled: no weight has so many features.
-_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED, _SIGMOID = -1, -2, -3, -4, -5, -6, -7
 
 
 class TritonOps(Ops):
@@ -54,63 +48,34 @@ class TritonOps(Ops):
     fuses_rounding = True
 
     def __init__(self) -> None:
-        self._compiled: set[tuple[int, ...]] = set()
+        self._compile_once = CompileOnce()
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        # Inductor has products of its own to choose from.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # inductor chooses among kernels of its own
             return F.linear(x_TD, weight_OD, bias_O)
-        if bias_O is None and few_outputs.has_product(x_TD, weight_OD):
-            return few_outputs.product(x_TD, weight_OD)
-        if not products.has_product(x_TD, weight_OD):
-            return F.linear(x_TD, weight_OD, bias_O)
-        self._compile_products(x_TD, weight_OD, bias_O)
-        if len(x_TD) > products.most_rows(weight_OD):
-            return products.of_the_library(x_TD, weight_OD, bias_O)
-        if hopper_few_rows.takes(x_TD, weight_OD, x_TD.dtype, in_blocks=False):
-            return hopper_few_rows.multiply(x_TD, None, weight_OD, None, bias_O, x_TD.dtype)
-        return products.few_rows(x_TD, weight_OD, bias_O)
-
-    def _compile_products(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> None:
-        """The first product with a weight of this shape, in a made-up step, is computed for few rows, too."""
-        kind = (*weight_OD.shape, weight_OD.dtype.itemsize, int(bias_O is not None))
-        if kind not in self._compiled and len(x_TD):
-            self._compiled.add(kind)
-            hopper_few_rows.prepare(weight_OD, x_TD.dtype, in_blocks=False)
-            for num_rows in {1, min(2, products.most_rows(weight_OD))}:
-                products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
+        return multiply(Matmul(x_TD, weight_OD, bias_O, x_TD.dtype), self._compile_once)
 
     def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
         rows = x_TI if isinstance(x_TI, Int8Rows) else Int8Rows(*inputs.quantise_rows(x_TI, torch.int8), x_TI.dtype)
-        return self._quantised_product(rows, weight, bias_O)
+        return multiply(Matmul.from_rounded(rows, weight, bias_O), self._compile_once)
 
     def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        in_blocks = weight.scales.dim() == 2
         rows = x_TI if isinstance(x_TI, Fp8Rows) else Fp8Rows(
-            *inputs.quantise_rows(x_TI, inputs.FP8, in_groups=in_blocks), x_TI.dtype)
-        return self._quantised_product(rows, weight, bias_O)
-
-    def _quantised_product(self, rows: Int8Rows | Fp8Rows, weight: Int8Weight | Fp8Weight,
-                           bias_O: Tensor | None) -> Tensor:
-        """Kernels of the first product with a weight of this shape are computed for few rows, too."""
-        values_OI, scales = weight
-        kind = (*values_OI.shape, _number_of(rows.dtype), scales.dim(), int(values_OI.dtype == torch.int8),
-                int(bias_O is not None), _QUANTISED)
-        if kind not in self._compiled and len(rows.values_TI):
-            self._compiled.add(kind)
-            quantised.compile_all(values_OI, scales, bias_O, rows.dtype)
-        return quantised.product(rows.values_TI, rows[1], values_OI, scales, bias_O, rows.dtype)
+            *inputs.quantise_rows(x_TI, inputs.FP8, in_groups=weight.scales.dim() == 2), x_TI.dtype)
+        return multiply(Matmul.from_rounded(rows, weight, bias_O), self._compile_once)
 
     def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        return grouped_products.settled(weight)
+        return lay_out(weight)
 
     def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        kind = (*weight.values.shape, len(weight.scales), int(weight.zeros is not None), int(bias_O is not None),
-                _number_of(x_TI.dtype), _GROUPED)
-        if kind not in self._compiled and len(x_TI):
-            self._compiled.add(kind)
-            grouped_products.compile_all(weight, bias_O, x_TI.dtype)
-        return grouped_products.product(x_TI, weight, bias_O)
+        return multiply(Matmul(x_TI, weight, bias_O, x_TI.dtype), self._compile_once)
+
+    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        given = (x_TD, weights_TK, experts_TK, gate_up, down, held)
+        self._compile_once(("quantised experts", gate_up.values.shape, gate_up.scales.shape, experts_TK.shape[1], held),
+                           lambda: experts.compile_all(*given))
+        return experts.run_experts(*given)
 
     def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
                           eps: float) -> tuple[Int8Rows, Tensor]:
@@ -143,7 +108,7 @@ class TritonOps(Ops):
         return out_TD, total_TD
 
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
-        """In 16 bits cuBLAS does it with tanh within the product, and rounds once."""
+        """In 16 bits cuBLAS has tanh in the epilogue of the GEMM, and rounds once."""
         is_fused = x_TD.dtype != torch.float32 and approximate == "tanh" and bias_O is not None
         if not is_fused or torch.compiler.is_compiling() or x_TD.dim() != 2 or not x_TD.is_cuda:
             return super().linear_gelu(x_TD, weight_OD, bias_O, approximate)
@@ -158,22 +123,20 @@ class TritonOps(Ops):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND, gate_TND = (part if part.dim() == 3 else part[:, None] for part in (x, gate))
-        kind = (_GATED, *x_TND.shape[1:], x.dtype.itemsize)
-        if not torch.compiler.is_compiling() and kind not in self._compiled and len(x_TND):
-            # One token alone has no stride from token to token; the kernel has a variant for that.
-            self._compiled.add(kind)
-            gated_rows.rms_norm(x_TND[:1], gate_TND[:1], weight, eps)
-        out_TND = gated_rows.rms_norm(x_TND, gate_TND, weight, eps)
+        # One token alone has no stride between tokens, which is a variant of its own.
+        if len(x_TND):
+            self._compile_once(("gated norm", x_TND.shape[1:], x.dtype),
+                               lambda: _gated_rms_norm_rows(x_TND[:1], gate_TND[:1], weight, eps))
+        out_TND = _gated_rms_norm_rows(x_TND, gate_TND, weight, eps)
         return out_TND if x.dim() == 3 else out_TND[:, 0]
 
     def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or x_TNH.stride(2) != 1 or gate_TNH.stride(2) != 1:
             return super().times_sigmoid(x_TNH, gate_TNH)
-        kind = (_SIGMOID, *x_TNH.shape[1:], x_TNH.dtype.itemsize)
-        if kind not in self._compiled and len(x_TNH):
-            self._compiled.add(kind)
-            gated_rows.times_sigmoid(x_TNH[:1], gate_TNH[:1])
-        return gated_rows.times_sigmoid(x_TNH, gate_TNH)
+        if len(x_TNH):
+            self._compile_once(("sigmoid", x_TNH.shape[1:], x_TNH.dtype),
+                               lambda: _times_sigmoid_rows(x_TNH[:1], gate_TNH[:1]))
+        return _times_sigmoid_rows(x_TNH, gate_TNH)
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens, num_q_heads, _ = q_TNH.shape
@@ -187,7 +150,7 @@ class TritonOps(Ops):
         return q_TNH, k_TKH
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(qk_T2NH[:, 0], qk_T2NH[:, 1], cos_TH, sin_TH)  # which computes in float32 as it is
+        return self.rotary(qk_T2NH[:, 0], qk_T2NH[:, 1], cos_TH, sin_TH)  # it computes in float32 anyway
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         num_tokens, double = gate_up_T2I.shape
@@ -221,51 +184,31 @@ class TritonOps(Ops):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
                 held: HeldExperts | None = None) -> Tensor:
-        kind = (*gate_up.shape, experts_TK.shape[1], held)
-        if not torch.compiler.is_compiling() and kind not in self._compiled:
-            self._compiled.add(kind)
-            experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
-        return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
-
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        kind = (*gate_up.values.shape, experts_TK.shape[1], held, gate_up.scales.dim(), _QUANTISED)
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            quantised_experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
-        return quantised_experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
+        given = (x_TD, weights_TK, experts_TK, gate_up, down, held)
+        self._compile_once(("experts", gate_up.shape, experts_TK.shape[1], held), lambda: experts.compile_all(*given))
+        return experts.run_experts(*given)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        return self._draw_from_softmax
+        return self._sample_from_softmax
 
-    def _draw_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-        kind = (_DRAW, logits_BV.shape[1])
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            draw.compile_all(logits_BV.shape[1], logits_BV.device)
-        return draw.draw_from_softmax(logits_BV, temperature_B1, uniform_B1)
+    def _sample_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
+        self._compile_once(("sample", logits_BV.shape[1]),
+                           lambda: sample.compile_all(logits_BV.shape[1], logits_BV.device))
+        return sample.sample_from_softmax(logits_BV, temperature_B1, uniform_B1)
 
     def allow_tokens(self, logits_BV: Tensor, rows_C: Tensor | None, words_CW: Tensor) -> Tensor:
-        kind = (_MASKS, logits_BV.shape[1], _number_of(logits_BV.dtype))
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            token_masks.compile_all(logits_BV, words_CW)
+        self._compile_once(("masks", logits_BV.shape[1], logits_BV.dtype),
+                           lambda: token_masks.compile_all(logits_BV, words_CW))
         return token_masks.allow_tokens(logits_BV, rows_C, words_CW)
 
     def allowed_draw(self) -> AllowedDraw | None:
-        return self._draw_of_the_allowed
+        return self._sample_allowed
 
-    def _draw_of_the_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
+    def _sample_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
                              masks_B: Tensor) -> Tensor:
-        kind = (_MASKED_DRAW, logits_BV.shape[1], _number_of(logits_BV.dtype))
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            draw.compile_masked(logits_BV, words_CW)
-        return draw.draw_of_the_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
-
-
-def _number_of(dtype: torch.dtype) -> int:
-    return draw.DTYPES.index(dtype)
+        self._compile_once(("masked sample", logits_BV.shape[1], logits_BV.dtype),
+                           lambda: sample.compile_masked(logits_BV, words_CW))
+        return sample.sample_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
 
 
 def _warps(width: int) -> int:
@@ -352,13 +295,13 @@ def _silu_and_mul(gate_up, out, stride, width, BLOCK: tl.constexpr,
     tl.store(out + row * width + columns, activated * up, mask=mask)
 
 
-# What differs from call to call: no variants for some values of it.
+# These differ between calls: no variants for some values.
 _CHANGES = ["stride_x", "stride_r"]
 
 
 def _layer_norm_rows(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor,
                      eps: float) -> tuple[Tensor, Tensor]:
-    """See Ops.add_layer_norm; without a residual the sum is x itself. Rows of both are contiguous."""
+    """See Ops.add_layer_norm; without a residual the sum is x. Rows of both are contiguous."""
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     total_TD = x_TD if residual_TD is None else torch.empty_like(out_TD)
     num_rows, width = x_TD.shape
@@ -389,3 +332,71 @@ def _layer_norm(x, residual, weight, bias, out, total, stride_x, stride_r, eps, 
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + columns, (normed * scale + shift).to(out.dtype.element_ty), mask=mask)
+
+
+# The heads of a token need not lie behind those of the one before. Values of one program:
+_ROW_VALUES = 1024
+_ROW_CHANGES = ["num_rows"]
+
+
+def _gated_rms_norm_rows(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:
+    num_tokens, num_heads, width = x_TND.shape
+    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
+    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TND, gate_TND))
+    block = triton.next_power_of_2(width)
+    rows = max(1, _ROW_VALUES // block)
+    _gated_rms_norm[(triton.cdiv(num_tokens * num_heads, rows),)](
+        x_TND, gate_TND, weight, out_TND, stride_x, x_TND.stride(1), stride_gate, gate_TND.stride(1), num_heads, width,
+        num_tokens * num_heads, eps, ROWS=rows, BLOCK=block, num_warps=4 if width <= 2048 else 8,
+        **launch_settings(),
+    )
+    return out_TND
+
+
+def _times_sigmoid_rows(x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
+    """`Ops.times_sigmoid`; the values of a head lie together."""
+    num_tokens, num_heads, width = x_TNH.shape
+    out_TNH = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
+    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TNH, gate_TNH))
+    block = triton.next_power_of_2(width)
+    rows = max(1, _ROW_VALUES // block)
+    _times_sigmoid[(triton.cdiv(num_tokens * num_heads, rows),)](
+        x_TNH, gate_TNH, out_TNH, stride_x, x_TNH.stride(1), stride_gate, gate_TNH.stride(1), num_heads, width,
+        num_tokens * num_heads, ROWS=rows, BLOCK=block, num_warps=4, **launch_settings(),
+    )
+    return out_TNH
+
+
+@triton.jit(do_not_specialize=_ROW_CHANGES)
+def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows, eps,
+                    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """A row is a token's head; a program has ROWS of them."""
+    after_earlier_kernels(IS_DEPENDENT)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    tokens, heads = rows // num_heads, rows % num_heads
+    place = x + (tokens * stride_xt + heads * stride_xn)[:, None] + columns[None, :]
+    values = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    place = gate + (tokens * stride_gt + heads * stride_gn)[:, None] + columns[None, :]
+    z = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=columns < width, other=0.0)
+    normed = values * tl.rsqrt(tl.sum(values * values, 1) / width + eps)[:, None]
+    scaled = (normed.to(scale.dtype) * scale[None, :]).to(tl.float32)
+    result = scaled * (z / (1.0 + tl.exp(-z)))
+    tl.store(out + rows[:, None] * width + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_ROW_CHANGES)
+def _times_sigmoid(x, gate, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows,
+                   ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """The sigmoid is rounded before the product, as in plain torch."""
+    after_earlier_kernels(IS_DEPENDENT)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    tokens, heads = rows // num_heads, rows % num_heads
+    values = tl.load(x + (tokens * stride_xt + heads * stride_xn)[:, None] + columns[None, :], mask=mask, other=0.0)
+    z = tl.load(gate + (tokens * stride_gt + heads * stride_gn)[:, None] + columns[None, :], mask=mask, other=0.0)
+    share = (1.0 / (1.0 + tl.exp(-z.to(tl.float32)))).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * width + columns[None, :], values * share, mask=mask)

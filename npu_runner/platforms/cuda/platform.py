@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.cuda.attention import TritonAttention
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
     from npu_runner.platforms.devices import Roles
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
@@ -127,8 +127,8 @@ class CudaPlatform(Platform):
                        dtype: torch.dtype) -> AttentionBackend:
         import torch
 
-        from npu_runner.platforms.cuda import flashinfer_attention as flashinfer
-        from npu_runner.platforms.cuda.attention import TritonAttention
+        from npu_runner.platforms.cuda.attention import flashinfer_attention as flashinfer
+        from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
         capability = torch.cuda.get_device_capability()
         reason = why_no_dtype(capability, dtype)
@@ -146,12 +146,12 @@ class CudaPlatform(Platform):
         return attention
 
     def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
-        from npu_runner.platforms.cuda.gated_delta import TritonGatedDelta
+        from npu_runner.platforms.cuda.gated_delta.backend import TritonGatedDelta
 
         return TritonGatedDelta(shape, dtype)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
-        from npu_runner.platforms.cuda.flashinfer_attention import FlashInferAttention, PlannedGraphs
+        from npu_runner.platforms.cuda.attention.flashinfer_attention import FlashInferAttention, PlannedGraphs
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 
         attention, with_inductor = self._attention() if self._attention else None, settings.mode == "max-autotune"

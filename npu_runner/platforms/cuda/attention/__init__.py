@@ -1,0 +1,1 @@
+"""Attention on CUDA: paged prefill and decode, and images."""

@@ -1,0 +1,262 @@
+"""Paged attention on CUDA through our own kernels: Triton's, and in CUDA C++ for Hopper.
+
+Knows nothing of models or requests.
+
+T tokens, B sequences, N query heads, K kv heads, G = N / K, H head dim, P parts that a context is split into.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.cuda.attention import paged_kernels as kernels
+from npu_runner.platforms.cuda.attention.heads import norm_rotary_store
+from npu_runner.platforms.cuda.attention.hopper_attention import ImageAttention
+from npu_runner.platforms.cuda.attention.hopper_decode import DecodeAttention, why_no_decode
+from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention, StepBlocks, why_no_prompts
+from npu_runner.platforms.cuda.attention.tiles import (
+    NUMBERS_OF_PARTS,
+    SPLIT_TOWER,
+    decode_tile,
+    head_width,
+    num_decode_parts,
+    prefill_tile,
+    tower_tile,
+)
+from npu_runner.platforms.cuda.attention.vision import SplitHeads, VisionPlan, image_attention
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
+from npu_runner.platforms.cuda.dependent_launch import launch_settings
+from npu_runner.platforms.cuda.gpu import Gpu
+from npu_runner.platforms.ops import HeadNorms, Ops
+from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.transfers import upload
+
+logger = logging.getLogger(__name__)
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass
+class PrefillPlan:
+    """(tiles, 4) int32 on the device: sequence, first row of the tile in T, rows left from there, place in context."""
+
+    tiles: Tensor
+    prompt_tiles: Tensor | None = None
+    """The tiles of PromptAttention, where it accepts the step."""
+    is_padded: bool = False
+    """Some tokens are in no tile."""
+    blocks: StepBlocks | None = None
+    """The blocks of the step, with `prompt_tiles`."""
+
+
+class TritonAttention(AttentionBackend):
+    name = "triton"
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.dtype = dtype
+        self.gpu = Gpu.current()
+        self.group = num_heads // num_kv_heads
+        self._head = head_width(head_dim)
+        self.decode_tile, self.decode_tile_of_fp8 = (
+            decode_tile(head_dim, self.group, dtype, self.gpu, from_fp8=from_fp8) for from_fp8 in (False, True))
+        self.prefill_tile = prefill_tile(head_dim, self.group, dtype, self.gpu)
+        self._tokens_a_tile = self.prefill_tile.rows // self.group
+        self.kv_scales: Tensor | None = None
+        self._has_combined = False
+        self.prompts, self.decodes = self._make_prompts(), self._make_decodes()
+        self.images = ImageAttention()
+        self._split_heads = SplitHeads(self.gpu.shared_bytes)
+
+    def _make_prompts(self) -> PromptAttention | None:
+        """The kernel for long prompts, where there is one."""
+        reason = why_no_prompts(self.head_dim, self.group, self.block_size, self.dtype)
+        if reason is not None:
+            logger.debug("attention of prompts: triton (%s)", reason)
+            return None
+        return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
+                               dtype=self.dtype)
+
+    def _make_decodes(self) -> DecodeAttention | None:
+        """The kernel for decode steps, where there is one."""
+        reason = why_no_decode(self.head_dim, self.group, self.block_size, self.dtype)
+        if reason is not None:
+            logger.debug("attention of decode steps: triton (%s)", reason)
+            return None
+        return DecodeAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
+                               dtype=self.dtype)
+
+    def with_kv_scales(self, scales_2: Tensor) -> TritonAttention:
+        scaled = copy.copy(self)
+        scaled.kv_scales = scales_2
+        return scaled
+
+    def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
+                     device: torch.device) -> Any:
+        lens = query_lens_B, context_lens_B
+        tiles = upload(cut_into_tiles(*lens, self._tokens_a_tile), device)
+        prompts = self.prompts
+        if prompts is None or not prompts.accepts(query_lens_B):
+            return PrefillPlan(tiles)
+        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
+                           blocks=StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
+
+    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
+        return num_tokens // self._tokens_a_tile + num_sequences
+
+    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
+        return cut_into_tiles(query_lens_B, context_lens_B, self._tokens_a_tile)
+
+    def plan_of_tiles(self, tiles: Tensor) -> PrefillPlan:
+        return PrefillPlan(tiles, is_padded=True)
+
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
+        """The first eager step compiles `combine` for every number of parts that later steps may have.
+
+        Graphs compile theirs in their warm-up step.
+        """
+        if self._has_combined:
+            return None
+        for num_parts in NUMBERS_OF_PARTS:
+            parts = torch.zeros((1, self.num_heads, num_parts, self.head_dim), dtype=torch.float32, device=device)
+            weights = torch.ones((1, self.num_heads, num_parts, 2), dtype=torch.float32, device=device)
+            self._combine(parts, weights, torch.empty((1, self.num_heads, self.head_dim), dtype=self.dtype,
+                                                      device=device))
+        self._has_combined = True
+        return None
+
+    def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+        width = self.num_kv_heads * self.head_dim
+        assert k_TKH.stride(1) == v_TKH.stride(1) == self.head_dim, "heads of one token lie together"
+        kernels.write_kv[(k_TKH.shape[0],)](
+            k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, self._scales_or(k_TKH), k_TKH.stride(0), v_TKH.stride(0),
+            width, BLOCK=triton.next_power_of_2(width), IS_SCALED=self.kv_scales is not None, num_warps=4,
+        )
+
+    def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
+                          cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
+                          slot_mapping_T: Tensor) -> Tensor:
+        return norm_rotary_store(q_TNH, k_TKH, v_TKH, norms, cos_TR, sin_TR, k_cache=k_cache, v_cache=v_cache,
+                                 slot_mapping_T=slot_mapping_T, kv_scales=self.kv_scales)
+
+    def _scales_or(self, other: Tensor) -> Tensor:
+        """The scales, or `other`, which a kernel without scales does not read."""
+        return other if self.kv_scales is None else self.kv_scales
+
+    def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+                window: int | None = None) -> Tensor:
+        plan: PrefillPlan = metadata.plan
+        # During compile-ahead Triton's kernel must be met: short steps use it.
+        if self.prompts is not None and window is None and not is_ahead():
+            is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+            if is_fp8:
+                self.prompts.make_room(len(q_TNH), q_TNH.device)
+            if plan.prompt_tiles is not None and plan.blocks is not None:
+                if k_cache.dtype == q_TNH.dtype:
+                    return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW,
+                                               scale)
+                if is_fp8 and self.prompts.has_room(plan.blocks):
+                    return self.prompts.attend_fp8(q_TNH, k_cache, v_cache, plan.prompt_tiles, plan.blocks, scale,
+                                                   self.kv_scales)
+        tile = self.prefill_tile
+        out_TNH = self._output_of(q_TNH, metadata)
+        kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
+            q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, plan.tiles, metadata.block_tables_BW,
+            self._scales_or(q_TNH), q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E,
+            IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
+            NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size,
+            ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out_TNH
+
+    def _output_of(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Memory for the output. No kernel writes rows in no tile: all layers share zeros for them."""
+        if not metadata.plan.is_padded:
+            return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        key = ("padded output", q_TNH.shape)
+        if key not in metadata.derived:
+            metadata.derived[key] = torch.zeros(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        found: Tensor = metadata.derived[key]
+        return found
+
+    def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               window: int | None = None) -> Tensor:
+        if self.decodes is not None and self.decodes.accepts(q_BNH, k_cache):
+            return self.decodes.attend(q_BNH, k_cache, v_cache, metadata, scale, scales_2=self.kv_scales, window=window,
+                                       num_sms=self.gpu.num_sms)
+        batch_size = q_BNH.shape[0]
+        tile = self.decode_tile_of_fp8 if k_cache.dtype == torch.float8_e4m3fn else self.decode_tile
+        num_parts = self.num_parts(batch_size)
+        out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
+        # With one part these are not written, but keep their dtypes for the compiler.
+        shape = (batch_size, self.num_heads, num_parts) if num_parts > 1 else (1, 1, 1)
+        parts = torch.empty((*shape, self.head_dim), dtype=torch.float32, device=q_BNH.device)
+        weights = torch.empty((*shape, 2), dtype=torch.float32, device=q_BNH.device)
+        kernels.decode[(self.num_kv_heads, num_parts, batch_size)](
+            q_BNH, _readable(k_cache), _readable(v_cache), out_BNH, parts, weights, metadata.block_tables_BW,
+            metadata.context_lens_B, self._scales_or(q_BNH), q_BNH.stride(0), metadata.block_tables_BW.stride(0),
+            metadata.block_tables_BW.shape[1], len(k_cache), num_parts, FACTOR=scale * _LOG2_E,
+            IS_SCALED=self.kv_scales is not None, WINDOW=window or 0, NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group,
+            HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size, ROWS=tile.rows, COLUMNS=tile.columns, HEAD=self._head,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_settings(),
+        )
+        if num_parts > 1:
+            self._combine(parts, weights, out_BNH)
+        return out_BNH
+
+    def num_parts(self, batch_size: int) -> int:
+        """The number of parts that a decode step splits contexts into."""
+        return num_decode_parts(batch_size, self.num_kv_heads, self.gpu.num_sms)
+
+    def _combine(self, parts_BNPH: Tensor, weights_BNP2: Tensor, out_BNH: Tensor) -> None:
+        kernels.combine[(len(out_BNH), self.num_heads)](
+            parts_BNPH, weights_BNP2, out_BNH, self.num_heads, self.head_dim, PARTS=parts_BNPH.shape[2],
+            HEAD=self._head, num_warps=1, **launch_settings(),
+        )
+
+    def plan_vision(self, lengths: Sequence[int], device: torch.device) -> VisionPlan:
+        return VisionPlan(lengths, device)
+
+    def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPlan, scale: float) -> Tensor:
+        if self.images.accepts(q_TNH, k_TNH, v_TNH, plan):
+            return self.images.attend(q_TNH, k_TNH, v_TNH, plan, scale)
+        if self._split_heads.accepts(q_TNH, k_TNH, v_TNH, scale):
+            return image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True)
+        return image_attention(q_TNH, k_TNH, v_TNH, plan, scale,
+                               tower_tile(q_TNH.shape[-1], q_TNH.dtype, self.gpu))
+
+
+def cut_into_tiles(query_lens_B: Sequence[int], context_lens_B: Sequence[int], tokens_a_tile: int) -> np.ndarray:
+    """(tiles, 4) int32 as in PrefillPlan: each sequence's new tokens, `tokens_a_tile` at a time."""
+    queries_B, contexts_B = (np.asarray(lens, dtype=np.int32) for lens in (query_lens_B, context_lens_B))
+    counts_B = -(-queries_B // tokens_a_tile)
+    sequences = np.repeat(np.arange(len(queries_B), dtype=np.int32), counts_B)
+    # The distance of each tile's first token from the first one of its sequence.
+    starts = (np.arange(len(sequences), dtype=np.int32) - (counts_B.cumsum() - counts_B)[sequences]) * tokens_a_tile
+    first_rows_B = queries_B.cumsum() - queries_B
+    tiles = np.stack([sequences, first_rows_B[sequences] + starts, queries_B[sequences] - starts,
+                      (contexts_B - queries_B)[sequences] + starts], axis=1)
+    # Longest contexts first: the last programs to start are then the shortest.
+    order = np.argsort(-tiles[:, 3], kind="stable")
+    ordered: np.ndarray = tiles[order].astype(np.int32)
+    return ordered
+
+
+def _readable(cache: Tensor) -> Tensor:
+    """The cache as kernels read it: e4m3 as bytes, because a masked load has no e4m3 value for masked elements."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

@@ -1,0 +1,364 @@
+// Attention of decode steps: one query per row, over a paged cache of 128 dims per head, in 16 bits or e4m3.
+//
+// A warp has one kv head with all its query heads, and a range of the step's context tokens. Ranges are equally long,
+// whatever the lengths of the rows (hopper_decode_plan.cu). Keys, and values by columns, are the left operand of a
+// warp's MMAs, query heads the right one, so an MMA has 8 columns of heads. A thread multiplies the 16-byte pieces that
+// it reads: nothing goes through shared memory. Online softmax (arXiv 2205.14135), in base 2. e4m3 is multiplied in
+// float16, which holds it exactly. A row that lies in several ranges has partial accumulators from each. The last warp
+// to finish adds them in the order of the ranges.
+//
+// Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
+// PROGRAMS on a multiprocessor.
+
+__device__ __forceinline__ uint4 read(const u8 *from) {
+  uint4 piece;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+  return piece;
+}
+// 0 where `is_there` is false.
+__device__ __forceinline__ uint4 read_if(bool is_there, const u8 *from) {
+  uint4 piece;
+  asm volatile(
+      "{\n.reg .pred is_there;\nsetp.ne.b32 is_there, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@is_there ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(piece.x), "=&r"(piece.y), "=&r"(piece.z), "=&r"(piece.w) : "l"(from), "r"((int)is_there));
+  return piece;
+}
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Two numbers in the MMA's type.
+__device__ __forceinline__ u32 as_operand(float low, float high) {
+  return IS_FP8 ? half_pair(low, high) : pack(low, high);
+}
+__device__ __forceinline__ float low_of(u32 pair) {
+  float x;
+  if (IS_BFLOAT16) return __uint_as_float(pair << 16);
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(pair));
+  return x;
+}
+__device__ __forceinline__ float high_of(u32 pair) {
+  return IS_BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000) : low_of(pair >> 16);
+}
+__device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
+  if (IS_BFLOAT16 && !IS_FP8) MMA(asm volatile, "bf16"); else MMA(asm volatile, "f16");
+}
+// Returns the count before. Later counters see what this warp, and all earlier counters, have written.
+__device__ __forceinline__ u32 count_up(u32 *counter) {
+  u32 count;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+// Reduces over the 8 threads that have the same columns of heads.
+__device__ __forceinline__ float max_of_rows(float x) {
+  for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
+  return x;
+}
+__device__ __forceinline__ float sum_of_rows(float x) {
+  for (int apart = 4; apart < 32; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
+}
+
+struct Attention {
+  const Params &params;
+  const int head, lane, group, member;  // kv head; thread = 4 * group + member
+  u32 queries[16];
+  uint4 keys[TILES][2][KEY_PIECES], values[TILES][4][VALUE_PIECES];
+  float acc[8][4], row_max[2], row_sum[2];
+  float factor;
+
+  __device__ Attention(const Params &params, int head)
+      : params(params), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
+
+  // The offset of tile `i`, before its rows and heads.
+  __device__ static i64 tile_at(const i64 (&places)[PLACES], int i) {
+    return PLACES == 1 ? places[0] + i * TILE * ROW_BYTES : places[i % PLACES];
+  }
+  // Reads tokens `group` and 8 behind it of each tile; 0 where the row has none.
+  template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const u8 *from = params.k_cache + tile_at(places, i) + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+#pragma unroll
+        for (int piece = 0; piece < KEY_PIECES; ++piece) {
+          const u8 *at = from + 8 * t * ROW_BYTES + 64 * piece;
+          keys[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + group + 8 * t), at);
+        }
+    }
+  }
+  __device__ void read_keys(const Cursor &cursor, const i64 (&places)[PLACES]) {
+    if (cursor.is_whole()) read_keys_of<true>(cursor, places); else read_keys_of<false>(cursor, places);
+  }
+  // Reads tokens 2 * member, the next, and those 8 behind them of each tile.
+  template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const u8 *from = params.v_cache + tile_at(places, i) + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+#pragma unroll
+        for (int piece = 0; piece < VALUE_PIECES; ++piece) {
+          const int behind = t % 2 + t / 2 * 8;
+          const u8 *at = from + behind * ROW_BYTES + 128 * piece;
+          values[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + 2 * member + behind), at);
+        }
+    }
+  }
+  __device__ void read_values(const Cursor &cursor, const i64 (&places)[PLACES]) {
+    if (cursor.is_whole()) read_values_of<true>(cursor, places); else read_values_of<false>(cursor, places);
+  }
+  // Loads the queries of head `group`: the dims that this thread has of keys. For e4m3 they are divided by the power of
+  // 2 that scales the largest to between 1 and 2.
+  __device__ void start_row(int row) {
+    constexpr int A_PIECE = 16 / ITEM;  // dims
+    const u16 *from = params.q + (i64)row * params.stride_q + (head * QUERY_HEADS + group) * DIMS;
+#pragma unroll
+    for (int piece = 0; piece < KEY_PIECES; ++piece)
+#pragma unroll
+      for (int i = 0; i < A_PIECE / 8; ++i) {
+        const uint4 eight = read_if(group < QUERY_HEADS, reinterpret_cast<const u8 *>(
+                                        from + (member + 4 * piece) * A_PIECE + 8 * i));
+#pragma unroll
+        for (int w = 0; w < 4; ++w) queries[piece * A_PIECE / 2 + 4 * i + w] = word(eight, w);
+      }
+    factor = params.factor;
+    if (params.scales) factor *= params.scales[0];
+    if (IS_FP8) {
+      float most = 0;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) most = fmaxf(most, fmaxf(fabsf(low_of(queries[i])), fabsf(high_of(queries[i]))));
+      for (int apart = 1; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+      // The exponent's bits are the power of 2. Values without one, or with the highest one, stay as they are.
+      const u32 exponent = __float_as_uint(most) & 0x7F800000;
+      const bool is_usual = exponent > (2u << 23) && exponent < (252u << 23);
+      const float unit = is_usual ? __uint_as_float(exponent) : 1, inverse = 1 / unit;
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        queries[i] = as_operand(low_of(queries[i]) * inverse, high_of(queries[i]) * inverse);
+      factor *= unit;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] = 0;
+    row_max[0] = row_max[1] = -INFINITE;
+    row_sum[0] = row_sum[1] = 0;
+  }
+  // Element 2 * t + i of a tile's scores belongs to token group + 8 * t and head 2 * member + i.
+  __device__ void multiply_keys(float (&scores)[TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const auto &tile = keys[i];
+      float chains[2][4] = {};
+#pragma unroll
+      for (int piece = 0; piece < KEY_PIECES; ++piece)
+#pragma unroll
+        for (int w = 0; w < 4; w += IS_FP8 ? 1 : 2) {
+          u32 left[4];
+          const int first = IS_FP8 ? 8 * piece + 2 * w : 4 * piece + w;
+          if (IS_FP8) {
+            widen(word(tile[0][piece], w), left[0], left[2]);
+            widen(word(tile[1][piece], w), left[1], left[3]);
+          } else {
+            left[0] = word(tile[0][piece], w);
+            left[1] = word(tile[1][piece], w);
+            left[2] = word(tile[0][piece], w + 1);
+            left[3] = word(tile[1][piece], w + 1);
+          }
+          mma(chains[first / 2 % 2], left, queries[first], queries[first + 1]);
+        }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[i][e] = chains[0][e] + chains[1][e];
+    }
+  }
+  // Turns scores into weights.
+  __device__ void weigh(float (&scores)[TILES][4], const Cursor &cursor) {
+    if (!cursor.is_whole()) {
+#pragma unroll
+      for (int e = 0; e < 4 * TILES; ++e)
+        if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
+    }
+    float rescale[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float top = scores[0][i];
+#pragma unroll
+      for (int e = 1; e < 2 * TILES; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
+      top = fmaxf(row_max[i], max_of_rows(top));
+      const float base = top == -INFINITE ? 0 : top * factor;
+      rescale[i] = fast_exp2(row_max[i] * factor - base);
+      row_max[i] = top;
+      float sum = 0;
+#pragma unroll
+      for (int e = 0; e < 2 * TILES; ++e) {
+        float &score = scores[e / 2][e % 2 * 2 + i];
+        score = fast_exp2(score * factor - base);
+        sum += score;
+      }
+      row_sum[i] = row_sum[i] * rescale[i] + sum;
+    }
+    if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] *= rescale[i % 2];
+    }
+  }
+  __device__ void multiply_values(const float (&weights)[TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const auto &tile = values[i];
+      const u32 right_0 = transpose(as_operand(weights[i][0], weights[i][1]));
+      const u32 right_1 = transpose(as_operand(weights[i][2], weights[i][3]));
+#pragma unroll
+      for (int d = 0; d < 8; ++d) {
+        u32 left[4];
+        if (IS_FP8) {
+          const u32 order = d % 2 ? 0x7362 : 0x5140;
+          widen(__byte_perm(word(tile[0][0], d / 2), word(tile[1][0], d / 2), order), left[0], left[1]);
+          widen(__byte_perm(word(tile[2][0], d / 2), word(tile[3][0], d / 2), order), left[2], left[3]);
+        } else {
+          const int piece = d / 4 % VALUE_PIECES;
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const u32 first = word(tile[2 * k][piece], d % 4), second = word(tile[2 * k + 1][piece], d % 4);
+            left[2 * k] = __byte_perm(first, second, 0x5410);
+            left[2 * k + 1] = __byte_perm(first, second, 0x7632);
+          }
+        }
+        mma(acc[d], left, right_0, right_1);
+      }
+    }
+  }
+  // The first of two dims: element 2 * r + i of acc[tile] is r behind it, of head 2 * member + i.
+  __device__ int dim_of(int tile) const {
+    return IS_FP8 ? 16 * group + 2 * tile : 8 * group + tile / 4 * 64 + tile % 4 * 2;
+  }
+  __device__ void store(int row) {
+    const float scale = params.scales ? params.scales[1] : 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int member_head = 2 * member + i;
+      const float share = row_sum[i] > 0 || row_sum[i] != row_sum[i] ? scale / row_sum[i] : 0;
+      if (member_head >= QUERY_HEADS) continue;
+      u16 *to = params.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS;
+#pragma unroll
+      for (int tile = 0; tile < 8; tile += 4) {
+        u32 piece[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) piece[t] = pack(acc[tile + t][i] * share, acc[tile + t][2 + i] * share);
+        *reinterpret_cast<uint4 *>(to + dim_of(tile)) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
+      }
+    }
+  }
+  __device__ float *partial_at(int range, bool begins_before) const {
+    return params.partials + ((i64)(2 * range + !begins_before) * KV_HEADS + head) * PARTIAL;
+  }
+  __device__ void store_partial(float *partial) {
+    const float scale = params.scales ? params.scales[1] : 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int member_head = 2 * member + i;
+      if (member_head >= QUERY_HEADS) continue;
+      float *to = partial + member_head * DIMS;
+#pragma unroll
+      for (int tile = 0; tile < 8; tile += 2)
+        *reinterpret_cast<float4 *>(to + dim_of(tile)) =
+            make_float4(acc[tile][i] * scale, acc[tile][2 + i] * scale, acc[tile + 1][i] * scale,
+                        acc[tile + 1][2 + i] * scale);
+      if (group == 0)
+        *reinterpret_cast<float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head) =
+            make_float2(row_max[i] * factor, row_sum[i]);
+    }
+  }
+  // Adds all partial accumulators, from range `from` to `to`. A thread has 16 dims of a head.
+  __device__ void combine(int row, int start, int a_range, int from, int to) {
+    for (int member_head = lane / 8; member_head < QUERY_HEADS; member_head += 4) {
+      float top = -INFINITE, all = 0, sum[16] = {};
+#pragma unroll 4
+      for (int range = from; range <= to; ++range) {
+        const float *partial = partial_at(range, range * a_range > start);
+        const float2 weight = __ldcg(reinterpret_cast<const float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head));
+        float4 four[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          four[i] = __ldcg(reinterpret_cast<const float4 *>(partial + member_head * DIMS + lane % 8 * 4 + 32 * i));
+        const float higher = fmaxf(top, weight.x), base = higher == -INFINITE ? 0 : higher;
+        const float rescale = fast_exp2(top - base), share = fast_exp2(weight.x - base);
+        top = higher;
+        all = all * rescale + weight.y * share;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[4 * i] = sum[4 * i] * rescale + four[i].x * share;
+          sum[4 * i + 1] = sum[4 * i + 1] * rescale + four[i].y * share;
+          sum[4 * i + 2] = sum[4 * i + 2] * rescale + four[i].z * share;
+          sum[4 * i + 3] = sum[4 * i + 3] * rescale + four[i].w * share;
+        }
+      }
+      const float inverse = all > 0 || all != all ? 1 / all : 0;
+      u16 *out = params.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS + lane % 8 * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        *reinterpret_cast<uint2 *>(out + 32 * i) =
+            make_uint2(pack(sum[4 * i] * inverse, sum[4 * i + 1] * inverse),
+                       pack(sum[4 * i + 2] * inverse, sum[4 * i + 3] * inverse));
+    }
+  }
+  // Ends the row that `cursor` is in, after its last step in this range.
+  __device__ void end_row(const Cursor &cursor, int range) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) row_sum[i] = sum_of_rows(row_sum[i]);
+    const int a_range = cursor.a_range, from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
+    if (from == to) {
+      store(cursor.row);
+      return;
+    }
+    store_partial(partial_at(range, range * a_range > cursor.start));
+    __syncwarp();
+    u32 *counter = params.counters + cursor.row * KV_HEADS + head;
+    if (__shfl_sync(~0u, lane == 0 ? count_up(counter) : 0, 0) != to - from) return;
+    if (lane == 0) *counter = 0;
+    combine(cursor.row, cursor.start, a_range, from, to);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
+attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *partials, const int *tables,
+              const int *lens, int *plan, u32 *counters, const float *scales, float factor, int stride_q,
+              int stride_table, int num_blocks, int num_rows, int num_ranges, int window) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const Params params{q, k_cache, v_cache, out, partials, tables, lens, plan, counters, scales, factor, stride_q,
+                  stride_table, num_rows, num_ranges, window};
+  const int warp = blockIdx.x * WARPS + threadIdx.x / 32, range = warp / KV_HEADS;
+  if (range >= num_ranges) return;
+  prefetch(params, range, warp % KV_HEADS, num_blocks);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  Cursor next(params, range);
+  if (next.is_done()) return;
+  Attention attention(params, warp % KV_HEADS);
+  i64 places[PLACES];
+  next.find(places);
+  attention.read_keys(next, places);
+  attention.read_values(next, places);
+  attention.start_row(next.row);
+  // Loads keys and values of the next step while this one is computed.
+  while (true) {
+    const Cursor now = next;
+    next.next();
+    const bool has_more = !next.is_done();
+    if (has_more) next.find(places);
+    float scores[TILES][4];
+    attention.multiply_keys(scores);
+    if (has_more) attention.read_keys(next, places);
+    attention.weigh(scores, now);
+    attention.multiply_values(scores);
+    if (has_more) attention.read_values(next, places);
+    if (!has_more || next.row != now.row) {
+      attention.end_row(now, range);
+      if (!has_more) break;
+      attention.start_row(next.row);
+    }
+  }
+}

@@ -1,0 +1,114 @@
+"""Attention of decode steps on Hopper through the kernel in CUDA C++ (hopper_decode.cu). Knows nothing of models.
+
+B sequences, N query heads, K kv heads, G = N / K, H head dim, W blocks a sequence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.cuda.attention.hopper_attention import why_not_hopper
+from npu_runner.platforms.cuda.compile_ahead import is_ahead
+from npu_runner.platforms.cuda.compiled_source import CompiledSource, KernelAhead, LoadedKernel
+from npu_runner.platforms.cuda.dependent_launch import is_dependent
+from npu_runner.platforms.cuda.split_k import MOST_TILES, make_counters
+from npu_runner.platforms.step_inputs import AttentionMetadata
+
+_DIMS, _MOST_QUERY_HEADS, _TILE = 128, 8, 16
+_SOURCES = ("hopper.cu", "attention/hopper_decode_plan.cu", "attention/hopper_decode.cu")
+FP8 = torch.float8_e4m3fn
+
+
+class Shape(NamedTuple):
+    """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
+    and steps that a warp has at least."""
+
+    tiles: int
+    warps: int
+    programs: int
+    least_steps: int
+
+
+# By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
+# rows at which the kernel is faster than Triton's, which has more programs for few rows.
+SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
+LEAST_ROWS = {True: 12, False: 32}
+
+
+def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
+    """None where the kernel supports these heads on this GPU, else the reason. `group`: query heads of a kv head."""
+    if head_dim != _DIMS or group > _MOST_QUERY_HEADS:
+        return f"the kernel for Hopper has head dim {_DIMS} and up to {_MOST_QUERY_HEADS} query heads of a kv head"
+    if block_size % _TILE:
+        return f"the kernel for Hopper takes block sizes that are multiples of {_TILE}"
+    return why_not_hopper(dtype)
+
+
+class _DecodeKernel(KernelAhead):
+    @functools.cached_property
+    def plan(self) -> LoadedKernel:
+        """Plans where warps read. `accepts` loads it, since no kernel can be loaded while a graph is captured."""
+        return self.load("plan_decode")
+
+
+class DecodeAttention:
+    """The kernels for one shape of heads, by whether the cache is in e4m3; threads compile them from now on."""
+
+    def __init__(self, *, num_kv_heads: int, group: int, block_size: int, dtype: torch.dtype):
+        self._num_kv_heads, self._group = num_kv_heads, group
+        self._kernels = {}
+        for is_fp8, shape in SHAPES.items():
+            constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
+                         "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
+                         **{name.upper(): value for name, value in shape._asdict().items()}}
+            self._kernels[is_fp8] = _DecodeKernel(
+                CompiledSource(_SOURCES, constants), "attend_decode", 0, fallback="attention of decode steps: triton",
+                found="attention of decode steps: hopper_decode.cu")
+
+    def accepts(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
+        """Whether the kernel is the fastest for a step. The first call waits until it is compiled."""
+        is_fp8 = k_cache.dtype == FP8
+        kernel = self._kernels[is_fp8]
+        return (len(q_BNH) >= LEAST_ROWS[is_fp8] and len(q_BNH) * self._num_kv_heads <= MOST_TILES
+                and (is_fp8 or k_cache.dtype == q_BNH.dtype) and not torch.compiler.is_compiling()
+                and kernel.is_available and kernel.plan is not None)
+
+    def attend(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+               scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:
+        """(B, N, H). Queries: 16-byte addresses and strides, heads one behind the other. `scale` above 0.
+
+        `scales_2` as in `AttentionBackend.with_kv_scales`. A context of no token gives 0.
+        """
+        out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
+        if is_ahead():
+            return out_BNH
+        is_fp8 = k_cache.dtype == FP8
+        kernel, shape = self._kernels[is_fp8], SHAPES[is_fp8]
+        num_rows, num_heads = len(q_BNH), self._num_kv_heads
+        num_ranges = max(1, num_sms * shape.programs * shape.warps // num_heads)
+        counts = [ctypes.c_int(count) for count in (num_rows, num_ranges, window or 0)]
+        lens_B, tables_BW = metadata.context_lens_B, metadata.block_tables_BW
+        stride_table = ctypes.c_int(tables_BW.stride(0))
+        assert lens_B.dtype == tables_BW.dtype == torch.int32
+        # All layers of a step with this window share the plan.
+        key = "decode_attention", window, num_rows, num_ranges, shape
+        if key not in metadata.derived:
+            plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
+            kernel.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
+                               is_dependent=is_dependent())
+            metadata.derived[key] = plan
+        # A range may have accumulators of two rows that it shares with others; those of a kv head start at 16 bytes.
+        part = -(-self._group * (_DIMS + 2) // 4) * 4
+        parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
+        kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
+            q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
+            make_counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
+            ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table,
+            ctypes.c_int(len(k_cache)), *counts], is_dependent=is_dependent())
+        return out_BNH

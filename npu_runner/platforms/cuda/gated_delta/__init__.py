@@ -1,0 +1,1 @@
+"""Gated DeltaNet on CUDA."""

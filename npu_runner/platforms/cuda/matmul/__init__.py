@@ -1,0 +1,1 @@
+"""Matmuls on CUDA, by the form of the weight."""
