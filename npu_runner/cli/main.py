@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         from npu_runner.platforms.examination import RUNNER_NEEDS
 
-        if error.name not in _imports_of(RUNNER_NEEDS):
+        if error.name not in {"PIL" if name == "pillow" else name for name in RUNNER_NEEDS}:
             raise
         print(f"npu-runner: {error}; npu-runner doctor lists every package that is missing", file=sys.stderr)
         return 2
@@ -97,10 +97,6 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _lead_standard_output_to_null() -> None:
     """Else Python complains once more when it flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _imports_of(packages: Sequence[str]) -> set[str]:
-    return {"PIL" if name == "pillow" else name for name in packages}
 
 
 def _parser() -> Parser:

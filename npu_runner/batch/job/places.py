@@ -62,7 +62,9 @@ def find_places(options: BatchOptions, config: RunnerConfig | None = None) -> Pl
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
         report=_found_report(options), summary=_found("summary", options.summary),
         metrics_file=_found("metrics_file", options.metrics_file))
-    _refuse_streams(places, options)
+    if places.metrics_file is not None and places.metrics_file.is_stream:
+        raise ConfigError(f"{places.metrics_file.title}: is a stream, and it is replaced every other second; name a "
+                          "file")
     _refuse_within(places.report, places, read)
     refuse_taken(list(places), read, {})
     return places
@@ -82,16 +84,6 @@ def _found_report(options: BatchOptions) -> Place | None:
     if options.report.is_dir():
         return find_folder("report", options.report, reason="it was a folder a moment ago")
     return find_place("report", options.report)
-
-
-def _refuse_streams(places: Places, options: BatchOptions) -> None:
-    """Of what is replaced while the job runs."""
-    replaced = [(places.metrics_file, "it is replaced every other second")]
-    if options.report_every is not None:
-        replaced.append((places.report, "with report_every it is replaced while the job runs"))
-    for place, reason in replaced:
-        if place is not None and place.is_stream:
-            raise ConfigError(f"{place.title}: is a stream, and {reason}; name a file")
 
 
 def _refuse_within(folder: Place | None, places: Places, read: Sequence[Named]) -> None:
