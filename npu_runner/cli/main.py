@@ -193,13 +193,11 @@ def _add_summary(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", _report, "make HTML pages of a job's answers",
-        "Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
-        "Loads no model.")
+        commands, "report", _report, "make an HTML page of a job's answers",
+        "Makes what batch --report makes, from the files of a job. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-o", "--page", metavar="PAGE", required=True,
-                        help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
-                        "has the name, a folder whose pages begin with index.html")
+                        help="the HTML file; - writes standard output")
     parser.add_argument("-i", "--input", metavar="FILE",
                         help="the rows that the job answers (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",

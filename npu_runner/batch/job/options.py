@@ -88,8 +88,7 @@ class BatchOptions:
     does."""
     report: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
-    output, if nothing else does. With more than 2000 report_rows, and where a folder has the name, it is a folder of
-    pages, which begin with index.html."""
+    output, if nothing else does."""
     report_rows: int = 300
     """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
     unparsed, and always some good ones."""
