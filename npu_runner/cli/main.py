@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         from npu_runner.platforms.examination import RUNNER_NEEDS
 
-        if error.name not in _imports_of(RUNNER_NEEDS):
+        if error.name not in {"PIL" if name == "pillow" else name for name in RUNNER_NEEDS}:
             raise
         print(f"npu-runner: {error}; npu-runner doctor lists every package that is missing", file=sys.stderr)
         return 2
@@ -97,10 +97,6 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _lead_standard_output_to_null() -> None:
     """Else Python complains once more when it flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _imports_of(packages: Sequence[str]) -> set[str]:
-    return {"PIL" if name == "pillow" else name for name in packages}
 
 
 def _parser() -> Parser:
@@ -197,13 +193,11 @@ def _add_summary(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", _report, "make HTML pages of a job's answers",
-        "Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
-        "Loads no model.")
+        commands, "report", _report, "make an HTML page of a job's answers",
+        "Makes what batch --report makes, from the files of a job. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-o", "--page", metavar="PAGE", required=True,
-                        help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
-                        "has the name, a folder whose pages begin with index.html")
+                        help="the HTML file; - writes standard output")
     parser.add_argument("-i", "--input", metavar="FILE",
                         help="the rows that the job answers (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",

@@ -228,7 +228,6 @@ def test_no_two_names_are_one_file(job: Job) -> None:
         ({"metrics_file": job.output}, "metrics_file .*: is the output as well"),
         ({"metrics_file": job.input}, "metrics_file .*: is the input as well"),
         ({"metrics_file": Path("-")}, "metrics_file standard output: is a stream, and it is replaced"),
-        ({"report": Path("-"), "report_every": 1.0}, "report standard output: is a stream, and with report_every"),
         ({"summary": job.model / "config.json"}, "summary .*: is the model's config.json"),
     ):
         with pytest.raises(ConfigError, match=match):

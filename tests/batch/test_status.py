@@ -246,8 +246,7 @@ def test_of_a_stream_there_are_metrics_and_no_status(job: Job) -> None:
 def test_neither_is_a_setting_that_an_output_keeps_to(job: Job) -> None:
     job.run(metrics_file=job.folder / "a.prom", max_failures="50%")
     write_rows(job.input, [*map(json.loads, job.input.read_bytes().splitlines()), row("new")])
-    summary = job.run(metrics_file=job.folder / "b.prom", max_failures="20", report=job.folder / "r.html",
-                      report_every=1.0)
+    summary = job.run(metrics_file=job.folder / "b.prom", max_failures="20", report=job.folder / "r.html")
     assert summary.num_resumed == NUM_ROWS
 
 

@@ -99,18 +99,6 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
         sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Within, no other process writes a version of this folder. Raises JobError where one does."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if not _lock(descriptor, waits=False):
-            raise _two_writers(folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def remove_torn_version(path: Path) -> None:
     """Remove what a process left that was killed in `replacing`: it may be as large as the file. One that a process is
     writing stays."""

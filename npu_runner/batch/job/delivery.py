@@ -64,10 +64,6 @@ class Delivery:
             for outcome in lane.kept():
                 self._tally.add(outcome)
 
-    def synced_ends(self) -> list[int]:
-        """Of the file of answers, and of that of failed rows, where it is apart: bytes that are on disk."""
-        return [writer.synced_end for writer in self._writers if writer is not None]
-
     def __enter__(self) -> Delivery:
         return self
 

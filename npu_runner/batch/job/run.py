@@ -30,7 +30,6 @@ from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.delivery import Delivery, EarlyRows, delivery_for, window_of
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.live import Live
-from npu_runner.batch.job.live_report import LiveReport
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
@@ -264,7 +263,7 @@ class _Job:
                 fleet.begin(self._stamp(manifest))
                 delivery = delivery_for(writers, record.tally, queue.allow, is_ordered=options.ordered, window=window)
                 try:
-                    self._drive(fleet, book, suspects, delivery, file)
+                    self._drive(fleet, book, suspects, delivery)
                 finally:
                     record.num_workers = round(plan.workers_each * len(fleet.states))
 
@@ -302,19 +301,19 @@ class _Job:
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens)
 
-    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery, file: InputFile) -> None:
+    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery) -> None:
         record = self.record
         record.serve_began = time.monotonic()
         driver = Driver(
             fleet, book, delivery, tally=record.tally, progress=self._progress,
             should_stop=functools.partial(self._should_stop, fleet), suspects=suspects)
         try:
-            with self._live_report(delivery, file) as report, delivery:
+            with delivery:
                 self._measure(fleet, driver)
                 self.accounts.begin()
                 self._progress.start(record.num_rows or 0, record.num_resumed)
                 self.live.enter("serving")
-                driver.run(functools.partial(self._look, fleet, driver, report))
+                driver.run(functools.partial(self._look, fleet, driver))
             self._progress.update(record.tally, driver.engine_stats, is_last=True)
             if not record.is_cut_short:
                 suspects.clear()
@@ -326,21 +325,12 @@ class _Job:
             record.replicas = tuple(map(report_of, fleet.states)) if len(fleet.states) > 1 else ()
             self._progress.close()
 
-    def _look(self, fleet: Fleet, driver: Driver, report: LiveReport | None) -> None:
+    def _look(self, fleet: Fleet, driver: Driver) -> None:
         """Now and then while rows are served."""
         if self.accounts.is_due():
             self._measure(fleet, driver)
             self.accounts.keep()
         self.live.beat()
-        if report is not None:
-            report.look()
-
-    def _live_report(self, delivery: Delivery, file: InputFile) -> AbstractContextManager[LiveReport | None]:
-        place, output = self._places.report, self._places.output.path
-        if self._options.report_every is None or place is None or output is None:
-            return contextlib.nullcontext()
-        return LiveReport(self._options, place, output, file.source.descriptor, synced_ends=delivery.synced_ends,
-                          say=self._progress.say, tell=self.live.tell_of_report)
 
     def _should_stop(self, fleet: Fleet) -> bool:
         if self._failure_limit is not None and not self._fails_too_often:
