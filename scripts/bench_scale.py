@@ -41,6 +41,7 @@ import numpy as np
 from bench_common import commit, versions
 
 import npu_runner
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
@@ -52,7 +53,7 @@ from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.driver import Driver, hooks_for
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import JobRecord, Outcome, Tally
+from npu_runner.batch.job.summary import JobRecord
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.serving.replica import (
     Begun,
@@ -115,7 +116,7 @@ class EchoReplica(Replica):
 
     def _answer(self, row: Any) -> FinishedRow:
         data = row.data or self._source.read(row)
-        return FinishedRow(row.number, Outcome(num_prompt_tokens=30, num_completion_tokens=30), data)
+        return FinishedRow(row.number, Counts(num_answered=1, num_prompt_tokens=30, num_completion_tokens=30), data)
 
 
 def main() -> None:
@@ -189,7 +190,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-    tally, suspects = Tally(), Suspects(None)
+    tally, suspects = Counts(), Suspects(None)
     started = time.perf_counter()
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         scan = file.scan()

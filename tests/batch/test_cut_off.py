@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.job.job_status import status_of
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.past_job import PastJob
-from npu_runner.batch.job.summary import Tally
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
 from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
@@ -136,4 +136,4 @@ def assert_status_agrees(job: Job, cut_off: set[str], repetition: set[str], unpa
 
 
 def test_of_no_flaws_nobody_says_a_word() -> None:
-    assert Tally(num_answered=3).shortcomings() == ["0 failed"]
+    assert Counts(num_answered=3).shortcomings() == ["0 failed"]

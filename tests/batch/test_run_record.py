@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files import run_record
 from npu_runner.batch.files.names import new_version_path, runs_path
-from npu_runner.batch.files.output_scan import RowCounts
 from npu_runner.batch.files.run_record import RunRecord, read_runs
-from npu_runner.batch.job.summary import JobRecord, Tally
+from npu_runner.batch.job.summary import JobRecord
 from npu_runner.batch.job.totals import Totals, line_of
 from npu_runner.errors import ConfigError, JobError
 from tests.full_set import every
@@ -28,8 +28,8 @@ STEPS = ("open", "write", "fsync", "replace", "unlink", "close")
 
 
 def line(run: str, count: int) -> dict[str, Any]:
-    record = JobRecord(run_id=run, num_rows=9, platform="cpu", tally=Tally(num_answered=count))
-    record.tally.failures_by_code["media_missing"] += 1
+    record = JobRecord(run_id=run, num_rows=9, platform="cpu", tally=Counts(num_answered=count))
+    record.tally.failures_by_code["media_missing"] = 1
     return dict(line_of(record, None))
 
 
@@ -186,7 +186,7 @@ def test_an_edited_line_is_left_out_or_adds_up(changes: list[tuple[tuple[str, st
         whole = line("a", 5)
         runs_path(output).write_text("".join(json.dumps(run) + "\n" for run in (whole, edited, whole)))
         runs = read_runs(output)
-        totals = Totals(output="o", num_rows=9, rows=RowCounts(), runs=runs)
+        totals = Totals(output="o", num_rows=9, rows=Counts(), runs=runs)
         assert whole in runs
         assert [run for run in runs if run != whole] in ([], [edited])
         json.dumps(totals.to_json(), allow_nan=False)

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.destination import FileDestination
 from npu_runner.batch.files.names import manifest_path, runs_path
 from npu_runner.batch.files.output_file import job_at_work
-from npu_runner.batch.files.output_scan import RowCounts, counts_of, scan_output
+from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
 from npu_runner.batch.job.options import BatchOptions
@@ -220,7 +221,7 @@ def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     output.write_bytes(answer("a", "stop", "length") + answer("b", "stop") + failure("c", 3, "bad") + answer("d"))
     errors.write_bytes(failure("c", 3, "bad") + failure("b", 2, "was_mended") + failure(None, 9, "not_json"))
-    expected = RowCounts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
+    expected = Counts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
     assert counts_of([scan_output(output), scan_output(errors)]) == expected
     told = Totals(output="o", num_rows=5, rows=expected, runs=[]).to_lines()[1]
     assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, whole 2, 0 not finished"
@@ -234,11 +235,11 @@ def test_runs_of_other_versions_add_up(job: Job) -> None:
     more = dict(line_of(JobRecord(num_rows=9), "finished"))
     more["seconds"] = {"start": 1.0, "serve": 0.5, "device": 1.0, "new": 1}
     more["tally"] = {**more["tally"], "num_answered": 3, "num_prompt_tokens": 6, "num_new": 7}
-    totals = Totals(output="o", num_rows=9, rows=RowCounts(num_answered=5), runs=[fewer, more])
+    totals = Totals(output="o", num_rows=9, rows=Counts(num_answered=5), runs=[fewer, more])
     told = totals.to_json()
     assert (told["tokens"]["prompt"], told["seconds"]["device"], told["rows"]["unfinished"]) == (11, 25.0, 4)
     assert "new" not in told["rows"]
-    assert Totals(output="o", num_rows=9, rows=RowCounts(), runs=[fewer]).to_json()["tokens"]["cached"] == 0
+    assert Totals(output="o", num_rows=9, rows=Counts(), runs=[fewer]).to_json()["tokens"]["cached"] == 0
     assert "device seconds" in "\n".join(totals.to_lines())
 
 

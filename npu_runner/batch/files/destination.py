@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
 from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, manifest_path
 from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.output_file import RowsFile
-from npu_runner.batch.files.output_scan import RowCounts, has_any, read_row, rows_in_order, rows_of, scan_output
+from npu_runner.batch.files.output_scan import has_any, read_row, rows_in_order, rows_of, scan_output
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
@@ -74,8 +75,8 @@ class StreamDestination:
     def num_replaced(self) -> int:
         return 0
 
-    def kept_counts(self) -> RowCounts:
-        return RowCounts()
+    def kept_counts(self) -> Counts:
+        return Counts()
 
     def begin(self, manifest: Manifest) -> Writers:
         return Writers(AnswerWriter(os.dup(self._place.descriptor), self.name))
@@ -86,9 +87,9 @@ class StreamDestination:
     def end_retry(self) -> None:
         """There was none."""
 
-    def counts_now(self) -> RowCounts:
+    def counts_now(self) -> Counts:
         """What went out cannot be looked at again."""
-        return RowCounts()
+        return Counts()
 
 
 class FileDestination:
@@ -210,7 +211,7 @@ class FileDestination:
         """Answers of earlier runs that are tried again."""
         return int((~self._rows.failed & self._is_retried).sum())
 
-    def kept_counts(self) -> RowCounts:
+    def kept_counts(self) -> Counts:
         """Of the rows that stay as they are."""
         return self._rows.only(np.flatnonzero(~self._is_retried)).counts()
 
@@ -297,7 +298,7 @@ class FileDestination:
             with late_file_errors(f"manifest of {self.name}"):
                 replace(self._manifest, retry=Flaw(0)).save(self.path)
 
-    def counts_now(self) -> RowCounts:
+    def counts_now(self) -> Counts:
         """Of the rows that are in the files now."""
         with late_file_errors(f"output {self.name}"):
             return rows_of([scan_output(file.path) for file in self._files]).counts()

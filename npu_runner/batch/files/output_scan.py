@@ -11,12 +11,13 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.flaws import flaws_of
@@ -54,14 +55,14 @@ class OutputScan:
     def num_failed(self) -> int:
         return int(self.failed.sum())
 
-    def counts(self) -> RowCounts:
+    def counts(self) -> Counts:
         num_failed = self.num_failed
-        return RowCounts(
+        return Counts(
             num_answered=self.num_rows - num_failed, num_not_whole=int((self.flaws != 0).sum()) - num_failed,
             num_cut_off=int(has_any(self.flaws, Flaw.CUT_OFF).sum()),
             num_repetition=int(has_any(self.flaws, Flaw.REPETITION).sum()),
             num_unparsed=int(has_any(self.flaws, Flaw.UNPARSED).sum()),
-            failures_by_code=Counter(self.codes[self.failed].tolist()))
+            failures_by_code=dict(Counter(self.codes[self.failed].tolist())))
 
     def only(self, places: np.ndarray, starts: np.ndarray | None = None, num_bytes: int = 0) -> OutputScan:
         """The rows at these places, whole; with `starts`, where they stand in a new version of the file."""
@@ -87,27 +88,6 @@ def places_that_count(keys: np.ndarray, failed: np.ndarray) -> np.ndarray:
     return np.sort(order[is_first])
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowCounts:
-    """Counts of the rows of an output. An answer may be cut off, a repetition and unparsed at once."""
-
-    num_answered: int = 0
-    num_not_whole: int = 0
-    """Answers that are at least one of the three."""
-    num_cut_off: int = 0
-    num_repetition: int = 0
-    num_unparsed: int = 0
-    failures_by_code: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def num_failed(self) -> int:
-        return self.failures_by_code.total()
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_answered + self.num_failed
-
-
 def rows_of(scans: Sequence[OutputScan]) -> OutputScan:
     """The rows of an output, and of its error file behind it, where it has one; their `starts` are those in their file.
 
@@ -121,7 +101,7 @@ def rows_of(scans: Sequence[OutputScan]) -> OutputScan:
     return rows if len(scans) == 1 else rows.only(places_that_count(rows.keys, rows.failed))
 
 
-def counts_of(scans: Sequence[OutputScan]) -> RowCounts:
+def counts_of(scans: Sequence[OutputScan]) -> Counts:
     """The counts of `rows_of`."""
     return rows_of(scans).counts()
 

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import status_path
 from npu_runner.errors import ConfigError, JobError
@@ -79,6 +80,12 @@ class Rows(_Part):
     whole: _Count | None = None
     """Answers without a flaw; None: the version that wrote it did not count them."""
     failures_by_code: dict[_Text, _Count]
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(num_answered=self.answered, num_not_whole=self.answered - (self.whole or 0),
+                      num_cut_off=self.cut_off, num_repetition=self.repetition, num_unparsed=self.unparsed,
+                      failures_by_code=self.failures_by_code)
 
 
 class Pace(_Part):

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import IO
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.durable import late_file_errors
-from npu_runner.batch.job.summary import Outcome, Tally
 from npu_runner.serving.replica import FinishedRow
 
 MAX_ROWS_OUT_OF_ORDER = 4096
@@ -28,10 +28,10 @@ class _Lane:
 
     def __init__(self, writer: AnswerWriter):
         self.writer = writer
-        self.uncounted: deque[Outcome] = deque()
+        self.uncounted: deque[Counts] = deque()
         self._num_counted = 0
 
-    def kept(self) -> Iterator[Outcome]:
+    def kept(self) -> Iterator[Counts]:
         """What has reached the file since the last call."""
         for _ in range(self.writer.num_kept - self._num_counted):
             self._num_counted += 1
@@ -41,7 +41,7 @@ class _Lane:
 class Delivery:
     """Owns the writers while entered; rows go out as they come. After leaving, the tally is what the output holds."""
 
-    def __init__(self, writers: Writers, tally: Tally):
+    def __init__(self, writers: Writers, tally: Counts):
         self._writers = writers
         self._tally = tally
         self._answers = _Lane(writers.answers)
@@ -49,7 +49,7 @@ class Delivery:
 
     def put(self, row: FinishedRow) -> None:
         """Queue a row for its file. Raises JobError when an earlier one could not be written."""
-        lane = self._answers if row.outcome.failure_code is None else self._errors
+        lane = self._errors if row.outcome.failures_by_code else self._answers
         lane.uncounted.append(row.outcome)
         lane.writer.put(row.data)
 
@@ -61,8 +61,8 @@ class Delivery:
 
     def _count(self) -> None:
         for lane in (self._answers, self._errors):
-            for outcome in lane.kept():
-                self._tally.add(outcome)
+            for counts in lane.kept():
+                self._tally.add(counts)
 
     def __enter__(self) -> Delivery:
         return self
@@ -81,7 +81,7 @@ class OrderedDelivery(Delivery):
     Rows still waiting at the end are lost, and not counted.
     """
 
-    def __init__(self, writers: Writers, tally: Tally, allow: Callable[[int], None], *, window: int):
+    def __init__(self, writers: Writers, tally: Counts, allow: Callable[[int], None], *, window: int):
         super().__init__(writers, tally)
         self._allow = allow
         self._window = window
@@ -106,7 +106,7 @@ def window_of(num_replicas: int) -> int:
     return MAX_ROWS_OUT_OF_ORDER * num_replicas
 
 
-def delivery_for(writers: Writers, tally: Tally, allow: Callable[[int], None], *, is_ordered: bool,
+def delivery_for(writers: Writers, tally: Counts, allow: Callable[[int], None], *, is_ordered: bool,
                  window: int) -> Delivery:
     """`window`: as `window_of` has it."""
     # A file is put in order when all of its rows are there; only a stream has to keep to it.

@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import Outcome, Tally
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError
 from npu_runner.request.outputs import EngineStats
@@ -29,7 +29,7 @@ _IDLE_SECONDS = 0.2
 class Driver:
     """Serves a job's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish."""
 
-    def __init__(self, fleet: Fleet, book: RowBook, delivery: Delivery, *, tally: Tally, progress: Progress,
+    def __init__(self, fleet: Fleet, book: RowBook, delivery: Delivery, *, tally: Counts, progress: Progress,
                  should_stop: Callable[[], bool], suspects: Suspects):
         self._fleet = fleet
         self._book = book
@@ -106,4 +106,4 @@ def _given_up(book: RowBook, row: GivenUp) -> FinishedRow:
     """The error row of a row that nobody gets any more."""
     error = RowError(code=row.code, message=row.message, status_code=500)
     data = error_row(error, custom_id=book.name(row.index), line=book.row(row.index).line)
-    return FinishedRow(row.index, Outcome(failure_code=row.code), data)
+    return FinishedRow(row.index, Counts.from_failure(row.code), data)

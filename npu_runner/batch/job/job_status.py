@@ -19,7 +19,6 @@ from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.files.status_file import Moment, Status, read_status
 from npu_runner.batch.job.past_job import PastJob
-from npu_runner.batch.job.summary import listed_codes, listed_flaws
 from npu_runner.batch.job.totals import FINISHED, Totals
 from npu_runner.errors import ConfigError
 from npu_runner.processes.child import is_stopped
@@ -78,10 +77,8 @@ class JobStatus:
         rows = self.status.rows
         num_done = rows.answered + rows.failed
         share = f" ({num_done / rows.total:.1%})" if rows.total else ""
-        failed = f"{rows.failed} failed" + listed_codes(rows.failures_by_code)
-        flaws = listed_flaws(rows.whole or 0, rows.cut_off, rows.repetition, rows.unparsed)
         total = "?" if rows.total is None else rows.total
-        return ", ".join([f"{num_done} of {total} done{share}: {rows.answered} answered", failed, *flaws])
+        return ", ".join([f"{num_done} of {total} done{share}: {rows.answered} answered", *rows.counts.shortcomings()])
 
     def _rate(self) -> str:
         pace = self.status.pace

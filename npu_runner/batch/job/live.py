@@ -34,7 +34,7 @@ from npu_runner.batch.files.status_file import (
 from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.metrics import metrics_of
 from npu_runner.batch.job.signals import Interrupted
-from npu_runner.batch.job.summary import JobRecord, seconds_left
+from npu_runner.batch.job.summary import JobRecord
 from npu_runner.batch.job.totals import FINISHED, INTERRUPTED
 from npu_runner.errors import NpuRunnerError
 from npu_runner.request.outputs import EngineStats
@@ -157,10 +157,8 @@ class Live:
 
     def _rows(self) -> Rows:
         rows = self._record.rows
-        codes = sorted((printable(code), count) for code, count in rows.failures_by_code.items())
-        return Rows(total=self._record.num_rows, answered=rows.num_answered, failed=rows.num_failed,
-                    cut_off=rows.num_cut_off, repetition=rows.num_repetition, unparsed=rows.num_unparsed,
-                    whole=rows.num_answered - rows.num_not_whole, failures_by_code=dict(codes))
+        codes = {printable(code): count for code, count in rows.failures_by_code.items()}
+        return Rows(**{"total": self._record.num_rows, **replace(rows, failures_by_code=codes).rows_json()})
 
     def _pace(self, engine: EngineStats) -> Pace:
         record, num_done = self._record, self._record.tally.num_done
@@ -170,7 +168,7 @@ class Live:
             rows=num_done, start_seconds=max(0.0, record.start_seconds), serve_seconds=seconds,
             rows_per_second=num_done / seconds if seconds > 0 else 0.0,
             lately=self._lately.rate(time.monotonic(), num_done),
-            seconds_left=seconds_left(max(0, num_left), record.tally, engine, seconds))
+            seconds_left=record.tally.seconds_left(max(0, num_left), engine, seconds))
 
 
 def _engines(stats: EngineStats) -> Engines:

@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 
+from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
@@ -38,7 +39,7 @@ from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
+from npu_runner.batch.job.summary import JobRecord, JobSummary
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint
@@ -143,8 +144,8 @@ class _Job:
                 self._finish(file, work, destination)
         except OutputLostError:
             # Whoever wrote them, runs before or this one: what counts is what is still there.
-            self.record.tally, self.record.kept = Tally(), destination.counts_now()
-            self.record.num_resumed = self.record.kept.num_rows
+            self.record.tally, self.record.kept = Counts(), destination.counts_now()
+            self.record.num_resumed = self.record.kept.num_done
             raise
 
     def _open_input(self, destination: Destination) -> InputFile:
@@ -173,7 +174,7 @@ class _Job:
         asked = self._options.retried
         decided = destination.retry(asked, rows)
         kept, limit = destination.kept_counts(), self._failure_limit
-        if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_rows):
+        if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_done):
             decided |= Flaw.ERRORS  # a run that was cut short by its failures has to try them again
         unparsed = None
         if Flaw.UNPARSED in decided and destination.earlier is not None and destination.path is not None:

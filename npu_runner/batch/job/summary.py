@@ -7,134 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.files.output_scan import RowCounts
-from npu_runner.batch.rows.flaw import WHOLE, Flaw
-from npu_runner.batch.rows.openai_response import is_as_expected, is_json
+from npu_runner.batch.counts import Counts
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
-from npu_runner.request.outputs import EngineStats, RequestOutput
+from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import ReplicaStats
-
-_MOST_CODES = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What one row adds to the tally once it is in the output."""
-
-    failure_code: str | None = None
-    """None: it is answered."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    flaws: Flaw = WHOLE
-    """Why the answer is not whole."""
-    is_as_expected: bool | None = None
-    """None: nobody said what to expect."""
-
-
-def answered(output: RequestOutput, answer: str, expected: str | None, *, has_json_rule: bool) -> Outcome:
-    """`answer`: what `expected` is compared with. `has_json_rule`: it is to be JSON, by a schema or without one."""
-    return Outcome(
-        flaws=Flaw.where(
-            cut_off=any(completion.is_cut_off for completion in output.completions),
-            repetition=any(completion.is_repetition for completion in output.completions),
-            unparsed=has_json_rule and not all(is_json(completion.text) for completion in output.completions)),
-        num_prompt_tokens=output.num_prompt_tokens,
-        num_cached_tokens=output.num_cached_tokens,
-        num_completion_tokens=sum(len(completion.token_ids) for completion in output.completions),
-        num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in output.completions),
-        is_as_expected=None if expected is None else is_as_expected(answer, expected))
-
-
-@dataclass
-class Tally:
-    """Running counts of this run of the job (not of runs that it resumes). A row counts once it is written."""
-
-    num_answered: int = 0
-    num_failed: int = 0
-    failures_by_code: Counter[str] = field(default_factory=Counter)
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    """Those of the completion tokens that are reasoning."""
-    num_not_whole: int = 0
-    """Answered rows that have at least one of the three flaws that follow."""
-    num_cut_off: int = 0
-    num_repetition: int = 0
-    num_unparsed: int = 0
-    num_expected: int = 0
-    """Answered rows whose metadata holds the expected answer."""
-    num_as_expected: int = 0
-
-    @property
-    def num_done(self) -> int:
-        return self.num_answered + self.num_failed
-
-    @property
-    def num_whole(self) -> int:
-        return self.num_answered - self.num_not_whole
-
-    def add(self, outcome: Outcome) -> None:
-        if outcome.failure_code is not None:
-            self.num_failed += 1
-            self.failures_by_code[outcome.failure_code] += 1
-            return
-        self.num_answered += 1
-        self.num_prompt_tokens += outcome.num_prompt_tokens
-        self.num_cached_tokens += outcome.num_cached_tokens
-        self.num_completion_tokens += outcome.num_completion_tokens
-        self.num_reasoning_tokens += outcome.num_reasoning_tokens
-        self.num_not_whole += bool(outcome.flaws)
-        self.num_cut_off += Flaw.CUT_OFF in outcome.flaws
-        self.num_repetition += Flaw.REPETITION in outcome.flaws
-        self.num_unparsed += Flaw.UNPARSED in outcome.flaws
-        if outcome.is_as_expected is not None:
-            self.num_expected += 1
-            self.num_as_expected += outcome.is_as_expected
-
-    def shortcomings(self, *, with_codes: bool = True) -> list[str]:
-        """The counts to show: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1", "whole 9"."""
-        codes = listed_codes(self.failures_by_code) if with_codes else ""
-        return [f"{self.num_failed} failed{codes}", *listed_flaws(
-            self.num_whole, self.num_cut_off, self.num_repetition, self.num_unparsed)]
-
-
-def listed_flaws(num_whole: int, num_cut_off: int, num_repetition: int, num_unparsed: int) -> list[str]:
-    """How many answers have each flaw, and how many are whole; empty if all are."""
-    counts = (("cut off", num_cut_off), ("repetition", num_repetition), ("unparsed", num_unparsed))
-    found = [f"{name} {count}" for name, count in counts if count]
-    return [*found, f"whole {num_whole}"] if found else []
-
-
-def listed_codes(failures_by_code: Mapping[str, int]) -> str:
-    """" (2 media_missing, 1 not_json)"; empty without any."""
-    common = Counter(failures_by_code).most_common()
-    codes = [f"{count} {code}" for code, count in common[:_MOST_CODES]] + ["..."] * (len(common) > _MOST_CODES)
-    return f" ({', '.join(codes)})" if codes else ""
-
-
-def seconds_left(num_left: int, tally: Tally, stats: EngineStats, seconds: float) -> float | None:
-    """How long the other `num_left` rows take at the pace of the `seconds` so far; None: no row is answered, or none
-    is left.
-
-    Rows in flight count for the pace: without them, a first batch of hundreds of rows would count as a single row when
-    the first of them ends. Their tokens say how many rows they are worth, by the mean of the answered rows; at most
-    half a row each, as short answers end first. They still count as left, because the last rows run in a batch that
-    shrinks.
-    """
-    if not num_left or not tally.num_answered:
-        return None
-    tokens_in_flight = max(0, stats.num_decode_tokens - tally.num_completion_tokens)
-    tokens_of_a_row = tally.num_completion_tokens / tally.num_answered
-    partly = min(stats.num_running / 2, tokens_in_flight / tokens_of_a_row) if tokens_of_a_row else 0.0
-    return num_left * seconds / (tally.num_done + min(partly, num_left))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +55,9 @@ class JobRecord:
     num_rows: int | None = None
     """None: nothing was planned yet."""
     num_resumed: int = 0
-    kept: RowCounts = field(default_factory=RowCounts)
+    kept: Counts = field(default_factory=Counts)
     """Rows of earlier runs that stay as they are."""
-    tally: Tally = field(default_factory=Tally)
+    tally: Counts = field(default_factory=Counts)
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     replicas: tuple[ReplicaReport, ...] = ()
     num_workers: int = 0
@@ -198,10 +78,9 @@ class JobRecord:
     _held_since: float | None = None
 
     @property
-    def rows(self) -> RowCounts:
+    def rows(self) -> Counts:
         """Of all runs, as far as they are in the output."""
-        kept, tally = self.kept, self.tally
-        return RowCounts(**{name: count + getattr(tally, name) for name, count in vars(kept).items()})
+        return self.kept + self.tally
 
     @property
     def rows_done(self) -> tuple[int, int]:
@@ -252,7 +131,7 @@ class JobSummary:
     """Rows that earlier runs had finished."""
     num_failed_in_output: int
     """Failed rows in the output, of this run and of earlier ones."""
-    tally: Tally
+    tally: Counts
     stats: EngineStats
     """Of all replicas together."""
     start_seconds: float
@@ -319,23 +198,14 @@ class JobSummary:
         return {
             "total": self.num_rows,
             "resumed": self.num_resumed,
-            "answered": self.tally.num_answered,
-            "failed": self.tally.num_failed,
             "failed_in_output": self.num_failed_in_output,
             "unfinished": self.num_unfinished,
-            "cut_off": self.tally.num_cut_off,
-            "repetition": self.tally.num_repetition,
-            "unparsed": self.tally.num_unparsed,
-            "whole": self.tally.num_whole,
-            "failures_by_code": dict(sorted(self.tally.failures_by_code.items())),
+            **self.tally.rows_json(),
         }
 
     def _tokens(self) -> dict[str, int]:
         return {
-            "prompt": self.tally.num_prompt_tokens,
-            "cached": self.tally.num_cached_tokens,
-            "completion": self.tally.num_completion_tokens,
-            "reasoning": self.tally.num_reasoning_tokens,
+            **self.tally.tokens_json(),
             "prefill_computed": self.stats.num_prefill_tokens,
             "decode_computed": self.stats.num_decode_tokens,
         }

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from npu_runner import __version__
-from npu_runner.batch.files.output_scan import RowCounts
+from npu_runner.batch.counts import ROWS, Counts
 from npu_runner.batch.files.run_record import Line
-from npu_runner.batch.job.summary import JobRecord, Tally
+from npu_runner.batch.job.summary import JobRecord
 from npu_runner.request.outputs import EngineStats
 
 FINISHED, INTERRUPTED = "finished", "interrupted"
@@ -41,7 +41,7 @@ def line_of(record: JobRecord, end: str | None) -> Line:
         "end": None if end is None else end.encode(errors="backslashreplace").decode(),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "computed": {"prefill": engine.num_prefill_tokens, "decode": engine.num_decode_tokens, **_drafts(engine)},
-        "tally": dict(vars(record.tally)),
+        "tally": record.tally.to_json(),
     }
 
 
@@ -57,14 +57,13 @@ def has_served(run: Line) -> bool:
     return bool(run["seconds"]["serve"] or run["tally"]["num_answered"] or run["tally"].get("num_failed"))
 
 
-def tally_of(runs: Sequence[Line], rows: RowCounts) -> Tally:
-    """`rows` as they stand, and what the runs have counted beside that. A version may know fewer names than a line has,
-    or more."""
-    found = {**_added(run["tally"] for run in runs), **vars(rows), "num_failed": rows.num_failed}
+def counts_of_runs(runs: Sequence[Line], rows: Counts) -> Counts:
+    """`rows` as they stand in the output, and the work that the runs have counted."""
+    counts = Counts.from_json({**_added(run["tally"] for run in runs), **{name: vars(rows)[name] for name in ROWS}})
     # Lines of earlier versions do not say that they are unparsed: only the record of their run does.
-    found["num_unparsed"] += sum(run["tally"].get("num_unparsed", 0) for run in runs
-                                 if "num_not_whole" not in run["tally"])
-    return Tally(**{field.name: found[field.name] for field in fields(Tally) if field.name in found})
+    counts.num_unparsed += sum(run["tally"].get("num_unparsed", 0) for run in runs
+                               if "num_not_whole" not in run["tally"])
+    return counts
 
 
 def _added(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -86,7 +85,7 @@ class Totals:
     output: str
     num_rows: int | None
     """Of the input; None: nobody has said."""
-    rows: RowCounts
+    rows: Counts
     """In the output and its error file."""
     runs: Sequence[Line]
     is_under_way: bool = False
@@ -101,7 +100,7 @@ class Totals:
 
     @property
     def num_unfinished(self) -> int | None:
-        return None if self.num_rows is None else max(0, self.num_rows - self.rows.num_rows)
+        return None if self.num_rows is None else max(0, self.num_rows - self.rows.num_done)
 
     @property
     def num_unrecorded(self) -> int:
@@ -113,17 +112,15 @@ class Totals:
         return _added(run["seconds"] for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:
-        counts = {name.removeprefix("num_"): count for name, count in vars(tally_of(self.runs, self.rows)).items()}
-        codes, num_not_whole = counts.pop("failures_by_code"), counts.pop("not_whole")
-        tokens = {name.removesuffix("_tokens"): counts.pop(name) for name in list(counts) if name.endswith("_tokens")}
+        counts = counts_of_runs(self.runs, self.rows)
         computed = _added(run["computed"] for run in self.runs)
         return {
             "output": self.output,
             "state": self.state,
-            "rows": {"total": self.num_rows, **counts, "whole": counts["answered"] - num_not_whole,
-                     "unfinished": self.num_unfinished, "unrecorded": self.num_unrecorded,
-                     "failures_by_code": dict(sorted(codes.items()))},
-            "tokens": {**tokens, **{name if name.startswith("draft_") else f"{name}_computed": count
+            "rows": {"total": self.num_rows, **counts.rows_json(), "expected": counts.num_expected,
+                     "as_expected": counts.num_as_expected, "unfinished": self.num_unfinished,
+                     "unrecorded": self.num_unrecorded},
+            "tokens": {**counts.tokens_json(), **{name if name.startswith("draft_") else f"{name}_computed": count
                                     for name, count in computed.items()}},
             "seconds": {name: round(value, 3) for name, value in self._seconds.items()},
             "runs": list(self.runs),
@@ -155,12 +152,12 @@ class Totals:
 
     @property
     def _rows(self) -> str:
-        tally = tally_of(self.runs, self.rows)
+        tally = counts_of_runs(self.runs, self.rows)
         return ", ".join([f"{tally.num_answered} answered", *tally.shortcomings()])
 
     @property
     def _cost(self) -> str:
-        tally, seconds = tally_of(self.runs, self.rows), self._seconds
+        tally, seconds = counts_of_runs(self.runs, self.rows), self._seconds
         return (f"{tally.num_prompt_tokens} prompt and {tally.num_completion_tokens} completion tokens, "
                 f"{seconds['start']:.1f} s to start and {seconds['serve']:.1f} s to serve, {seconds['device']:.1f} "
                 "device seconds")
