@@ -252,7 +252,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.job_status import status_of
+    from npu_runner.reports.status import status_of
 
     status = status_of(arguments.output)
     print(json.dumps(status.to_json(), indent=2) if arguments.json else "\n".join(status.to_lines()))
@@ -260,21 +260,22 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _summary(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.past_job import PastJob
+    from npu_runner.reports.past_job import PastJob
+    from npu_runner.reports.summary import summary_lines
 
     totals = PastJob(arguments.output).totals(arguments.input)
-    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(totals.to_lines()))
+    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(summary_lines(totals)))
     return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+    from npu_runner.reports.past_job import NO_INPUT, PastJob
 
     job = PastJob(arguments.output)
     job.report(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
         allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
-    print(f"report    {arguments.page}: {job.totals(None).to_lines()[0]}", file=sys.stderr)
+    print(f"report    {arguments.page}: {arguments.output}: {job.totals(None).state}", file=sys.stderr)
     return 0
 
 

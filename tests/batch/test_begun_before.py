@@ -90,7 +90,9 @@ def test_an_output_of_an_earlier_version_is_finished(
     assert told["rows"]["answered"] == told["rows"]["unrecorded"] + sum(
         run["tally"]["num_answered"] for run in told["runs"]) or "retry" in name
     assert "retry" not in json.loads((folder / "out.jsonl.manifest.json").read_text())
-    assert not (folder / "out.jsonl.suspects.json").exists()
+    beside = {path.name.removeprefix("out.jsonl.") for path in folder.iterdir()} - {path.name for path in files}
+    assert beside - {"in.jsonl", "summary.json", "replaced.jsonl"} == {"manifest.json", "rows", "status.json"}
+    assert not json.loads((folder / "out.jsonl.manifest.json").read_text()).get("suspects")
 
 
 @pytest.mark.parametrize("name", [FAST[0], *only_full("later formats; the first stays, and all are finished above",

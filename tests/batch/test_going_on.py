@@ -113,7 +113,7 @@ def begun(folder: Path, command: Command, *, is_whole: bool = False) -> Iterator
         finally:
             writers.close()
         if is_whole:
-            destination.end_retry()
+            destination.state.update(retry=Flaw(0))
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from npu_runner.errors import ConfigError, EngineDeadError, TooManyFailuresError
 from npu_runner.tables.merge_outputs import merge
 from npu_runner.tables.options import MergeOptions
 from tests.batch.job_folder import LEFT, Job
+from tests.batch.kills import killed_before
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.batch.test_cut_off import ROWS, Cutting
-from tests.batch.test_run_record import killed_before
 from tests.full_set import every, only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")

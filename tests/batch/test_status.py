@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.status_file import LiveFile, Moment, read_status
 from npu_runner.batch.job import live
-from npu_runner.batch.job.job_status import CountedStatus, JobStatus, status_of
-from npu_runner.batch.job.past_job import PastJob
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError, OutputLostError
+from npu_runner.reports.past_job import PastJob
+from npu_runner.reports.status import CountedStatus, JobStatus, status_of
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import ScriptedEngine, row, write_rows

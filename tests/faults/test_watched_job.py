@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.job.job_status import JobStatus, status_of
 from npu_runner.errors import ConfigError
+from npu_runner.reports.status import JobStatus, status_of
 from tests.batch.scripted import row, write_rows
 from tests.replicas.jobs import ended, num_rows, start_scripted, wait_for_rows, wait_until
 from tests.replicas.scripted_job import HOLD

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError
+from npu_runner.reports.past_job import PastJob
 from tests import zygote
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.replicas.jobs import (
@@ -198,9 +198,8 @@ def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model"}
     status, said = run(tmp_path, stage="dies", max_replica_restarts=0)
     assert (status, "no replica is left" in said) == (1, True), said
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "in.jsonl", "model", "out.jsonl.runs.jsonl", "out.jsonl.status.json"}
-    (line,) = read_runs(tmp_path / "out.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model", "out.jsonl.status.json"}
+    (line,) = PastJob(str(tmp_path / "out.jsonl")).runs.last
     assert "no replica is left" in line["end"], "a run that loaded and died has taken devices"
 
 

@@ -19,6 +19,7 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.output_file import RowsFile
 from npu_runner.batch.files.output_scan import has_any, read_row, rows_in_order, rows_of, scan_output
 from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.state_file import StateFile
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
 
@@ -48,6 +49,7 @@ class StreamDestination:
     def __init__(self, place: Place):
         self.name = place.name
         self._place = place
+        self.state = StateFile(None)
 
     def __enter__(self) -> StreamDestination:
         self._place.__enter__()
@@ -79,13 +81,11 @@ class StreamDestination:
         return Counts()
 
     def begin(self, manifest: Manifest) -> Writers:
+        self.state.save(manifest)
         return Writers(AnswerWriter(os.dup(self._place.descriptor), self.name))
 
     def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
         """Rows went out in order already, if that was asked for."""
-
-    def end_retry(self) -> None:
-        """There was none."""
 
     def counts_now(self) -> Counts:
         """What went out cannot be looked at again."""
@@ -104,10 +104,14 @@ class FileDestination:
         self.path: Path = self._answers.path
         self.error_path = None if self._errors is None else self._errors.path
         self.name = place.name
-        self.earlier: Manifest | None = None
+        self.state = StateFile(self.path)
         self._overwrite = overwrite
         self._retry = Flaw(0)
-        self._manifest: Manifest | None = None
+
+    @property
+    def earlier(self) -> Manifest | None:
+        """The state that earlier runs have left."""
+        return self.state.manifest
 
     @property
     def _files(self) -> list[RowsFile]:
@@ -135,7 +139,7 @@ class FileDestination:
     def _look_at_earlier(self) -> None:
         for file in self._files:
             file.try_to_append()
-        self.earlier = Manifest.load(self.path)
+        self.state.load()
         if self.earlier is None and self._answers.scan.num_bytes:
             raise ConfigError(
                 f"output {self.name}: the file has content but no {manifest_path(self.path).name}, so it is no job's "
@@ -226,12 +230,12 @@ class FileDestination:
             if self._overwrite:
                 for path in (manifest_path(self.path), replaced_path(self.path)):
                     path.unlink(missing_ok=True)
+                self.state.clear()
                 sync_folder(self.path.parent)
             else:
                 # First: an input and settings that are new on disk never have rows of the old ones beside them.
                 self._drop_retried()
-            self._manifest = replace(manifest, error_file=self._error_name, retry=self._retry)
-            self._manifest.save(self.path)
+            self.state.save(replace(manifest, error_file=self._error_name, retry=self._retry))
             if not self._overwrite:
                 # Second: the manifest knows the error file before a row is in it.
                 self._move_failed()
@@ -291,12 +295,6 @@ class FileDestination:
                     "they were written; the same command answers them again")
             for file, scan, found in zip(self._files, scans, places, strict=True):
                 file.put_in_order(scan, found)
-
-    def end_retry(self) -> None:
-        """Every row has its new line: the next job with --retry decides anew."""
-        if self._manifest is not None and self._manifest.retry:
-            with late_file_errors(f"manifest of {self.name}"):
-                replace(self._manifest, retry=Flaw(0)).save(self.path)
 
     def counts_now(self) -> Counts:
         """Of the rows that are in the files now."""

@@ -81,7 +81,7 @@ def hooks_for(book: RowBook, suspects: Suspects, progress: Progress, check: Call
 def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[GivenUp]:
     """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
     given_up = []
-    for name, index in book.find(suspects.names()).items():
+    for name, index in book.find(list(suspects.rows)).items():
         found = suspects.given_up(name)
         if found is None:
             queue.isolate([index])

@@ -1,4 +1,4 @@
-"""What one run of a job has done: counts while it runs, and its summary for programs and for people.
+"""One run of a job: its figures while it runs, and its summary for programs and for people.
 
 Knows nothing of how the job was done, or of its other runs.
 """
@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from npu_runner import __version__
 from npu_runner.batch.counts import Counts
+from npu_runner.batch.files.runs import Run
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import ReplicaStats
@@ -48,22 +50,25 @@ class ReplicaReport:
         )
 
 
-@dataclass
-class JobRecord:
-    """What a run of a job has done so far, as it is filled in on the way."""
+@dataclass(kw_only=True)
+class JobSummary:
+    """What one run of a job does and has done, as it is filled in on the way. Rows count that are in the output."""
 
     num_rows: int | None = None
-    """None: nothing was planned yet."""
+    """Rows of the input; None: nothing was planned yet."""
     num_resumed: int = 0
+    """Rows that earlier runs had finished."""
     kept: Counts = field(default_factory=Counts)
     """Rows of earlier runs that stay as they are."""
     tally: Counts = field(default_factory=Counts)
-    stats: ReplicaStats = field(default_factory=ReplicaStats)
+    """Rows of this run."""
+    all_stats: ReplicaStats = field(default_factory=ReplicaStats)
+    """All replicas together."""
     replicas: tuple[ReplicaReport, ...] = ()
+    """The replicas one by one, where there are several."""
     num_workers: int = 0
     start_phases: Mapping[str, float] = field(default_factory=dict)
-    is_interrupted: bool = False
-    """By a signal that came before the first row."""
+    """Of the first engine that stood ready, in order; what they leave of `start_seconds` came before the model."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_at: float = field(default_factory=time.time)
     """Unix time; the others are of the monotonic clock."""
@@ -72,89 +77,46 @@ class JobRecord:
     serve_ended: float | None = None
     platform: str | None = None
     num_devices: int = 0
-    """Held by the replicas that were there at the last `hold`."""
+    """Devices that the replicas held at the last `hold`."""
     device_seconds: float = 0.0
-    """Those of the start and of serving, times the devices."""
-    _held_since: float | None = None
-
-    @property
-    def rows(self) -> Counts:
-        """Of all runs, as far as they are in the output."""
-        return self.kept + self.tally
-
-    @property
-    def rows_done(self) -> tuple[int, int]:
-        """Failed rows, and all, of all runs, in the output."""
-        return self.kept.num_failed + self.tally.num_failed, self.num_resumed + self.tally.num_done
-
-    @property
-    def start_seconds(self) -> float:
-        return (self.serve_began or time.monotonic()) - self.started
-
-    @property
-    def serve_seconds(self) -> float:
-        return 0.0 if self.serve_began is None else (self.serve_ended or time.monotonic()) - self.serve_began
-
-    def hold(self, num_devices: int) -> None:
-        """So many devices were held since the last call; at the first one, since the run began."""
-        now = time.monotonic()
-        self.device_seconds += (now - (self._held_since or self.started)) * num_devices
-        self.num_devices, self._held_since = num_devices, now
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Rows are missing."""
-        assert self.num_rows is not None, "no work was planned yet"
-        return self.num_resumed + self.tally.num_done < self.num_rows
-
-    def is_worth_saying(self, error: NpuRunnerError) -> bool:
-        """A refused setting (exit status 2) changed nothing, and the summary of an earlier run is still true."""
-        return self.num_rows is not None and (self.serve_began is not None or not isinstance(error, ConfigError))
-
-    def summary(self, error: NpuRunnerError | None) -> JobSummary:
-        assert self.num_rows is not None, "no work was planned yet"
-        return JobSummary(
-            num_rows=self.num_rows, num_resumed=self.num_resumed, tally=self.tally, stats=self.stats.engine,
-            num_failed_in_output=self.kept.num_failed + self.tally.num_failed,
-            wait_seconds=self.stats.wait_seconds, replicas=self.replicas, start_seconds=self.start_seconds,
-            start_phases=self.start_phases, serve_seconds=self.serve_seconds, num_workers=self.num_workers,
-            num_workers_replaced=self.stats.num_workers_replaced, error=error,
-            is_interrupted=self.is_interrupted or (error is None and self.is_cut_short))
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSummary:
-    """What a run of a job did, finished or not: rows count that are in the output."""
-
-    num_rows: int
-    num_resumed: int
-    """Rows that earlier runs had finished."""
-    num_failed_in_output: int
-    """Failed rows in the output, of this run and of earlier ones."""
-    tally: Counts
-    stats: EngineStats
-    """Of all replicas together."""
-    start_seconds: float
-    """Reading the input and loading the model, while preprocessing begins."""
-    serve_seconds: float
-    """From when the model stood ready to the last row."""
-    num_workers: int
-    num_workers_replaced: int
-    start_phases: Mapping[str, float] = field(default_factory=dict)
-    """Of the first engine that stood ready, in order; what they leave of `start_seconds` came before the model."""
-    wait_seconds: float = 0.0
-    """Time in which the model had nothing to do but wait for preprocessing."""
-    replicas: tuple[ReplicaReport, ...] = ()
-    """Where there are several."""
+    """The seconds of the start and of serving, times the devices."""
     is_interrupted: bool = False
     silence: str | None = None
     """Why progress went quiet before the end; None: it did not."""
     error: NpuRunnerError | None = None
     """What ended the run before its end, or kept it from its last steps (order, report)."""
+    end: str | None = None
+    """FINISHED, INTERRUPTED or the error; None: the run goes on."""
+    _held_since: float | None = None
+
+    @property
+    def rows(self) -> Counts:
+        """The rows of all runs that are in the output."""
+        return self.kept + self.tally
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.all_stats.engine
+
+    @property
+    def start_seconds(self) -> float:
+        """Reading the input and loading the model, while preprocessing begins."""
+        return (self.serve_began or time.monotonic()) - self.started
+
+    @property
+    def serve_seconds(self) -> float:
+        """From when the model stood ready to the last row."""
+        return 0.0 if self.serve_began is None else (self.serve_ended or time.monotonic()) - self.serve_began
 
     @property
     def num_unfinished(self) -> int:
+        assert self.num_rows is not None, "no work was planned yet"
         return self.num_rows - self.num_resumed - self.tally.num_done
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Rows are missing."""
+        return self.num_unfinished > 0
 
     @property
     def exit_status(self) -> int:
@@ -166,7 +128,43 @@ class JobSummary:
             return 2
         if self.is_interrupted or self.error is not None:
             return 1
-        return 3 if self.num_failed_in_output else 0
+        return 3 if self.rows.num_failed else 0
+
+    def hold(self, num_devices: int) -> None:
+        """So many devices were held since the last call; at the first one, since the run began."""
+        now = time.monotonic()
+        self.device_seconds += (now - (self._held_since or self.started)) * num_devices
+        self.num_devices, self._held_since = num_devices, now
+
+    def is_worth_saying(self, error: NpuRunnerError) -> bool:
+        """A refused setting (exit status 2) changed nothing, and the summary of an earlier run is still true."""
+        return self.num_rows is not None and (self.serve_began is not None or not isinstance(error, ConfigError))
+
+    def to_run(self) -> Run:
+        """The figures that are added over runs."""
+        stats = self.stats
+        seconds = {
+            "start": self.start_seconds,
+            "serve": self.serve_seconds,
+            "device": self.device_seconds,
+            "prefill": stats.prefill_seconds,
+            "decode": stats.decode_seconds,
+            "preprocessing_wait": self.all_stats.wait_seconds,
+        }
+        drafts = {"draft_proposed": stats.num_draft_tokens, "draft_accepted": stats.num_accepted_tokens}
+        return {
+            "run": self.run_id,
+            "started": int(self.started_at),
+            "npu_runner": __version__,
+            "platform": self.platform,
+            "devices": self.num_devices,
+            "rows": self.num_rows,
+            "end": self.end,
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "computed": {"prefill": stats.num_prefill_tokens, "decode": stats.num_decode_tokens,
+                         **(drafts if stats.num_drafts else {})},
+            "tally": self.tally.to_json(),
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -183,7 +181,7 @@ class JobSummary:
                 "prompt_tokens_per_second": self._per_second(self.tally.num_prompt_tokens),
                 "completion_tokens_per_second": self._per_second(self.tally.num_completion_tokens),
             },
-            "preprocessing": {"workers": self.num_workers, "workers_replaced": self.num_workers_replaced},
+            "preprocessing": {"workers": self.num_workers, "workers_replaced": self.all_stats.num_workers_replaced},
             "replicas": [replica.to_json() for replica in self.replicas],
             **_memory(self.stats),
             **({"drafts": _drafts(self.stats)} if self.stats.num_drafts else {}),
@@ -198,7 +196,7 @@ class JobSummary:
         return {
             "total": self.num_rows,
             "resumed": self.num_resumed,
-            "failed_in_output": self.num_failed_in_output,
+            "failed_in_output": self.rows.num_failed,
             "unfinished": self.num_unfinished,
             **self.tally.rows_json(),
         }
@@ -216,16 +214,16 @@ class JobSummary:
             "serve": round(self.serve_seconds, 3),
             "prefill": round(self.stats.prefill_seconds, 3),
             "decode": round(self.stats.decode_seconds, 3),
-            "preprocessing_wait": round(self.wait_seconds, 3),
+            "preprocessing_wait": round(self.all_stats.wait_seconds, 3),
         }
 
     def to_lines(self) -> list[str]:
         """The summary for a person."""
         tally, stats = self.tally, self.stats
         rows = ", ".join([f"{tally.num_answered} answered", *tally.shortcomings()])
-        earlier_failed = self.num_failed_in_output - tally.num_failed
         if self.num_resumed:
-            rows += f", {self.num_resumed} finished earlier" + (f" ({earlier_failed} failed)" if earlier_failed else "")
+            failed = f" ({self.kept.num_failed} failed)" if self.kept.num_failed else ""
+            rows += f", {self.num_resumed} finished earlier{failed}"
         if self.num_unfinished:
             rows += f", {self.num_unfinished} not finished"
         lines = [f"rows      {rows}"]
@@ -238,7 +236,7 @@ class JobSummary:
                 f"time      {self.start_seconds:.1f} s to start, {self.serve_seconds:.1f} s to serve: "
                 f"{self._per_second(tally.num_done):.2f} rows/s, "
                 f"{self._per_second(tally.num_completion_tokens):.1f} completion tokens/s; "
-                f"{self.wait_seconds:.1f} s waiting for preprocessing",
+                f"{self.all_stats.wait_seconds:.1f} s waiting for preprocessing",
                 f"caches    {stats.vision_cache_hits} of {num_images} images from the vision cache, "
                 f"{_share(stats.prefix_cache_hits, stats.prefix_cache_queries):.0%} of prompt tokens from the prefix "
                 "cache",
