@@ -4,11 +4,13 @@ Everything but the model is real: the input file and its index, the queue of row
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
     python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile] [--pairs 5]
+                                  [--fsync-ms 50]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
 without and with the files that are replaced while a job runs (status, metrics), in turn,
-and which share of the driver's time these took.
+and which share of the driver's time these took. `--fsync-ms`: the pairs are without and with a slow disk instead, on
+which each fsync takes so much longer; both have the files that are replaced.
 
 Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
 driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
@@ -41,19 +43,18 @@ import numpy as np
 from bench_common import commit, versions
 
 import npu_runner
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
-from npu_runner.batch.files.place import find_place
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.driver import Driver, hooks_for
+from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import JobRecord
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.serving.replica import (
     Begun,
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
     parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
+    parser.add_argument("--fsync-ms", type=float, default=0.0, metavar="MS", help="a slow disk, in pairs")
     parser.add_argument("--profile", action="store_true", help="where the driver's time goes, instead of figures")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_scale-") as folder, ExitStack() as opened:
@@ -134,16 +136,35 @@ def main() -> None:
             opened.enter_context(ray_cluster(max(arguments.replicas)))
         measured = []
         turns = [False] if not arguments.pairs else [False, True] * arguments.pairs
-        for count, is_watched in itertools.product(arguments.replicas, turns):
+        for count, is_second in itertools.product(arguments.replicas, turns):
             profiler = cProfile.Profile() if arguments.profile else None
-            measured.append(measure(Path(folder), count, is_carried=arguments.carry,
-                                    is_ray=arguments.ray, is_watched=is_watched, profiler=profiler))  # fmt: skip
+            with slow_fsync(arguments.fsync_ms if is_second else 0.0):
+                measured.append(measure(
+                    Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray,
+                    is_watched=is_second or arguments.fsync_ms > 0, profiler=profiler))
+            measured[-1]["fsync_ms"] = arguments.fsync_ms if is_second else 0.0
             show(measured[-1])
             if profiler is not None:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     print(json.dumps({"bench": "bench_scale", "commit": commit(), "cores": len(os.sched_getaffinity(0)),
                       "rows": arguments.rows, "carried": arguments.carry, "ray": arguments.ray,
                       "measured": measured, **versions()}))
+
+
+@contextmanager
+def slow_fsync(milliseconds: float) -> Iterator[None]:
+    """Within, each fsync of this process takes so much longer, without the interpreter's lock."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(milliseconds / 1e3)
+        fsync(descriptor)
+
+    os.fsync = slow if milliseconds else fsync
+    try:
+        yield
+    finally:
+        os.fsync = fsync
 
 
 def write_input(path: Path, num_rows: int) -> None:
@@ -190,7 +211,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-    tally, suspects = Counts(), Suspects(None)
+    tally, suspects = Counts(), Suspects({})
     started = time.perf_counter()
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         scan = file.scan()
@@ -205,11 +226,11 @@ def measure(
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            record, spent = JobRecord(num_rows=scan.num_rows, tally=tally), Spent()
-            record.serve_began = time.monotonic()
+            summary, spent = JobSummary(num_rows=scan.num_rows, tally=tally), Spent()
+            summary.serve_began = time.monotonic()
             with (
                 Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
-                watched(record, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
+                watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
@@ -243,11 +264,9 @@ class Spent:
 
 
 @contextmanager
-def watched(record: JobRecord, fleet: Fleet, output: Path, spent: Spent) -> Iterator[Callable[[], None]]:
+def watched(summary: JobSummary, fleet: Fleet, output: Path, spent: Spent) -> Iterator[Callable[[], None]]:
     """What the driver calls after each look at its replicas, as in a job with a status and --metrics-file."""
-    place = find_place("output", output)
-    metrics = find_place("metrics_file", output.with_suffix(".prom"))
-    live = Live(record, Accounts(record, place, None, print), place, metrics, print)
+    live = Live(summary, JobHistory(summary, print), print)
     live.fleet = fleet
 
     def look() -> None:
@@ -256,7 +275,7 @@ def watched(record: JobRecord, fleet: Fleet, output: Path, spent: Spent) -> Iter
         spent.seconds += time.perf_counter() - began
         spent.processor_seconds += time.thread_time() - used
 
-    with live.of_this_run():
+    with live.told(output, output.with_suffix(".prom")):
         yield look
 
 

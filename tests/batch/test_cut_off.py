@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.reports.past_job import PastJob
 from npu_runner.reports.status import status_of
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.job import progress
 from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.request.outputs import EngineStats
 from tests.batch.job_folder import Job
 from tests.batch.scripted import row, write_rows

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files import runs
 from npu_runner.batch.files.input_identity import InputIdentity
 from npu_runner.batch.files.manifest import Manifest
@@ -34,6 +33,7 @@ from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError
 from npu_runner.reports.past_job import PastJob

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.destination import FileDestination
 from npu_runner.batch.files.names import manifest_path, status_path
 from npu_runner.batch.files.output_file import job_at_work
@@ -29,6 +28,7 @@ from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig

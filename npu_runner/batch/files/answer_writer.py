@@ -17,7 +17,7 @@ from npu_runner.batch.files.durable import explain_late_error, write_all
 from npu_runner.errors import JobError, OutputLostError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
 
-_MAX_QUEUED_ROWS = 1024
+_MAX_QUEUED_ROWS = 16_384
 # Answers wait for a slow disk in memory, a row of log probabilities with 20 MB and more.
 _MAX_QUEUED_BYTES = 64 << 20
 _END = object()

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
 from npu_runner.batch.files.input_file import InputScan
@@ -20,6 +19,7 @@ from npu_runner.batch.files.output_file import RowsFile
 from npu_runner.batch.files.output_scan import has_any, read_row, rows_in_order, rows_of, scan_output
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.state_file import StateFile
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
 

@@ -129,7 +129,7 @@ class Manifest:
         path = manifest_path(output)
         with clear_file_errors(f"manifest {path}"), replacing(path) as file:
             text = json.dumps(_to_json(self), indent=2, sort_keys=True, ensure_ascii=False)
-            file.write(text.encode("utf-8", "surrogatepass") + b"\n")  # a name of a suspect may have half of a pair
+            file.write(text.encode("utf-8") + b"\n")
 
     @staticmethod
     def load(output: Path) -> Manifest | None:

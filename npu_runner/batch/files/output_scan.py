@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.flaws import flaws_of
 from npu_runner.batch.rows.openai_response import FAULTS, error_of, key_of_answer

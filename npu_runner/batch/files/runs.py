@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from npu_runner.batch.counts import ROWS, Counts
+from npu_runner.batch.rows.counts import ROWS, Counts
 
 Run: TypeAlias = Mapping[str, Any]
 """The figures of one run; `run` is its id. `end` is None while it goes on, and of a killed run."""

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.runs import Count, Number, Runs, Text
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.errors import ConfigError, JobError
 
 Phase = Literal["starting", "loading", "serving", "ordering", "reporting"]

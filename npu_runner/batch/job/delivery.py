@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.durable import late_file_errors
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.serving.replica import FinishedRow
 
 MAX_ROWS_OUT_OF_ORDER = 4096

@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError
 from npu_runner.request.outputs import EngineStats

@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from tqdm import tqdm
 
-from npu_runner.batch.counts import Counts
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.processes.patient_streams import PatientStream, patient
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.loading_line import loading_line

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import npu_runner
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered

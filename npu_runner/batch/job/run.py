@@ -17,7 +17,6 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.destination import Destination, Writers, open_destination
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
@@ -40,6 +39,7 @@ from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint
@@ -356,7 +356,7 @@ class _Job:
         self.live.enter("loading", doing)
 
     def _hold(self, num_replicas: Callable[[], int]) -> None:
-        """From here on the run holds the devices of so many replicas."""
+        """From here on the run holds the devices of this number of replicas."""
         self.live.num_held = lambda: num_replicas() * self._config.parallel.tensor_parallel_size
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner import __version__
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.runs import Run
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import ReplicaStats

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from npu_runner.batch.counts import Counts
 from npu_runner.batch.files.runs import FINISHED, Runs
+from npu_runner.batch.rows.counts import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
