@@ -260,8 +260,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _summary(arguments: argparse.Namespace) -> int:
-    from npu_runner.reports.past_job import PastJob
-    from npu_runner.reports.summary import summary_lines
+    from npu_runner.reports.summary import PastJob, summary_lines
 
     totals = PastJob(arguments.output).totals(arguments.input)
     print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(summary_lines(totals)))
@@ -269,7 +268,7 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from npu_runner.reports.past_job import NO_INPUT, PastJob
+    from npu_runner.reports.summary import NO_INPUT, PastJob
 
     job = PastJob(arguments.output)
     job.report(BatchOptions(

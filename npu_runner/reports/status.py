@@ -19,11 +19,10 @@ from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.batch.files.runs import FINISHED
 from npu_runner.batch.files.state_file import read_state
 from npu_runner.batch.files.status_file import Moment, Status, read_status
-from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.job.summary import Totals
 from npu_runner.errors import ConfigError
 from npu_runner.processes.child import is_stopped
-from npu_runner.reports.past_job import PastJob
-from npu_runner.reports.summary import summary_lines
+from npu_runner.reports.summary import PastJob, summary_lines
 
 _LOOKS = 20
 UNDER_WAY, SUSPENDED, KILLED, ENDED_EARLY = "under way", "suspended", "killed", "ended early"

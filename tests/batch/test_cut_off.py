@@ -14,8 +14,8 @@ from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
-from npu_runner.reports.past_job import PastJob
 from npu_runner.reports.status import status_of
+from npu_runner.reports.summary import PastJob
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
 from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job

@@ -12,7 +12,7 @@ import pytest
 
 from npu_runner.batch.files.output_file import OutputLock
 from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
-from npu_runner.reports.past_job import PastJob
+from npu_runner.reports.summary import PastJob
 from tests import zygote
 from tests.batch.job_folder import Job, numbered
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, read_rows, row, write_rows

@@ -19,7 +19,7 @@ from npu_runner.batch.job.signals import Interrupted
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
-from npu_runner.reports.past_job import NO_INPUT, PastJob
+from npu_runner.reports.summary import NO_INPUT, PastJob
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, row, write_rows
 from tests.batch.test_totals import kill, killed_within, told_in

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,11 @@ from npu_runner.batch.files.suspects import Suspicion
 from npu_runner.batch.job import live
 from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
-from npu_runner.batch.job.summary import JobSummary
-from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.job.summary import JobSummary, Totals
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError
-from npu_runner.reports.past_job import PastJob
-from npu_runner.reports.summary import summary_lines
+from npu_runner.reports.summary import PastJob, summary_lines
 from tests.batch.kills import STEPS, killed_before
 from tests.full_set import every, only_full
 
@@ -121,7 +120,7 @@ def test_killed_before_any_step_each_run_counts_once(tmp_path: Path, begin: Call
         output.parent.mkdir()
         begin(output)
         earlier = told(output)
-        was_killed = killed_before(step, lambda output=output: one_run(output, "new", error))
+        was_killed = killed_before(step, partial(one_run, output, "new", error))
         now = told(output)
         assert {**now, **earlier} == now, "what earlier runs did stays"
         assert list(now) in ([*earlier], [*earlier, "new"])
@@ -180,7 +179,7 @@ def test_runs_that_are_killed_while_they_load_are_all_in_the_state_of_the_first_
     for number in range(3):
         step = 0
         while f"k{number}" not in told(output):
-            killed_before(step, lambda number=number: one_run(output, f"k{number}"))
+            killed_before(step, partial(one_run, output, f"k{number}"))
             step += 1
         assert not manifest_path(output).exists()
     one_run(output, "next")

@@ -19,8 +19,8 @@ from npu_runner.batch.files.status_file import LiveFile, Moment, read_status
 from npu_runner.batch.job import live
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError, OutputLostError
-from npu_runner.reports.past_job import PastJob
 from npu_runner.reports.status import CountedStatus, JobStatus, status_of
+from npu_runner.reports.summary import PastJob
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import ScriptedEngine, row, write_rows

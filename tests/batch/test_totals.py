@@ -26,16 +26,14 @@ from npu_runner.batch.files.runs import Runs
 from npu_runner.batch.files.state_file import StateFile, read_state
 from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.summary import JobSummary
-from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.job.summary import JobSummary, Totals
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
-from npu_runner.reports.past_job import PastJob
 from npu_runner.reports.status import status_of
-from npu_runner.reports.summary import summary_lines
+from npu_runner.reports.summary import PastJob, summary_lines
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.replicas.jobs import PYTHONPATH

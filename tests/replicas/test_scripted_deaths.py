@@ -13,7 +13,7 @@ import pytest
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError
-from npu_runner.reports.past_job import PastJob
+from npu_runner.reports.summary import PastJob
 from tests import zygote
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.replicas.jobs import (

@@ -17,8 +17,7 @@ from npu_runner.batch.files.runs import FINISHED, INTERRUPTED, Run, Runs
 from npu_runner.batch.files.state_file import StateFile
 from npu_runner.batch.files.status_file import Status, printable, read_status
 from npu_runner.batch.job.signals import Interrupted
-from npu_runner.batch.job.summary import JobSummary
-from npu_runner.batch.job.totals import Totals
+from npu_runner.batch.job.summary import JobSummary, Totals
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError
 

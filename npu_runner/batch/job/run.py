@@ -33,7 +33,7 @@ from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas, report_of
+from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
 from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import all_are_refused
@@ -321,7 +321,7 @@ class _Job:
         finally:
             record.serve_ended = time.monotonic()
             self.live.measure()
-            record.replicas = tuple(map(report_of, fleet.states)) if len(fleet.states) > 1 else ()
+            record.replicas = tuple(fleet.states) if len(fleet.states) > 1 else ()
             self._progress.close()
 
     def _should_stop(self, fleet: Fleet) -> bool:

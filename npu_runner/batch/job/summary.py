@@ -1,6 +1,6 @@
-"""One run of a job: its figures while it runs, and its summary for programs and for people.
+"""One run of a job, and all of its runs: figures, and the summary of both for programs and for people.
 
-Knows nothing of how the job was done, or of its other runs.
+Knows nothing of how the job was done, and no file.
 """
 
 from __future__ import annotations
@@ -12,42 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_runner import __version__
-from npu_runner.batch.files.runs import Run
+from npu_runner.batch.files.runs import FINISHED, Run, Runs
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import ReplicaStats
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaReport:
-    """What one of several replicas did, and those that took its place when it died."""
-
-    name: str
-    num_rows: int
-    num_deaths: int
-    stats: ReplicaStats
-
-    def to_json(self) -> dict[str, Any]:
-        engine = self.stats.engine
-        return {
-            "name": self.name,
-            "rows": self.num_rows,
-            "deaths": self.num_deaths,
-            "prefill_computed": engine.num_prefill_tokens,
-            "decode_computed": engine.num_decode_tokens,
-            "prefill_seconds": round(engine.prefill_seconds, 3),
-            "decode_seconds": round(engine.decode_seconds, 3),
-            "preprocessing_wait": round(self.stats.wait_seconds, 3),
-        }
-
-    def to_line(self) -> str:
-        engine = self.stats.engine
-        deaths = f", died {self.num_deaths} times" if self.num_deaths else ""
-        return (
-            f"{self.name:<9} {self.num_rows} rows in {engine.prefill_seconds:.1f} s of prefill and "
-            f"{engine.decode_seconds:.1f} s of decode, {self.stats.wait_seconds:.1f} s waiting{deaths}"
-        )
+from npu_runner.serving.replicas.replica_state import ReplicaState
 
 
 @dataclass(kw_only=True)
@@ -64,7 +34,7 @@ class JobSummary:
     """Rows of this run."""
     all_stats: ReplicaStats = field(default_factory=ReplicaStats)
     """All replicas together."""
-    replicas: tuple[ReplicaReport, ...] = ()
+    replicas: tuple[ReplicaState, ...] = ()
     """The replicas one by one, where there are several."""
     num_workers: int = 0
     start_phases: Mapping[str, float] = field(default_factory=dict)
@@ -182,7 +152,7 @@ class JobSummary:
                 "completion_tokens_per_second": self._per_second(self.tally.num_completion_tokens),
             },
             "preprocessing": {"workers": self.num_workers, "workers_replaced": self.all_stats.num_workers_replaced},
-            "replicas": [replica.to_json() for replica in self.replicas],
+            "replicas": list(map(_replica_json, self.replicas)),
             **_memory(self.stats),
             **({"drafts": _drafts(self.stats)} if self.stats.num_drafts else {}),
             "expected_answers": {
@@ -248,7 +218,7 @@ class JobSummary:
                          f"{stats.state_snapshots_used} times, {stats.state_snapshots_evicted} evicted")
         if stats.num_drafts:
             lines.append(self._drafts_line())
-        lines += [replica.to_line() for replica in self.replicas]
+        lines += list(map(_replica_line, self.replicas))
         if tally.num_expected:
             share = _share(tally.num_as_expected, tally.num_expected)
             lines.append(f"expected  {tally.num_as_expected} of {tally.num_expected} answers as expected ({share:.1%})")
@@ -265,6 +235,94 @@ class JobSummary:
 
     def _per_second(self, count: int) -> float:
         return round(count / self.serve_seconds, 3) if self.serve_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """The runs of a job, the one under way among them."""
+
+    output: str
+    num_rows: int | None
+    """Rows of the input; None: it is not known."""
+    rows: Counts
+    """The rows in the output and its error file."""
+    runs: Runs
+    is_under_way: bool = False
+
+    @property
+    def state(self) -> str:
+        if self.is_under_way:
+            return "under way"
+        if self.num_rows is None:
+            return "unknown"
+        return "unfinished" if self.num_unfinished else FINISHED
+
+    @property
+    def num_unfinished(self) -> int | None:
+        return None if self.num_rows is None else max(0, self.num_rows - self.rows.num_done)
+
+    @property
+    def num_unrecorded(self) -> int:
+        """Answers of runs that are not known, and of killed ones after their last status: their tokens are not
+        counted."""
+        return max(0, self.rows.num_answered - self.runs.sums("tally").get("num_answered", 0))
+
+    @property
+    def counts(self) -> Counts:
+        return self.runs.counts(self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        counts, older = self.counts, self.runs.older
+        return {
+            "output": self.output,
+            "state": self.state,
+            "rows": {"total": self.num_rows, **counts.rows_json(), "expected": counts.num_expected,
+                     "as_expected": counts.num_as_expected, "unfinished": self.num_unfinished,
+                     "unrecorded": self.num_unrecorded},
+            "tokens": {**counts.tokens_json(), **{name if name.startswith("draft_") else f"{name}_computed": count
+                                                  for name, count in self.runs.sums("computed").items()}},
+            "seconds": {name: round(value, 3) for name, value in self.runs.sums("seconds").items()},
+            "runs": list(self.runs.last),
+            **({"older_runs": older} if older else {}),
+        }
+
+    def to_line(self) -> str:
+        """The line for a person who has read of the last run."""
+        cost = f"; {self.cost}; runs {len(self.runs)}" if len(self.runs) else ""
+        return f"in all    {self.rows_shown}{cost}"
+
+    @property
+    def rows_shown(self) -> str:
+        counts = self.counts
+        return ", ".join([f"{counts.num_answered} answered", *counts.shortcomings()])
+
+    @property
+    def cost(self) -> str:
+        counts, seconds = self.counts, self.runs.sums("seconds")
+        return (f"{counts.num_prompt_tokens} prompt and {counts.num_completion_tokens} completion tokens, "
+                f"{seconds['start']:.1f} s to start and {seconds['serve']:.1f} s to serve, {seconds['device']:.1f} "
+                "device seconds")
+
+
+def _replica_json(state: ReplicaState) -> dict[str, Any]:
+    stats, engine = state.stats(), state.stats().engine
+    return {
+        "name": state.name,
+        "rows": state.num_finished,
+        "deaths": state.num_deaths,
+        "prefill_computed": engine.num_prefill_tokens,
+        "decode_computed": engine.num_decode_tokens,
+        "prefill_seconds": round(engine.prefill_seconds, 3),
+        "decode_seconds": round(engine.decode_seconds, 3),
+        "preprocessing_wait": round(stats.wait_seconds, 3),
+    }
+
+
+def _replica_line(state: ReplicaState) -> str:
+    stats, engine = state.stats(), state.stats().engine
+    deaths = f", died {state.num_deaths} times" if state.num_deaths else ""
+    return (f"{state.name:<9} {state.num_finished} rows in {engine.prefill_seconds:.1f} s of prefill and "
+            f"{engine.decode_seconds:.1f} s of decode, {stats.wait_seconds:.1f} s waiting{deaths}")
 
 
 def _memory(stats: EngineStats) -> dict[str, Any]:
