@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.output_file import OutputLock
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.job.past_job import PastJob
 from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
 from tests import zygote

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
-from npu_runner.batch.files.output_file import OutputLock, keep_rows, rewrite_rows
+from npu_runner.batch.files.output_file import keep_rows, rewrite_rows
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.files.output_scan import OutputScan, counts_of, scan_output
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import RowError, error_row
@@ -154,7 +155,7 @@ def test_a_file_that_fails_to_be_replaced_stays_and_leaves_nothing(tmp_path: Pat
 
 def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    hold = "import sys,pathlib\nfrom npu_runner.batch.files.output_file import OutputLock\n"
+    hold = "import sys,pathlib\nfrom npu_runner.batch.files.output_lock import OutputLock\n"
     hold += "with OutputLock(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     with zygote.Popen(
         [sys.executable, "-c", hold, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -172,7 +173,7 @@ def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
 def test_a_lock_is_taken_once_the_children_of_a_holder_that_is_gone_let_go(tmp_path: Path) -> None:
     """A process that ends while a thread of its starts another one leaves a child with all that it has open."""
     output = tmp_path / "out.jsonl"
-    hold = "import os,pathlib,subprocess,sys\nfrom npu_runner.batch.files.output_file import OutputLock\n"
+    hold = "import os,pathlib,subprocess,sys\nfrom npu_runner.batch.files.output_lock import OutputLock\n"
     hold += "lock = OutputLock(pathlib.Path(sys.argv[1])).__enter__()\n"
     hold += "subprocess.Popen(['sleep', '0.5'], pass_fds=[lock._descriptor])\nos._exit(0)"
     zygote.run([sys.executable, "-c", hold, str(output)], check=True)

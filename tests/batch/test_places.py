@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.output_file import OutputLock
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places

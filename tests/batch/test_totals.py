@@ -20,7 +20,7 @@ from PIL import Image
 
 from npu_runner.batch.files.destination import FileDestination
 from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.output_scan import RowCounts, counts_of, scan_output
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.files.names import new_version_path
-from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.job.job_status import JobStatus, status_of
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError

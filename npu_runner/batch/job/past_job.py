@@ -14,7 +14,7 @@ from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
 from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
