@@ -15,14 +15,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.output_scan import places_of
 from npu_runner.batch.files.taken_names import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED
 from npu_runner.tables.answer_cells import MORE_METADATA, Cells, cells_of
-from npu_runner.tables.answer_files import AnswerFiles
 from npu_runner.tables.extra import pyarrow_for
 from npu_runner.tables.first_pass import MAX_FIELDS, MAX_METADATA, FirstPass, Joiner
+from npu_runner.tables.job_output import JobOutput
 from npu_runner.tables.options import TableOptions
 from npu_runner.tables.places import find_output
 from npu_runner.tables.prompt_text import read_schema
@@ -84,7 +83,7 @@ def make_table(answers: str, options: TableOptions) -> MadeTable:
     if options.kind == "parquet":
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
-        files = entered.enter_context(AnswerFiles(answers, options.max_row_bytes))
+        files = entered.enter_context(JobOutput(answers, options.max_row_bytes))
         place = find_output("table", options.output, [*files.read_names, *read_by(options)])
         rows = None if options.input is None else RowMetadata(options.input, options.max_row_bytes)
         entered.callback(rows.close) if rows is not None else None
@@ -92,6 +91,7 @@ def make_table(answers: str, options: TableOptions) -> MadeTable:
         if rows is not None:
             rows.read(answers, files.manifest, found.look_at_row)
         files.scan(found.look_at_answer)
+        files.refuse_other_files()
         places_R = _order(files, rows)
         made = _made(files, rows, places_R, found, options)
         ends: Counter[bool] = Counter()
@@ -106,36 +106,44 @@ def make_table(answers: str, options: TableOptions) -> MadeTable:
     return replace(made, num_cut_off=ends[False], num_repetition=ends[True])
 
 
-def _order(files: AnswerFiles, rows: RowMetadata | None) -> np.ndarray:
-    """Numbers of answers: in the order of the input, -1 for a row without one; without an input as they stand."""
+def _order(files: JobOutput, rows: RowMetadata | None) -> np.ndarray:
+    """Places of answers: in the order of the input, -1 for a row without one; without an input as they stand."""
     if rows is None:
-        return np.arange(len(files.keys_A))
-    places_R = places_of(rows.scan.keys, files.keys_A)
-    if len(files.keys_A) and not (places_R >= 0).any():
+        return np.arange(files.num_rows)
+    places_R = files.find(rows.scan.keys)
+    if files.num_rows and not (places_R >= 0).any():
         raise ConfigError(f"rows {rows.name}: none of the answers in {files.name} belongs to a row of it; name the "
                           "input of that job")
     return places_R
 
 
-def _made(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, found: FirstPass,
+def _made(files: JobOutput, rows: RowMetadata | None, places_R: np.ndarray, found: FirstPass,
           options: TableOptions) -> MadeTable:
     there = places_R[places_R >= 0]
+    shown = there[_are_shown(files, there)]
+    broken = [line.number for line in files.broken + files.unread]
     return MadeTable(
-        output=options.output, num_lines=int(files.counts_A[there].sum()), num_answers=len(there),
-        num_failed=int(files.failed_A[there].sum()), num_cut_off=0, num_repetition=0,
+        output=options.output, num_lines=int(files.sizes_A[shown].sum()), num_answers=len(shown),
+        num_failed=int(files.failed_A[shown].sum()), num_cut_off=0, num_repetition=0,
         num_unanswered=None if rows is None else int((places_R < 0).sum()),
-        num_strangers=len(files.keys_A) - len(np.unique(there)), num_broken_lines=len(files.broken),
-        first_broken_line=files.broken[0].number if files.broken else 0,
-        num_repeated=len(files.repeated), mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields,
-        has_more_metadata=MORE_METADATA in found.columns())
+        num_strangers=files.num_rows - len(there), num_broken_lines=len(files.broken) + len(there) - len(shown),
+        first_broken_line=min(broken, default=0), num_repeated=len(files.repeated), mixed=found.mixed(),
+        has_too_many_fields=found.has_too_many_fields, has_more_metadata=MORE_METADATA in found.columns())
 
 
-def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, joiner: Joiner) -> Iterator[Cells]:
+def _are_shown(files: JobOutput, places_R: np.ndarray) -> np.ndarray:
+    """Whether each row has an answer, and one of an endpoint."""
+    are_shown: np.ndarray = places_R >= 0
+    are_shown[are_shown] = files.sizes_A[places_R[are_shown]] >= 0
+    return are_shown
+
+
+def _lines(files: JobOutput, rows: RowMetadata | None, places_R: np.ndarray, joiner: Joiner) -> Iterator[Cells]:
     nothing: Iterable[Mapping[str, Any]] = itertools.repeat({})
-    there = places_R[places_R >= 0]
-    of_rows = nothing if rows is None else rows.metadata(places_R >= 0)
-    for place, metadata in zip(there.tolist(), of_rows, strict=False):
-        for cells in cells_of(files.answer(place)):
+    are_shown_R = _are_shown(files, places_R)
+    of_rows = nothing if rows is None else rows.metadata(are_shown_R)
+    for place, metadata in zip(places_R[are_shown_R].tolist(), of_rows, strict=False):
+        for cells in cells_of(files.row(place)):
             yield joiner.joined(cells, metadata)
 
 
@@ -149,7 +157,7 @@ def _writer(options: TableOptions, found: FirstPass,
     return ParquetTable if options.kind == "parquet" else JsonlWriter
 
 
-def _schema(files: AnswerFiles, options: TableOptions) -> Any:
+def _schema(files: JobOutput, options: TableOptions) -> Any:
     """The one that is named, or that of the job; None: rows may have their own."""
     if options.schema is not None:
         return read_schema(options.schema)

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from npu_runner.batch.files import run_record
+from npu_runner.batch.files.answer_file import RowCounts
 from npu_runner.batch.files.names import new_version_path, runs_path
-from npu_runner.batch.files.output_scan import RowCounts
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job.summary import JobRecord, Tally
 from npu_runner.batch.job.totals import Totals, line_of

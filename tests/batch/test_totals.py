@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from npu_runner.batch.files.destination import FileDestination
+from npu_runner.batch.files.answer_file import AnswerFile, RowCounts
+from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.names import manifest_path, runs_path
 from npu_runner.batch.files.output_lock import job_at_work
-from npu_runner.batch.files.output_scan import RowCounts, counts_of, scan_output
 from npu_runner.batch.files.run_record import RunRecord, read_runs
 from npu_runner.batch.job import accounts
 from npu_runner.batch.job.options import BatchOptions
@@ -149,14 +149,14 @@ def test_a_killed_run_counts_up_to_its_last_line(job: Job, monkeypatch: pytest.M
     assert told["rows"]["unrecorded"] == 27 - sum(run["tally"]["num_answered"] for run in told["runs"]) >= 0
 
 
-@pytest.mark.parametrize("moment", ["clear", "begin"])
+@pytest.mark.parametrize("moment", ["clear", "open_writers"])
 def test_killed_while_it_overwrites_no_run_of_the_old_output_counts_for_the_new_one(
     job: Job, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Behind the record's end, and behind the output's."""
     write_rows(job.input, MIXED[:2])
     job.run()
-    owner: Any = RunRecord if moment == "clear" else FileDestination
+    owner: Any = RunRecord if moment == "clear" else Destination
     done = getattr(owner, moment)
 
     def vanishing(*arguments: Any) -> None:
@@ -221,7 +221,8 @@ def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
     output.write_bytes(answer("a", "stop", "length") + answer("b", "stop") + failure("c", 3, "bad") + answer("d"))
     errors.write_bytes(failure("c", 3, "bad") + failure("b", 2, "was_mended") + failure(None, 9, "not_json"))
     expected = RowCounts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
-    assert counts_of([scan_output(output), scan_output(errors)]) == expected
+    with AnswerFile([output, errors]) as rows:
+        assert rows.scan().counts() == expected
     told = Totals(output="o", num_rows=5, rows=expected, runs=[]).to_lines()[1]
     assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, whole 2, 0 not finished"
 

@@ -85,7 +85,11 @@ def _found_report(options: BatchOptions) -> Place | None:
 
 
 def _refuse_streams(places: Places, options: BatchOptions) -> None:
-    """Of what is replaced while the job runs."""
+    """Raises ConfigError where a file is needed: what is sorted at the end, or replaced while the job runs."""
+    if options.ordered and places.output.is_stream:
+        raise ConfigError(f"ordered: {places.output.title} is a stream, whose rows go out as they finish and cannot be "
+                          "sorted afterwards; name a file as output, or leave --ordered out and sort what comes out by "
+                          "custom_id")
     replaced = [(places.metrics_file, "it is replaced every other second")]
     if options.report_every is not None:
         replaced.append((places.report, "with report_every it is replaced while the job runs"))

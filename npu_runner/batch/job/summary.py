@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.files.output_scan import RowCounts
+from npu_runner.batch.files.answer_file import RowCounts
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.batch.rows.openai_response import is_as_expected, is_json
 from npu_runner.errors import ConfigError, NpuRunnerError, TooManyFailuresError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from npu_runner import __version__
-from npu_runner.batch.files.output_scan import RowCounts
+from npu_runner.batch.files.answer_file import RowCounts
 from npu_runner.batch.files.run_record import Line
 from npu_runner.batch.job.summary import JobRecord, Tally
 from npu_runner.request.outputs import EngineStats
