@@ -88,7 +88,7 @@ _EVENTS: dict[str, Callable[[], None]] = {
 def main(source: str, output: str, model: str, at: str = "") -> int:
     _EVENTS.get(at, lambda: None)()
     options = BatchOptions.from_keywords(input=source, output=output, preprocessing_workers=1, progress="off",
-                                         ordered=True, summary=f"{model}/summary.json")
+                                         ordered=output != "-", summary=f"{model}/summary.json")
     make = _ENGINES.get(at, announcing())
     print("an import that chats", flush=True)
     try:

@@ -7,6 +7,7 @@ or is no result row never counts. Knows nothing of the text of an answer.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import os
@@ -265,8 +266,7 @@ class AnswerFile:
         return data
 
     def row(self, place: int) -> Answer:
-        row: Answer = parse_json(self.data(place).decode("utf-8-sig"))
-        return row
+        return _fields_of(self.data(place))
 
     # -- for the owner of the lock ---------------------------------------------------------------------------------
 
@@ -318,10 +318,15 @@ def parse_result(data: bytes) -> Result | None:
     if not data.endswith(b"\n"):
         return None
     try:
-        fields = parse_json(data.decode("utf-8-sig"))
+        fields = _fields_of(data)
         return Result(key_of_answer(fields), flaws_of(fields), fields)
     except FAULTS:
         return None
+
+
+def _fields_of(data: bytes) -> Answer:
+    fields: Answer = parse_json(data.removeprefix(codecs.BOM_UTF8).decode())
+    return fields
 
 
 def _code_of(fields: Answer) -> str:

@@ -17,7 +17,6 @@ from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.flaws import flaws_of_row
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import RequestError
-from npu_runner.serving.replica import RawRow
 
 
 class Joined:
@@ -29,9 +28,10 @@ class Joined:
         self._answers = answers
         self._max_row_bytes = max_row_bytes
         # R rows of the input, or all answers
-        self._answers_R = np.arange(answers.num_rows) if rows is None else answers.find(rows.keys)
-        self.num_rows = len(self._answers_R)
-        self.places = np.flatnonzero(self._answers_R >= 0)
+        self.answers_R = np.arange(answers.num_rows) if rows is None else answers.find(rows.keys)
+        """The place of each row's answer; -1: it has none."""
+        self.num_rows = len(self.answers_R)
+        self.places = np.flatnonzero(self.answers_R >= 0)
         """Numbers of the rows that have an answer."""
 
     @property
@@ -40,19 +40,22 @@ class Joined:
 
     def pairs(self, places: np.ndarray) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Request and result of these rows, which rise; an unreadable request is empty."""
-        wanted = np.zeros(self.num_rows, dtype=bool)
-        wanted[places] = True
-        rows: Iterable[RawRow | None] = itertools.repeat(None, len(places))
-        for place, row in zip(places, rows if self._file is None else self._file.rows(wanted), strict=True):
-            yield self._request(row), self._answers.row(int(self._answers_R[place]))
+        wanted_R = np.zeros(self.num_rows, dtype=bool)
+        wanted_R[places] = True
+        requests: Iterable[dict[str, Any]] = itertools.repeat({}, len(places))
+        if self._file is not None:
+            requests = requests_in(self._file, self._max_row_bytes, wanted_R)
+        for request, answer in zip(requests, self.answers_R[places].tolist(), strict=True):
+            yield request, self._answers.row(answer)
 
-    def _request(self, row: RawRow | None) -> dict[str, Any]:
-        if self._file is None or row is None or row.num_bytes > self._max_row_bytes:
-            return {}
+
+def requests_in(file: InputFile, max_row_bytes: int, wanted_R: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
+    """The requests of an input, or those that are True; one that the job refuses to read is empty."""
+    for row in file.rows(wanted_R):
         try:
-            return read_json(self._file.source.read(row))
-        except RequestError:
-            return {}
+            yield {} if row.num_bytes > max_row_bytes else read_json(file.source.read(row))
+        except (RequestError, RecursionError):
+            yield {}
 
 
 def unparsed_keys(joined: Joined, rows: InputScan, has_rule_of_job: bool) -> np.ndarray:
