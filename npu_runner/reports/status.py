@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from npu_runner.batch.files.durable import clear_file_errors
-from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import FINISHED
 from npu_runner.batch.files.state_file import read_state
 from npu_runner.batch.files.status_file import Moment, Status, read_status

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import RULE_OF_JOB
 from npu_runner.batch.files.names import manifest_path
-from npu_runner.batch.files.output_file import job_at_work
-from npu_runner.batch.files.output_scan import counts_of, scan_output
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import Runs
 from npu_runner.batch.files.state_file import read_state
 from npu_runner.batch.files.status_file import read_status
@@ -65,10 +65,10 @@ class PastJob:
         """Of all runs so far. Without `input` the number of rows is what the last run has recorded. Raises ConfigError
         for a file without a result row among its lines."""
         with clear_file_errors(f"output {self.name}"):
-            for path in self._files:
-                _refuse_other_file(path)
             is_under_way = job_at_work(self._output) is not None
-            counts = counts_of([scan_output(path) for path in self._files])
+            with AnswerFile(self._files) as rows:
+                counts = rows.scan().counts()
+                rows.refuse_other_files()
         num_rows = self.runs.last[-1]["rows"] if self.runs.last else None
         if input is not None:
             with self._opened(input) as (_, rows):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.names import status_path
-from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.reports.status import status_of
@@ -98,7 +98,8 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
         assert (rows["cut_off"], rows["repetition"], rows["unparsed"]) == tuple(
             map(len, (cut_off, repetition, unparsed)))
         assert rows["whole"] == num_whole
-    counts = counts_of([scan_output(job.output)])
+    with AnswerFile([job.output]) as rows:
+        counts = rows.scan().counts()
     assert (counts.num_cut_off, counts.num_repetition) == (len(cut_off), len(repetition)), "what a later run finds"
     assert (counts.num_unparsed, counts.num_answered - counts.num_not_whole) == (len(unparsed), num_whole)
     assert_status_agrees(job, cut_off, repetition, unparsed, num_whole)

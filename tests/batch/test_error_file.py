@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.output_file import OutputLock
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
 from npu_runner.reports.summary import PastJob
 from tests import zygote
@@ -111,17 +111,17 @@ def test_a_process_that_vanishes_while_rows_move_leaves_each_once(job: Job, erro
     (job.folder / "vanishes.py").write_text(f"""
 import os, sys, json
 from pathlib import Path
-import npu_runner.batch.files.output_file as files
+import npu_runner.batch.files.answer_file as files
 from tests.replicas import scripted_job
-keep = files.RowsFile.keep
-def vanishing(self, wanted):
-    is_last = self.path.name == "out.jsonl"
+rewrite = files.AnswerFile.rewrite
+def vanishing(self, file, places):
+    is_last = file == 0 and len(places) == 20
     if is_last and {moment!r} == "before":
         os._exit(9)
-    keep(self, wanted)
+    rewrite(self, file, places)
     if is_last:
         os._exit(9)
-files.RowsFile.keep = vanishing
+files.AnswerFile.rewrite = vanishing
 options = {{"input": {str(job.input)!r}, "output": {str(job.output)!r}, "model": {str(job.model)!r}, "progress": "off",
            "error_file": {str(errors)!r}, "preprocessing_workers": 1}}
 sys.exit(scripted_job.main(options))

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from npu_runner.batch.files.destination import FileDestination
+from npu_runner.batch.files.answer_file import AnswerFile
+from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.names import manifest_path, status_path
-from npu_runner.batch.files.output_file import job_at_work
-from npu_runner.batch.files.output_scan import counts_of, scan_output
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import Runs
 from npu_runner.batch.files.state_file import StateFile, read_state
 from npu_runner.batch.job import live
@@ -156,7 +156,7 @@ def test_killed_while_it_overwrites_no_run_of_the_old_output_counts_for_the_new_
 ) -> None:
     """Killed behind the output's end, and once the new state is there."""
     write_rows(job.input, MIXED[:2])
-    for owner, moment, runs in ((StateFile, "clear", 0), (FileDestination, "begin", 1)):
+    for owner, moment, runs in ((StateFile, "clear", 0), (Destination, "open_writers", 1)):
         job.run()
         done = getattr(owner, moment)
 
@@ -215,7 +215,8 @@ def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
     output.write_bytes(answer("a", "stop", "length") + answer("b", "stop") + failure("c", 3, "bad") + answer("d"))
     errors.write_bytes(failure("c", 3, "bad") + failure("b", 2, "was_mended") + failure(None, 9, "not_json"))
     expected = Counts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code={"bad": 1, "not_json": 1})
-    assert counts_of([scan_output(output), scan_output(errors)]) == expected
+    with AnswerFile([output, errors]) as rows:
+        assert rows.scan().counts() == expected
     told = summary_lines(Totals(output="o", num_rows=5, rows=expected, runs=Runs()))[1]
     assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, whole 2, 0 not finished"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +136,6 @@ def test_order_report_summary_and_failed_rows_once_more_are_as_with_one(tmp_path
     summary = json.loads((tmp_path / "summary.json").read_text())["this_run"]
     assert (summary["rows"]["resumed"], summary["rows"]["failed"]) == (72, 8)
     assert [item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")] == [f"r{n:03d}" for n in range(80)]
-
-
-@pytest.mark.full("a stream of one replica stays (batch/test_ordered.py), and the order of several in a file")
-def test_a_stream_is_in_order(tmp_path: Path) -> None:
-    names = [f"r{n:03d}" for n in range(120)]
-    write_rows(tmp_path / "in.jsonl", [row(name, "x" * (n * 7 % 40 + 1)) for n, name in enumerate(names)])
-    job = start_scripted(tmp_path, output="-", ordered=True, stdout=subprocess.PIPE)
-    output, said = job.communicate()
-    assert job.returncode == 0, said
-    assert [json.loads(line)["custom_id"] for line in output.splitlines()] == names
 
 
 def test_with_no_replica_left_the_job_ends_and_can_be_resumed(tmp_path: Path, undisturbed: list[bytes]) -> None:

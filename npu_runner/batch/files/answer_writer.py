@@ -52,10 +52,6 @@ class AnswerWriter:
         self._thread = threading.Thread(target=self._run, name="answer-writer", daemon=True)
         self._thread.start()
 
-    @property
-    def is_stream(self) -> bool:
-        return self._path is None
-
     def put(self, row: bytes) -> None:
         """Queue a row, once there is room. Raises JobError if an earlier one could not be written, OutputLostError if
         the file is gone."""

@@ -8,6 +8,7 @@ job. Knows nothing of what a row asks for.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -32,7 +33,6 @@ from npu_runner.errors import ConfigError, JobError
 from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 
 STANDARD_STREAM = "-"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
 _LEAST_FREE_BYTES = 1 << 30
@@ -200,8 +200,8 @@ class InputFile:
             if earlier is not None and ends and not continues_earlier:
                 continues_earlier = _is_end_of(earlier, digest, position, piece)
             digest.update(piece)
-            if position == 0 and piece.startswith(_BYTE_ORDER_MARK):
-                position, line.start = len(_BYTE_ORDER_MARK), len(_BYTE_ORDER_MARK)
+            if position == 0 and piece.startswith(codecs.BOM_UTF8):
+                position, line.start = len(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
                 piece = piece[position:]
             position += len(piece)
             line.add(piece)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import stat
 import sys
 import tempfile
@@ -24,8 +23,6 @@ from npu_runner.errors import ConfigError
 from npu_runner.processes.patient_streams import patient
 
 _STDOUT = 1
-_MAX_LINKS = 40
-_MOUNTS = Path("/proc/self/mountinfo")
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -143,17 +140,14 @@ def find_place(option: str, name: str | Path) -> Place:
 
 
 def own_descriptor(name: str) -> int | None:
-    """The number, where the name leads to a descriptor of this process: -, /dev/stdout, the /dev/fd/63 of a shell."""
+    """The number, where the name is one of a descriptor of this process: -, /dev/stdout, the /dev/fd/63 of a shell."""
     if name == STANDARD_STREAM:
         return _STDOUT
     ours = {os.path.realpath(f"/proc/{which}/fd") for which in ("self", "thread-self")}
-    for _ in range(_MAX_LINKS):
-        folder, last = os.path.split(name)
-        if os.path.realpath(folder or ".") in ours:
-            return int(last) if last.isdecimal() else None
-        if not os.path.islink(name):
-            return None
-        name = os.path.join(folder, os.readlink(name))
+    given = Path(name)
+    for path in (given, given.parent / os.readlink(given) if given.is_symlink() else given):
+        if path.name.isdecimal() and os.path.realpath(path.parent) in ours:
+            return int(path.name)
     return None
 
 
@@ -180,21 +174,5 @@ def try_to_replace(title: str, path: Path) -> None:
     """Raises OSError or ConfigError where `replacing` would fail."""
     with tempfile.TemporaryFile(dir=path.parent):
         pass
-    if not path.exists():
-        return
-    if str(path) in _mount_points():
+    if path.exists() and path.stat().st_dev != path.parent.stat().st_dev:
         raise ConfigError(f"{title}: is mounted by itself, so no next version can take its place; mount its folder")
-    folder, found, user = path.parent.stat(), path.stat(), os.geteuid()
-    if folder.st_mode & stat.S_ISVTX and user not in (0, found.st_uid, folder.st_uid):
-        raise ConfigError(f"{title}: belongs to another user in a folder where only owners may replace their files; "
-                          "choose another name")
-    if user == 0 and not os.access(path, os.W_OK):  # no permission bits hold root back
-        raise ConfigError(f"{title}: is immutable or on a read-only file system; choose another name")
-
-
-def _mount_points() -> set[str]:
-    try:
-        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return set()
-    return {re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines}

@@ -67,8 +67,8 @@ class BatchOptions:
     allowed_media_dir: Path | None = field(default=None, metadata={"file": READ})
     """Images and videos may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
-    """Answers in the order of the input instead of the order in which they finish. A file is put in order once it is
-    whole."""
+    """Answers in the order of the input instead of the order in which they finish. The file is sorted once it is whole;
+    a stream is refused."""
     retry: tuple[str, ...] = field(default=(), metadata={"values": "KIND,..."})
     """When resuming, try rows again that are of these kinds: errors (failed rows), cut_off, repetition and unparsed
     (answers that are not whole); with commas between them. These rows may be corrected in the input, under the same

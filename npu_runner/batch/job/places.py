@@ -61,6 +61,10 @@ def find_places(options: BatchOptions, config: RunnerConfig | None = None) -> Pl
     if places.metrics_file is not None and places.metrics_file.is_stream:
         raise ConfigError(f"{places.metrics_file.title}: is a stream, and it is replaced every other second; name a "
                           "file")
+    if options.ordered and places.output.is_stream:
+        raise ConfigError(f"ordered: {places.output.title} is a stream, whose rows go out as they finish and cannot be "
+                          "sorted afterwards; name a file as output, or leave --ordered out and sort what comes out by "
+                          "custom_id")
     refuse_taken(list(places), read, {})
     return places
 

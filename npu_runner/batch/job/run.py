@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 
-from npu_runner.batch.files.destination import Destination, Writers, open_destination
+from npu_runner.batch.files.destination import Destination, Writers
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.joined import Joined, unparsed_keys
@@ -26,7 +26,7 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
-from npu_runner.batch.job.delivery import Delivery, EarlyRows, delivery_for, window_of
+from npu_runner.batch.job.delivery import Delivery
 from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
 from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
@@ -36,7 +36,7 @@ from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
 from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
-from npu_runner.batch.job.screening import all_are_refused
+from npu_runner.batch.job.screening import RefusedRows
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.rows.counts import Counts
@@ -114,13 +114,13 @@ class _Job:
     def run(self) -> None:
         """With the output locked: look, plan, answer."""
         places, options = self._places, self._options
-        destination = open_destination(places.output, overwrite=options.overwrite, errors=places.error_file)
+        destination = Destination(places.output, overwrite=options.overwrite, errors=places.error_file)
         metrics = None if places.metrics_file is None else places.metrics_file.path
         try:
             with destination:
                 self.history.read(destination.state, destination.path, overwrite=options.overwrite)
                 with self.live.told(destination.path, metrics), self._signals.interrupting():
-                    destination.look()
+                    destination.scan()
                     if places.report is not None and destination.path is None:
                         raise ConfigError(
                             "report: it is made from the output file, and this output cannot be read again")
@@ -177,10 +177,10 @@ class _Job:
         if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_done):
             decided |= Flaw.ERRORS  # a run that was cut short by its failures has to try them again
         unparsed = None
-        if Flaw.UNPARSED in decided and destination.earlier is not None and destination.path is not None:
-            outputs = [path for path in (destination.path, destination.error_path) if path is not None]
+        if Flaw.UNPARSED in decided and destination.earlier is not None:
             has_rule = RULE_OF_JOB in destination.earlier.settings
-            unparsed = unparsed_keys(Joined(file, rows, outputs, self._options.max_row_bytes), rows, has_rule)
+            joined = Joined(file, rows, destination.rows, self._options.max_row_bytes)
+            unparsed = unparsed_keys(joined, rows, has_rule)
         destination.decide(decided, unparsed)
         self._retries_errors = Flaw.ERRORS in decided
 
@@ -197,23 +197,21 @@ class _Job:
         book = RowBook(work.rows, work.wanted, file.source)
         config = manifest_check.config_to_go_on_with(self._config_of(work), earlier)
         plan = local_plan(config, options, file.source, self._open_model)
-        with contextlib.closing(EarlyRows()) as refused:
-            if not all_are_refused(plan, book, refused, self._check(destination)):
+        with contextlib.closing(RefusedRows()) as refused:
+            if not refused.add_all(plan, book, self._check(destination)):
                 return False
             self.summary.num_workers = plan.limits.num_workers
             self._say_without_model(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
             self._signals.defer()
             self.history.is_counted = True
-            self._write_refused(refused, book, self._begin(destination, earlier.with_input(work.rows.identity)))
+            self._write_refused(refused, self._begin(destination, earlier.with_input(work.rows.identity)))
         return True
 
-    def _write_refused(self, refused: EarlyRows, book: RowBook, writers: Writers) -> None:
+    def _write_refused(self, refused: RefusedRows, writers: Writers) -> None:
         record = self.summary
         record.serve_began = time.monotonic()
         with Delivery(writers, record.tally) as delivery:
-            for index in range(book.num_rows):
-                row = refused.pop(index)
-                assert row is not None, f"row {index} was refused and is lost"
+            for row in refused:
                 delivery.put(row)
         record.serve_ended = time.monotonic()
 
@@ -248,9 +246,6 @@ class _Job:
             record.num_workers = round(plan.workers_each * len(plan.replicas))
             if plan.notice is not None:
                 self._progress.say(plan.notice)
-            window = window_of(len(plan.replicas))
-            if options.ordered and destination.path is None:
-                queue.allow(window)
             hooks = hooks_for(book, suspects, self._progress, self._check(destination),
                               loading=self._loading,
                               rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)
@@ -265,9 +260,8 @@ class _Job:
                 writers = self._begin(destination, replace(manifest, suspects=dict(suspects.rows)))
                 self._hold(lambda: num_present(fleet.states))
                 fleet.begin(self._stamp(manifest))
-                delivery = delivery_for(writers, record.tally, queue.allow, is_ordered=options.ordered, window=window)
                 try:
-                    self._drive(fleet, book, suspects, delivery)
+                    self._drive(fleet, book, suspects, Delivery(writers, record.tally))
                 finally:
                     record.num_workers = round(plan.workers_each * len(fleet.states))
 
@@ -294,7 +288,7 @@ class _Job:
                 is_retry=bool(self._options.retried))
 
     def _begin(self, destination: Destination, manifest: Manifest) -> Writers:
-        return destination.begin(replace(manifest, runs=self.history.runs))
+        return destination.open_writers(replace(manifest, runs=self.history.runs))
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -376,14 +370,14 @@ class _Job:
         """Every row is there: put them in order, and make the report."""
         file.refuse_changes()
         self.live.enter("ordering")
-        destination.finish(work.rows, is_ordered=self._options.ordered)
+        if self._options.ordered:
+            destination.sort(work.rows)
         self.history.is_complete = True
         if self._places.report is not None:
             self.live.enter("reporting")
             most_pixels = self._config.prompts.max_source_pixels
             assert destination.path is not None, "refused at the start"
-            outputs = [path for path in (destination.path, destination.error_path) if path is not None]
-            make_report(self._places.report, self._options, most_pixels, file, work.rows, outputs,
+            make_report(self._places.report, self._options, most_pixels, file, work.rows, destination.paths,
                         has_schema=self._options.response_schema is not None,
                         about=about_job(destination.state.manifest, self.history.runs))
             self._progress.say(f"report    {self._places.report.name}")

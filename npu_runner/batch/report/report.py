@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from npu_runner.batch.files.answer_file import AnswerFile
+from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.place import Place
@@ -57,8 +59,11 @@ def write_report(target: Place, source: Source, *, thumbnails: ThumbnailMaker, w
     output = source.outputs[0]
     missing = f"No answer in {output} is affected; the report alone is missing"
     try:
-        with target.late_errors():
-            _Report(target, source, thumbnails, worker, max_rows).write()
+        answers = AnswerFile(source.outputs, ends=source.ends, file_errors=late_file_errors)
+        with target.late_errors(), answers:
+            if answers.scan().states[0] is None:
+                raise JobError(f"output {output}: is not there any more")
+            _Report(target, source, answers, thumbnails, worker, max_rows).write()
     except JobError as error:
         raise JobError(f"{error}. {missing}") from error
     except Exception as error:  # the border where a fault of the page becomes a reported failure
@@ -68,13 +73,14 @@ def write_report(target: Place, source: Source, *, thumbnails: ThumbnailMaker, w
 class _Report:
     """One report while it is written."""
 
-    def __init__(self, target: Place, source: Source, thumbnails: ThumbnailMaker, worker: PoolLimits, max_rows: int):
+    def __init__(self, target: Place, source: Source, answers: AnswerFile, thumbnails: ThumbnailMaker,
+                 worker: PoolLimits, max_rows: int):
         self._target = target
         self._source = source
         self._thumbnails = thumbnails
         self._worker = worker
         self._max_rows = min(max_rows, MAX_CARDS_OF_ONE_FILE)
-        self._joined = Joined(source.file, source.rows, source.outputs, source.max_row_bytes, source.ends)
+        self._joined = Joined(source.file, source.rows, answers, source.max_row_bytes)
 
     def write(self) -> None:
         found = survey(self._joined, self._max_rows, has_schema=self._source.has_schema)
