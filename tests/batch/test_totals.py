@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from npu_runner.batch.files import answer_writer
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.names import manifest_path, status_path
@@ -189,6 +191,34 @@ def test_a_state_that_cannot_be_written_at_the_end_is_an_error_and_the_rows_stay
     job.run()
     totals = PastJob(str(job.output)).totals(None)
     assert (totals.num_unrecorded, [run["tally"]["num_answered"] for run in totals.runs.last]) == (0, [3])
+
+
+def test_nothing_is_synced_by_the_thread_that_drives_an_engine_while_it_has_rows(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One replica works in the job's own thread; a disk may take long."""
+    write_rows(job.input, MIXED)
+    monkeypatch.setattr(live, "BEAT_SECONDS", 0.0)
+    engines: list[ScriptedEngine] = []
+    seen: list[tuple[bool, bool]] = []
+    fsync = os.fsync
+
+    def recording(descriptor: int) -> None:
+        is_driver = threading.current_thread() is threading.main_thread()
+        seen.append((is_driver, any(engine.has_unfinished_requests() for engine in engines)))
+        time.sleep(0.05)
+        fsync(descriptor)
+
+    def make(config: RunnerConfig) -> ScriptedEngine:
+        engines.append(ScriptedEngine(config, on_step=lambda engine: time.sleep(0.1)))
+        return engines[-1]
+
+    monkeypatch.setattr(os, "fsync", recording)
+    monkeypatch.setattr(answer_writer.AnswerWriter.__init__, "__kwdefaults__",
+                        {"path": None, "sync_rows": 2, "sync_seconds": 0.0})
+    job.run(make)
+    assert (True, True) not in seen
+    assert {(True, False), (False, True)} <= {*seen}, "the state and the answers are synced"
 
 
 def test_device_seconds_are_those_that_replicas_held(monkeypatch: pytest.MonkeyPatch) -> None:
