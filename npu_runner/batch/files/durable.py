@@ -10,13 +10,15 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from npu_runner.batch.files.names import new_version_path
 from npu_runner.errors import ConfigError, JobError
 
+FileErrors: TypeAlias = Callable[[str], contextlib.AbstractContextManager[None]]
+"""`clear_file_errors` or `late_file_errors`: turns an OSError within into the error of a user."""
 _FOR_WRITING = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 # The settings were fine, the machine gave out: worth the same command again once there is room.
 _MACHINE_GAVE_OUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.ESTALE)

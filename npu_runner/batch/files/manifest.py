@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from npu_runner import __version__
-from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.durable import FileErrors, clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
@@ -119,7 +119,8 @@ class Manifest:
                     "system_fingerprint_before": fingerprint} for change in changes]
         return replace(self, settings=settings, changes=(*self.changes, *records))
 
-    def save(self, output: Path, *, earlier: Manifest | None = None) -> None:
+    def save(self, output: Path, *, earlier: Manifest | None = None, file_errors: FileErrors = clear_file_errors
+             ) -> None:
         """Write the state to disk. `earlier`: the state that is there, None: there is none.
 
         The records of rows are on disk before: what a manifest says of the input is always known row by row.
@@ -127,7 +128,7 @@ class Manifest:
         if earlier is None or earlier.input != self.input or earlier.input.rows != self.input.rows:
             save_rows(output, self.input, in_manifest=None if earlier is None else earlier.input)
         path = manifest_path(output)
-        with clear_file_errors(f"manifest {path}"), replacing(path) as file:
+        with file_errors(f"manifest {path}"), replacing(path) as file:
             text = json.dumps(_to_json(self), indent=2, sort_keys=True, ensure_ascii=False)
             file.write(text.encode("utf-8") + b"\n")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.files.durable import late_file_errors
+from npu_runner.batch.files.durable import FileErrors, clear_file_errors, late_file_errors
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.older_formats import read_older_runs, remove_older_files
 from npu_runner.batch.files.runs import Runs
@@ -34,10 +34,10 @@ class StateFile:
         """The file is removed with the output that it belongs to."""
         self.manifest, self.runs = None, Runs()
 
-    def save(self, manifest: Manifest) -> None:
+    def save(self, manifest: Manifest, file_errors: FileErrors = clear_file_errors) -> None:
         """Have this state on disk from here on. Older files, which it takes the place of, go after it."""
         if self._output is not None:
-            manifest.save(self._output, earlier=self.manifest)
+            manifest.save(self._output, earlier=self.manifest, file_errors=file_errors)
             if not self.is_begun:
                 remove_older_files(self._output)
         self.manifest, self.runs, self.is_begun = manifest, manifest.runs, True
@@ -47,8 +47,7 @@ class StateFile:
         if self.manifest is not None and self.is_begun:
             changed = replace(self.manifest, **changes)
             if changed != self.manifest:
-                with late_file_errors("manifest"):
-                    self.save(changed)
+                self.save(changed, late_file_errors)
 
 
 def read_state(output: Path) -> tuple[Manifest | None, Runs]:

@@ -84,8 +84,7 @@ class BatchOptions:
     """Replace an existing output instead of resuming it."""
     summary: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write what all runs of the job add up to, and this run under `this_run`, to this file, as JSON, also when an
-    error ended it. While the run is under way the file says so. - writes standard output at the end, if nothing else
-    does."""
+    error ended it. The file is written once, at the end. - writes standard output, if nothing else does."""
     report: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
     output, if nothing else does."""
