@@ -48,8 +48,7 @@ from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.delivery import Delivery
-from npu_runner.batch.job.driver import Driver, hooks_for
+from npu_runner.batch.job.driver import Delivery, Driver, hooks_for
 from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress

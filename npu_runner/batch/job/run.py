@@ -26,8 +26,7 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
-from npu_runner.batch.job.delivery import Delivery
-from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
+from npu_runner.batch.job.driver import Delivery, Driver, hooks_for, known_suspects
 from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
