@@ -10,7 +10,8 @@ with its fsyncs, the tally. A replica reads each row where it lies, as preproces
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
 without and with the files that are replaced while a job runs (status, metrics), in turn,
 and which share of the driver's time these took. `--fsync-ms`: the pairs are without and with a slow disk instead, on
-which each fsync takes so much longer; both have the files that are replaced.
+which each fsync takes longer; both have the files that are replaced. `put_percent` is the share of time in which
+the driver hands rows to the writer, and waits where that has no room.
 
 Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
 driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
@@ -76,6 +77,17 @@ from npu_runner.serving.replicas.process_replica import ProcessReplica
 MAX_ROWS = 512
 ROWS_A_STEP = 64
 QUESTION = "Which of the three roads that lead out of the village is the shortest way to the mill by the river? " * 2
+
+
+class TimedWriter(AnswerWriter):
+    """Counts the seconds in which the driver waits for room in the queue of answers."""
+
+    put_seconds = 0.0
+
+    def put(self, row: bytes) -> None:
+        began = time.perf_counter()
+        super().put(row)
+        self.put_seconds += time.perf_counter() - began
 
 
 class EchoReplica(Replica):
@@ -227,8 +239,9 @@ def measure(
             fleet.begin(None)
             summary, spent = JobSummary(num_rows=scan.num_rows, tally=tally), Spent()
             summary.serve_began = time.monotonic()
+            writer = TimedWriter(descriptor, str(output), path=output)
             with (
-                Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
+                Delivery(Writers(writer), tally) as delivery,
                 watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
@@ -244,6 +257,7 @@ def measure(
     return {
         "replicas": num_replicas,
         "watched": is_watched,
+        "put_percent": round(100 * writer.put_seconds / seconds, 2),
         "live_files_percent": round(100 * spent.seconds / seconds, 2),
         "live_files_percent_of_processor": round(100 * spent.processor_seconds / used, 2),
         "scan_rows_per_second": round(scan.num_rows / scan_seconds),

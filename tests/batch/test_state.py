@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -115,10 +116,10 @@ def without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_killed_before_any_step_each_run_counts_once(tmp_path: Path, begin: Callable[[Path], None],
                                                      error: Exception | None) -> None:
     seen: list[int | None] = []
+    (tmp_path / "begun").mkdir()
+    begin(tmp_path / "begun" / "out.jsonl")
     for step in range(0, 400, every(6)):
-        output = tmp_path / str(step) / "out.jsonl"
-        output.parent.mkdir()
-        begin(output)
+        output = shutil.copytree(tmp_path / "begun", tmp_path / str(step)) / "out.jsonl"
         earlier = told(output)
         was_killed = killed_before(step, partial(one_run, output, "new", error))
         now = told(output)
