@@ -39,8 +39,8 @@ MOST_ARROWS = 116
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 MOST_LINES = {
-    "platforms": 13359, "batch": 10346, "prompts": 5848, "runner": 4739, "serving": 3875, "checkpoint": 3858,
-    "tables": 2365, "reports": 316, "engine": 2489, "core": 2171, "grammars": 2003, "cli": 1949, "models": 1919,
+    "platforms": 13359, "batch": 10335, "prompts": 5848, "runner": 4739, "serving": 3875, "checkpoint": 3858,
+    "tables": 2365, "reports": 316, "engine": 2489, "core": 2171, "grammars": 2003, "cli": 1947, "models": 1919,
     "layers": 1884, "sampling": 1773, "request": 1718, "strategies": 1600, "front": 1379, "processes": 748,
     "assets": 11,
 }
@@ -69,22 +69,22 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 98, 39
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {
     r"\bso (many|much)\b": 69,
-    r"\bnobody\b": 47,
-    r"\bwhoever\b": 20,
-    r"\bsomebody\b": 12,
-    r"\bpictures?\b": 47,
+    r"\bnobody\b": 40,
+    r"\bwhoever\b": 19,
+    r"\bsomebody\b": 9,
+    r"\bpictures?\b": 41,
     r"\bfew[_ ]rows\b": 24,
     r"(\b|_)products?(\b|_)": 436,
     r"\bdef of\b": 23,
-    r"\bdef look\b": 7,
-    r"\bdef begin\b": 14,
+    r"\bdef look\b": 2,
+    r"\bdef begin\b": 10,
     r"\bdef note\b": 2,
     r"\b(_?settles?|settled)\b": 38,
     r"\bdef _?takes?\b|\btakes_\w+": 64,
     r"\b(draws?|drawn?|drew)\b": 137,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 408, "Of": 209, "How": 86, "Those": 43, "That": 13, "So": 100, "Likewise": 9, "Such": 9}
+MOST_OF_AN_OPENING = {"What": 397, "Of": 192, "How": 84, "Those": 41, "That": 13, "So": 5, "Likewise": 0, "Such": 2}
 
 
 @functools.cache
