@@ -167,11 +167,12 @@ def slow_fsync(milliseconds: float) -> Iterator[None]:
     """Within, each fsync of this process takes so much longer, without the interpreter's lock."""
     fsync = os.fsync
 
-    def slow(descriptor: int) -> None:
+    def slow(fd: Any) -> None:
         time.sleep(milliseconds / 1e3)
-        fsync(descriptor)
+        fsync(fd)
 
-    os.fsync = slow if milliseconds else fsync
+    if milliseconds:
+        os.fsync = slow
     try:
         yield
     finally:
