@@ -40,8 +40,8 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "renamed": (lambda path: path.rename(path.with_name("elsewhere")), "was removed or renamed"),
     "folder removed": (lambda path: shutil.rmtree(path.parent), "was removed or renamed"),
     "replaced": (replace_by_another, "another file was put in its place"),
-    "cut": (lambda path: os.truncate(path, 10), "somebody else cut it or wrote to it"),
-    "written to": (append, "somebody else cut it or wrote to it"),
+    "cut": (lambda path: os.truncate(path, 10), "another process cut it or wrote to it"),
+    "written to": (append, "another process cut it or wrote to it"),
 }
 
 

@@ -17,8 +17,8 @@ from npu_runner.batch.files.answer_file import AnswerFile, have_any, open_for_ro
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
 from npu_runner.batch.files.input_file import InputScan
-from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.names import replaced_path
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.names import manifest_path, replaced_path
 from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.state_file import StateFile

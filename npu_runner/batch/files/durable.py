@@ -109,7 +109,7 @@ def remove_torn_version(path: Path) -> None:
 
 
 def _create(path: Path, *, waits: bool) -> int:
-    """A new, empty file, locked as long as it is open. Whatever else has the name is removed: a link that somebody put
+    """A new, empty file, locked as long as it is open. Whatever else has the name is removed: a link that was put
     there is not followed. Raises BlockingIOError where a process is writing it."""
     while True:
         _remove_left(path, waits=waits)

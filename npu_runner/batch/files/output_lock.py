@@ -16,13 +16,13 @@ from npu_runner.errors import ConfigError
 
 # A process that is gone may have left a child that is not another program yet and holds what it held.
 _LEAVING_SECONDS = 5.0
-_LOOKING_SECONDS = 0.1
+_READING_SECONDS = 0.1
 
 
 class OutputLock:
     """Holds `<output>.lock` while a job runs; a second job on the output gets a ConfigError with the holder's pid.
 
-    One whose holder is gone is waited for, for seconds.
+    The lock of a holder that is gone is waited for, for seconds.
     """
 
     def __init__(self, output: Path):
@@ -39,8 +39,8 @@ class OutputLock:
             except BlockingIOError:
                 holder = _holder(descriptor)
                 os.close(descriptor)
-                # A job that looks from outside (job_at_work) has a lock for a moment, too.
-                patience = _LEAVING_SECONDS if _is_gone(holder) else _LOOKING_SECONDS
+                # A command that reads the lock from outside (job_at_work) holds it for a moment, too.
+                patience = _LEAVING_SECONDS if _is_gone(holder) else _READING_SECONDS
                 if time.monotonic() < began + patience:
                     time.sleep(0.01)
                     continue

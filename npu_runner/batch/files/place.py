@@ -37,11 +37,11 @@ class Place:
         self.path = path
         """Where the file is or will be, links followed; None: it is a stream."""
         self.number = number
-        """Of the open descriptor of this process that the name stands for; None: it names a file or a device."""
+        """The open descriptor of this process that the name stands for; None: it names a file or a device."""
         self.identity = identity
-        """Of what is there; None: nothing is."""
+        """The file that is there; None: there is none."""
         self.descriptor = -1
-        """Of the stream, while this is entered."""
+        """The stream is open under this number while the place is entered."""
 
     @property
     def title(self) -> str:
@@ -52,7 +52,7 @@ class Place:
         return self.path is None
 
     def own_files(self) -> dict[Path, str]:
-        """What the job makes beside this file, and what each is called."""
+        """The files that the job makes beside this one, each with its name in messages."""
         return {} if self.path is None else own_files(self.option, self.path)
 
     def __enter__(self) -> Place:
@@ -103,20 +103,20 @@ class Place:
         if self.number == _STDOUT:
             _flush(sys.__stdout__)
             descriptor = os.dup(_STDOUT)
-            # Whatever prints meanwhile (a library, a compiler) must not end up among what is written here.
+            # The words of a library or a compiler must not end up among what is written here.
             os.dup2(2, _STDOUT)
             return descriptor
         return os.dup(self.number)
 
 
 def _flush(stream: TextIO | None) -> None:
-    """What it holds back goes out now, or nowhere."""
+    """The bytes that it holds back go out now, or nowhere."""
     if stream is not None and not stream.closed:
         patient(stream).flush()
 
 
 def find_place(option: str, name: str | Path) -> Place:
-    """What stands under this name. Raises ConfigError for what nothing can be written to."""
+    """The file or stream of this name. Raises ConfigError for one that cannot be written."""
     name = str(name)
     title = f"{option} {name}"
     number = own_descriptor(name)
