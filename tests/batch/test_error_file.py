@@ -65,7 +65,7 @@ def test_failed_rows_are_there_and_answers_are_not(job: Job, errors: Path, tmp_p
     assert "scripted_bad" in page
     assert "0 txet" in page
     again = job.run(error_file=errors)
-    assert (again.exit_status, again.num_resumed, again.num_failed_in_output) == (3, 41, 21)
+    assert (again.exit_status, again.num_resumed, again.rows.num_failed) == (3, 41, 21)
     assert len(job.engines) == 1
 
 
@@ -90,14 +90,14 @@ def test_failed_rows_are_tried_again_only_when_asked_for(job: Job, errors: Path)
     assert (summary.num_resumed, summary.tally.num_answered, summary.tally.num_failed) == (20, 10, 11)
     assert set(names(errors)) == {name for name in FAILED if name is None or int(name[1:]) % 4 == 1}
     assert len(names(job.output)) == 30
-    assert job.run(error_file=errors).num_failed_in_output == 11
+    assert job.run(error_file=errors).rows.num_failed == 11
 
 
 def test_rows_that_failed_before_there_was_a_file_for_them_move(job: Job, errors: Path) -> None:
     job.run()
     whole = lines_of(job.output)
     summary = job.run(error_file=errors)
-    assert (summary.num_resumed, summary.num_failed_in_output) == (41, 21)
+    assert (summary.num_resumed, summary.rows.num_failed) == (41, 21)
     assert_each_once(job, errors)
     assert lines_of(job.output, errors) == whole
 
