@@ -117,7 +117,7 @@ def test_all_six_who_read_answers_agree(tmp_path: Path, has_error_file: bool) ->
     assert sorted((tmp_path / "merged.jsonl").read_bytes().splitlines(True)) == sorted(expected.values())
 
     summary = job.run(**options)
-    assert (summary.num_resumed, summary.num_failed_in_output) == (len(CASES), num_failed)
+    assert (summary.num_resumed, summary.rows.num_failed) == (len(CASES), num_failed)
     assert len(job.engines) == 1, "no row is answered again"
     kept = job.output.read_bytes() + (errors.read_bytes() if has_error_file else b"")
     assert sorted(kept.splitlines(True)) == sorted(expected.values())
