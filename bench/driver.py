@@ -3,12 +3,14 @@
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
-    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5]
+    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5] [--fsync-ms 50]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
 without and with the files that are replaced while a job runs (status, metrics), in turn,
-and which share of the driver's time these took.
+and which share of the driver's time these took. `--fsync-ms`: the pairs are without and with a slow disk instead, on
+which each fsync takes longer; both have the files that are replaced. `put_percent` is the share of time in which
+the driver hands rows to the writer, and waits where that has no room.
 
 `--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
 characters and answers of 64 tokens of shapes-vl, without images.
@@ -44,15 +46,14 @@ from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
 from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
-from npu_runner.batch.files.place import find_place
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.accounts import Accounts
-from npu_runner.batch.job.delivery import Delivery
-from npu_runner.batch.job.driver import Driver, hooks_for
+from npu_runner.batch.job.driver import Delivery, Driver, hooks_for
+from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import JobRecord, Outcome, Tally
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.serving.replica import (
     Begun,
@@ -75,6 +76,17 @@ from npu_runner.serving.replicas.process_replica import ProcessReplica
 MAX_ROWS = 512
 ROWS_A_STEP = 64
 QUESTION = "Which of the three roads that lead out of the village is the shortest way to the mill by the river? " * 2
+
+
+class TimedWriter(AnswerWriter):
+    """Counts the seconds in which the driver waits for room in the queue of answers."""
+
+    put_seconds = 0.0
+
+    def put(self, row: bytes) -> None:
+        began = time.perf_counter()
+        super().put(row)
+        self.put_seconds += time.perf_counter() - began
 
 
 class EchoReplica(Replica):
@@ -115,7 +127,7 @@ class EchoReplica(Replica):
 
     def _answer(self, row: Any) -> FinishedRow:
         data = row.data or self._source.read(row)
-        return FinishedRow(row.number, Outcome(num_prompt_tokens=30, num_completion_tokens=30), data)
+        return FinishedRow(row.number, Counts(num_answered=1, num_prompt_tokens=30, num_completion_tokens=30), data)
 
 
 def main() -> None:
@@ -126,6 +138,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
     parser.add_argument("--report", type=int, metavar="N", help="measure a report of N rows instead")
+    parser.add_argument("--fsync-ms", type=float, default=0.0, metavar="MS", help="a slow disk, in pairs")
     arguments = parser.parse_args()
     if arguments.report:
         measure_report(arguments.report, arguments)
@@ -136,9 +149,12 @@ def main() -> None:
             opened.enter_context(ray_cluster(max(arguments.replicas)))
         measured = []
         turns = [False, True] * arguments.pairs or [False] * arguments.repeats
-        for count, is_watched in itertools.product(arguments.replicas, turns):
-            measured.append(measure(Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray,
-                                    is_watched=is_watched))
+        for count, is_second in itertools.product(arguments.replicas, turns):
+            fsync_ms = arguments.fsync_ms if is_second else 0.0
+            with slow_fsync(fsync_ms):
+                measured.append(measure(Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray,
+                                        is_watched=is_second or arguments.fsync_ms > 0))
+            measured[-1]["fsync_ms"] = fsync_ms
             print("  ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
     print_result("driver", arguments, measured=measured)
 
@@ -164,6 +180,23 @@ def run_command(*arguments: Any) -> float:
     child.communicate()
     assert child.returncode == 0, f"npu-runner {arguments[0]} failed"
     return time.perf_counter() - started
+
+
+@contextmanager
+def slow_fsync(milliseconds: float) -> Iterator[None]:
+    """Within, each fsync of this process takes so much longer, without the interpreter's lock."""
+    fsync = os.fsync
+
+    def slow(fd: Any) -> None:
+        time.sleep(milliseconds / 1e3)
+        fsync(fd)
+
+    if milliseconds:
+        os.fsync = slow
+    try:
+        yield
+    finally:
+        os.fsync = fsync
 
 
 def write_input(path: Path, num_rows: int) -> None:
@@ -207,7 +240,7 @@ def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray:
 def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool) -> dict[str, Any]:
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-    tally, suspects = Tally(), Suspects(None)
+    tally, suspects = Counts(), Suspects({})
     started = time.perf_counter()
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         scan = file.scan()
@@ -222,11 +255,12 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            record, spent = JobRecord(num_rows=scan.num_rows, tally=tally), Spent()
-            record.serve_began = time.monotonic()
+            summary, spent = JobSummary(num_rows=scan.num_rows, tally=tally), Spent()
+            summary.serve_began = time.monotonic()
+            writer = TimedWriter(descriptor, str(output), path=output)
             with (
-                Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
-                watched(record, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
+                Delivery(Writers(writer), tally) as delivery,
+                watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
@@ -238,6 +272,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
     return {
         "replicas": num_replicas,
         "watched": is_watched,
+        "put_percent": round(100 * writer.put_seconds / seconds, 2),
         "live_files_percent": round(100 * spent.seconds / seconds, 2),
         "live_files_percent_of_processor": round(100 * spent.processor_seconds / used, 2),
         "scan_rows_per_second": round(scan.num_rows / scan_seconds),
@@ -257,11 +292,9 @@ class Spent:
 
 
 @contextmanager
-def watched(record: JobRecord, fleet: Fleet, output: Path, spent: Spent) -> Iterator[Callable[[], None]]:
+def watched(summary: JobSummary, fleet: Fleet, output: Path, spent: Spent) -> Iterator[Callable[[], None]]:
     """What the driver calls after each look at its replicas, as in a job with a status and --metrics-file."""
-    place = find_place("output", output)
-    metrics = find_place("metrics_file", output.with_suffix(".prom"))
-    live = Live(record, Accounts(record, place, None, print), place, metrics, print)
+    live = Live(summary, JobHistory(summary, print), print)
     live.fleet = fleet
 
     def look() -> None:
@@ -270,7 +303,7 @@ def watched(record: JobRecord, fleet: Fleet, output: Path, spent: Spent) -> Iter
         spent.seconds += time.perf_counter() - began
         spent.processor_seconds += time.thread_time() - used
 
-    with live.of_this_run():
+    with live.told(output, output.with_suffix(".prom")):
         yield look
 
 

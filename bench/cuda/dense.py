@@ -170,7 +170,8 @@ def int4(_: Namespace) -> Iterator[Case]:
             ways["CUDA C++"] = hopper_grouped_small_m.multiply
         for way, run in ways.items():
             yield Case(name=f"4 bits, {num_rows} rows, {way}", in_graph=True, num_bytes=num_bytes,
-                       call=rotate(lambda layer: [run(_grouped_matmul(*pair)) for pair in zip(inputs, layer, strict=True)], layers),
+                       call=rotate(lambda layer: [run(_grouped_matmul(*pair))
+                                                  for pair in zip(inputs, layer, strict=True)], layers),
                        operations=2.0 * num_rows * _NUM_WEIGHTS)
 
 

@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         from npu_runner.platforms.examination import RUNNER_NEEDS
 
-        if error.name not in _imports_of(RUNNER_NEEDS):
+        if error.name not in {"PIL" if name == "pillow" else name for name in RUNNER_NEEDS}:
             raise
         print(f"npu-runner: {error}; npu-runner doctor lists every package that is missing", file=sys.stderr)
         return 2
@@ -97,10 +97,6 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _lead_standard_output_to_null() -> None:
     """Else Python complains once more when it flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _imports_of(packages: Sequence[str]) -> set[str]:
-    return {"PIL" if name == "pillow" else name for name in packages}
 
 
 def _parser() -> Parser:
@@ -197,13 +193,11 @@ def _add_summary(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", _report, "make HTML pages of a job's answers",
-        "Makes what batch --report makes, from the files of a job: one HTML file, or a folder of pages. "
-        "Loads no model.")
+        commands, "report", _report, "make an HTML page of a job's answers",
+        "Makes what batch --report makes, from the files of a job. Loads no model.")
     parser.add_argument("output", help=_OUTPUT)
     parser.add_argument("-o", "--page", metavar="PAGE", required=True,
-                        help="the HTML file; - writes standard output. With more than 2000 rows, and where a folder "
-                        "has the name, a folder whose pages begin with index.html")
+                        help="the HTML file; - writes standard output")
     parser.add_argument("-i", "--input", metavar="FILE",
                         help="the rows that the job answers (default: none, and answers are shown without questions)")
     parser.add_argument("--allowed-media-dir", type=Path, metavar="PATH",
@@ -258,7 +252,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.job_status import status_of
+    from npu_runner.reports.status import status_of
 
     status = status_of(arguments.output)
     print(json.dumps(status.to_json(), indent=2) if arguments.json else "\n".join(status.to_lines()))
@@ -266,21 +260,21 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _summary(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.past_job import PastJob
+    from npu_runner.reports.summary import PastJob, summary_lines
 
     totals = PastJob(arguments.output).totals(arguments.input)
-    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(totals.to_lines()))
+    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(summary_lines(totals)))
     return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+    from npu_runner.reports.summary import NO_INPUT, PastJob
 
     job = PastJob(arguments.output)
     job.report(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
         allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
-    print(f"report    {arguments.page}: {job.totals(None).to_lines()[0]}", file=sys.stderr)
+    print(f"report    {arguments.page}: {arguments.output}: {job.totals(None).state}", file=sys.stderr)
     return 0
 
 

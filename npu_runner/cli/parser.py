@@ -84,6 +84,8 @@ _INSTEAD = {
 }
 """Commands of vLLM, and what does that here."""
 _OPTIONS_INSTEAD = {"--input-file": "--input", "--output-file": "--output"}
+_REMOVED = {"--report-every": "it was removed; npu-runner report works beside a running job"}
+"""Options of earlier releases, and what to do instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,6 +116,8 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown_option(self, word: str) -> str:
         name = word.partition("=")[0]
+        if name in _REMOVED:
+            return f"{name}: {_REMOVED[name]}"
         options = {option.lstrip("-"): option for option in self._option_string_actions}  # dashes are alike in all
         near = [options[each] for each in difflib.get_close_matches(name.lstrip("-"), options, n=3, cutoff=0.62)]
         if _OPTIONS_INSTEAD.get(name) in self._option_string_actions:

@@ -38,8 +38,8 @@ def add_table(commands: Commands) -> None:
 def add_merge(commands: Commands) -> None:
     parser = add_command(
         commands, "merge", _merge, "put two outputs of one input together",
-        "Each row once: an answer counts more than a failure, and the first output more than the second. "
-        "The rows that are left out are named.")
+        "Each row once: a whole answer counts more than another one, an answer more than a failure, and else the first "
+        "output more than the second. The rows that are left out are named.")
     for name in ("first", "second"):
         parser.add_argument(name, metavar=name.upper(), help="the output of a job, with its error file")
     add_options(parser, MergeOptions, "merge")

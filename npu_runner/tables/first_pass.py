@@ -60,12 +60,13 @@ class FirstPass:
         self._fields: dict[str, Seen] = {}
         self._schemas: set[bytes] = set()
 
-    def look_at_row(self, metadata: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+    def add_request(self, request: Mapping[str, Any]) -> None:
+        metadata = metadata_of(request)
         for name, value in list(_named(metadata).items())[:MAX_METADATA]:
             if name in self._metadata or len(self._metadata) < _MAX_CANDIDATES:
                 self._metadata.setdefault(name, Seen()).add(value)
         self.has_more_metadata |= len(metadata) > MAX_METADATA or not all(map(_may_be_column, metadata))
-        schema = None if self._has_schema else _schema_of(body)
+        schema = None if self._has_schema else _schema_of(_object(request.get("body")))
         if schema is None or (digest := _digest(schema)) in self._schemas:
             return
         self._schemas.add(digest)
@@ -74,25 +75,25 @@ class FirstPass:
                 # Two schemas that do not agree declare nothing.
                 self._declared[name] = kind if self._declared.get(name, kind) == kind else None
 
-    def look_at_answer(self, answer: Answer) -> int:
+    def add_answer(self, answer: Answer) -> int:
         """Returns how many lines of the table it becomes. Raises one of FAULTS for what is no answer."""
         lines = cells_of(answer)
         for cells in lines:
             if not is_error(cells):
                 self._names |= cells.keys()
             if cells.get(VECTOR) is not None:
-                self._look_at_vector(cells["custom_id"], cells[VECTOR].size)
-            self._look_at_fields(_fields_of(cells.get("text")))
+                self._add_vector(cells["custom_id"], cells[VECTOR].size)
+            self._add_fields(_fields_of(cells.get("text")))
         return len(lines)
 
-    def _look_at_vector(self, name: str, size: int) -> None:
+    def _add_vector(self, name: str, size: int) -> None:
         if not self.vector_size:
             self.vector_size, self._size_of = size, name
         if size != self.vector_size:
             self.sizes_differ = (f"the vector of {self._size_of!r} has {self.vector_size} numbers, that of {name!r} "
                                  f"has {size}")
 
-    def _look_at_fields(self, fields: Mapping[str, Any]) -> None:
+    def _add_fields(self, fields: Mapping[str, Any]) -> None:
         for name, value in fields.items():
             if name not in self._fields and len(self._fields) > MAX_FIELDS + len(self._declared):
                 continue  # too many already: none will be a column but the schema's
@@ -158,6 +159,14 @@ class Joiner:
         more = {name: value for name, value in metadata.items() if _shown(name) not in named.keys() & self._metadata}
         return {**cells, **_columns(METADATA, named, self._metadata), **_columns(FIELD, fields, self._fields),
                 **({MORE_METADATA: more} if more else {})}
+
+
+def metadata_of(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _object(_object(request.get("body")).get("metadata"))
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _columns(prefix: str, values: Mapping[str, Any], names: set[str]) -> Cells:

@@ -6,27 +6,26 @@ Answers are read twice: once for the types of the columns, once for their cells.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_runner.batch.files.output_scan import places_of
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.joined import Joined, requests_in
 from npu_runner.batch.files.taken_names import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED
-from npu_runner.tables.answer_cells import MORE_METADATA, Cells, cells_of
-from npu_runner.tables.answer_files import AnswerFiles
+from npu_runner.tables.answer_cells import MORE_METADATA, cells_of
 from npu_runner.tables.extra import pyarrow_for
-from npu_runner.tables.first_pass import MAX_FIELDS, MAX_METADATA, FirstPass, Joiner
+from npu_runner.tables.first_pass import MAX_FIELDS, MAX_METADATA, FirstPass, Joiner, metadata_of
+from npu_runner.tables.job_output import JobOutput
 from npu_runner.tables.options import TableOptions
 from npu_runner.tables.places import find_output
 from npu_runner.tables.prompt_text import read_schema
-from npu_runner.tables.row_metadata import RowMetadata
 from npu_runner.tables.table_writers import CsvWriter, JsonlWriter, ParquetTable, TableWriter, VectorsWriter
 
 _RULE_OF_JOB = "answers.structured_outputs"
@@ -78,65 +77,53 @@ class MadeTable:
         return lines
 
 
-# R rows of the table's order
-def make_table(answers: str, options: TableOptions) -> MadeTable:
+def make_table(name: str, options: TableOptions) -> MadeTable:
     """Raises ConfigError where there are no answers, or none that the format takes; then the table is as before."""
     if options.kind == "parquet":
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
-        files = entered.enter_context(AnswerFiles(answers, options.max_row_bytes))
-        place = find_output("table", options.output, [*files.read_names, *read_by(options)])
-        rows = None if options.input is None else RowMetadata(options.input, options.max_row_bytes)
-        entered.callback(rows.close) if rows is not None else None
-        found = FirstPass(_schema(files, options))
-        if rows is not None:
-            rows.read(answers, files.manifest, found.look_at_row)
-        files.scan(found.look_at_answer)
-        places_R = _order(files, rows)
-        made = _made(files, rows, places_R, found, options)
+        output = entered.enter_context(JobOutput(name, options.max_row_bytes))
+        place = find_output("table", options.output, [*output.read_names, *read_by(options)])
+        file = None if options.input is None else entered.enter_context(InputFile(options.input))
+        found = FirstPass(_schema(output, options))
+        rows = None
+        if file is not None:
+            rows = file.scan_for(name, None if output.manifest is None else output.manifest.input)
+            for request in requests_in(file, options.max_row_bytes):
+                found.add_request(request)
+        output.scan(found.add_answer)
+        output.refuse_other_files()
+        joined = Joined(file, rows, output, options.max_row_bytes)
+        if rows is not None and output.num_rows and not len(joined.places):
+            raise ConfigError(f"rows {options.input}: none of the answers in {name} belongs to a row of it; name the "
+                              "input of that job")
+        shown = joined.places[output.sizes_A[joined.answers_R[joined.places]] >= 0]
+        made = _made(output, joined, shown, found, options)
         ends: Counter[bool] = Counter()
-        make_writer = _writer(options, found, made.num_lines)
-        with place, place.writing() as file:
-            writer = make_writer(file, found.columns())
-            for cells in _lines(files, rows, places_R, Joiner(found)):
-                writer.write(cells)
-                ends.update([cells["stop_reason"] == REPETITION_DETECTED]
-                            if cells.get("finish_reason") == "length" else [])
+        make_writer, joiner = _writer(options, found, made.num_lines), Joiner(found)
+        with place, place.writing() as stream:
+            writer = make_writer(stream, found.columns())
+            for request, answer in joined.pairs(shown):
+                for cells in cells_of(answer):
+                    writer.write(joiner.joined(cells, metadata_of(request)))
+                    ends.update([cells["stop_reason"] == REPETITION_DETECTED]
+                                if cells.get("finish_reason") == "length" else [])
             writer.finish()
     return replace(made, num_cut_off=ends[False], num_repetition=ends[True])
 
 
-def _order(files: AnswerFiles, rows: RowMetadata | None) -> np.ndarray:
-    """Numbers of answers: in the order of the input, -1 for a row without one; without an input as they stand."""
-    if rows is None:
-        return np.arange(len(files.keys_A))
-    places_R = places_of(rows.scan.keys, files.keys_A)
-    if len(files.keys_A) and not (places_R >= 0).any():
-        raise ConfigError(f"rows {rows.name}: none of the answers in {files.name} belongs to a row of it; name the "
-                          "input of that job")
-    return places_R
-
-
-def _made(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, found: FirstPass,
-          options: TableOptions) -> MadeTable:
-    there = places_R[places_R >= 0]
+def _made(output: JobOutput, joined: Joined, shown: np.ndarray, found: FirstPass, options: TableOptions) -> MadeTable:
+    """`shown`: the rows whose answers become lines. An answer of no known endpoint counts as a broken line."""
+    answers, num_answered = joined.answers_R[shown], len(joined.places)
     return MadeTable(
-        output=options.output, num_lines=int(files.counts_A[there].sum()), num_answers=len(there),
-        num_failed=int(files.failed_A[there].sum()), num_cut_off=0, num_repetition=0,
-        num_unanswered=None if rows is None else int((places_R < 0).sum()),
-        num_strangers=len(files.keys_A) - len(np.unique(there)), num_broken_lines=len(files.broken),
-        first_broken_line=files.broken[0].number if files.broken else 0,
-        num_repeated=len(files.repeated), mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields,
+        output=options.output, num_lines=int(output.sizes_A[answers].sum()), num_answers=len(shown),
+        num_failed=int(output.failed_A[answers].sum()), num_cut_off=0, num_repetition=0,
+        num_unanswered=joined.num_rows - num_answered if joined.has_input else None,
+        num_strangers=output.num_rows - num_answered,
+        num_broken_lines=len(output.broken) + num_answered - len(shown),
+        first_broken_line=min((line.number for line in output.broken + output.unread), default=0),
+        num_repeated=len(output.repeated), mixed=found.mixed(), has_too_many_fields=found.has_too_many_fields,
         has_more_metadata=MORE_METADATA in found.columns())
-
-
-def _lines(files: AnswerFiles, rows: RowMetadata | None, places_R: np.ndarray, joiner: Joiner) -> Iterator[Cells]:
-    nothing: Iterable[Mapping[str, Any]] = itertools.repeat({})
-    there = places_R[places_R >= 0]
-    of_rows = nothing if rows is None else rows.metadata(places_R >= 0)
-    for place, metadata in zip(there.tolist(), of_rows, strict=False):
-        for cells in cells_of(files.answer(place)):
-            yield joiner.joined(cells, metadata)
 
 
 def _writer(options: TableOptions, found: FirstPass,
@@ -149,9 +136,9 @@ def _writer(options: TableOptions, found: FirstPass,
     return ParquetTable if options.kind == "parquet" else JsonlWriter
 
 
-def _schema(files: AnswerFiles, options: TableOptions) -> Any:
+def _schema(output: JobOutput, options: TableOptions) -> Any:
     """The one that is named, or that of the job; None: rows may have their own."""
     if options.schema is not None:
         return read_schema(options.schema)
-    rule = None if files.manifest is None else files.manifest.settings.get(_RULE_OF_JOB)
+    rule = None if output.manifest is None else output.manifest.settings.get(_RULE_OF_JOB)
     return rule if isinstance(rule, dict) else None

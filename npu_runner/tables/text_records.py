@@ -6,6 +6,7 @@ of what the columns mean.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import itertools
@@ -18,7 +19,6 @@ from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS, MIB
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SEPARATOR = re.compile(r"sep=([^\"\r\n])\r?\n?", re.IGNORECASE)
 _MAX_BYTES = LIMITS.max_row_bytes
 
@@ -121,7 +121,7 @@ def _lines(path: str, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(_MAX_BYTES + 1):
         if number == 0:
-            line = line.removeprefix(_BYTE_ORDER_MARK)
+            line = line.removeprefix(codecs.BOM_UTF8)
         number += 1
         _refuse_long(path, number, len(line))
         yield number, line

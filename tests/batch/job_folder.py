@@ -15,7 +15,7 @@ from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows
 
-LEFT = {"out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rows", "out.jsonl.runs.jsonl", "out.jsonl.status.json"}
+LEFT = {"out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rows", "out.jsonl.status.json"}
 """What a job that has served rows leaves: its output, and what belongs to it."""
 
 

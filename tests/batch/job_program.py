@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from npu_runner.batch.files import durable, output_file
+from npu_runner.batch.files import answer_file, durable
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
@@ -64,13 +64,13 @@ def interrupt_after_locking() -> None:
 
 def vanish_while_ordering(module: Any, name: str) -> None:
     """In the call of that name which the output's new version makes; files before it are let pass."""
-    replacing = output_file.replacing
+    replacing = answer_file.replacing
 
     def replacing_the_output(path: Path) -> Any:
         setattr(module, name, vanish)
         return replacing(path)
 
-    output_file.replacing = replacing_the_output
+    answer_file.replacing = replacing_the_output
 
 
 _ENGINES: dict[str, Callable[[RunnerConfig], ScriptedEngine]] = {
@@ -88,7 +88,7 @@ _EVENTS: dict[str, Callable[[], None]] = {
 def main(source: str, output: str, model: str, at: str = "") -> int:
     _EVENTS.get(at, lambda: None)()
     options = BatchOptions.from_keywords(input=source, output=output, preprocessing_workers=1, progress="off",
-                                         ordered=True, summary=f"{model}/summary.json")
+                                         ordered=output != "-", summary=f"{model}/summary.json")
     make = _ENGINES.get(at, announcing())
     print("an import that chats", flush=True)
     try:

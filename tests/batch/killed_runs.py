@@ -9,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.files import run_record
-from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_lock import job_at_work
 from tests.batch.job_folder import Job
 
 KILLED = 9
 STEPS = ("open", "write", "fsync", "replace", "unlink", "close")
-"""What a process may be killed before, beside each line that it writes."""
+"""What a process may be killed before."""
 
 
 def killed_before(step: int, do: Callable[[], None]) -> bool:
@@ -37,7 +36,6 @@ def killed_before(step: int, do: Callable[[], None]) -> bool:
         try:
             for name in STEPS:
                 setattr(os, name, counted(getattr(os, name)))
-            run_record._encoded = counted(run_record._encoded)
             do()
             os._exit(0)
         finally:

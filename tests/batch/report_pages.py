@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.files.folder_place import find_folder
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.report.head import About
@@ -52,12 +51,10 @@ def report(
     timeout: float = 120.0,
     max_row_bytes: int = 1 << 20,
     about: About | None = None,
-    as_folder: bool = False,
 ) -> str:
-    """The file report.html, or the index of the folder `report`. `requests` None: made without an input."""
+    """The file report.html. `requests` None: made without an input."""
     (folder / "out.jsonl").write_bytes(b"".join(results))
-    target = find_folder("report", folder / "report", reason="the test wants one") if as_folder else \
-        find_place("report", folder / "report.html")
+    target = find_place("report", folder / "report.html")
     options: dict[str, Any] = {
         "thumbnails": maker(folder, LIMITS.max_source_pixels), "max_rows": max_rows,
         "worker": PoolLimits(num_workers=1, task_timeout_seconds=timeout),
@@ -69,8 +66,7 @@ def report(
         write_rows(folder / "in.jsonl", requests)
         with InputFile(str(folder / "in.jsonl"), folder) as file:
             write_report(target, Source(file=file, rows=file.scan(), **source), **options)
-    path = folder / "report" / "index.html" if as_folder else folder / "report.html"
-    text = path.read_text(encoding="utf-8")
+    text = (folder / "report.html").read_text(encoding="utf-8")
     Page(text)
     return text
 

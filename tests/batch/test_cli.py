@@ -13,6 +13,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli
 from npu_runner.cli.options import given, options_of, with_parts
 from npu_runner.config import RunnerConfig, flat_fields, flat_values
+from npu_runner.errors import ConfigError
 from npu_runner.request.limits import GIB, MIB
 from tests.batch.scripted import row, write_rows
 
@@ -104,6 +105,15 @@ def test_an_unknown_option_is_named_with_those_that_look_like_it(option: str, me
     assert usage == "usage: npu-runner batch [options]; npu-runner batch --help lists them"
     assert said.startswith(f"npu-runner batch: error: {option.partition('=')[0]} is no option of it")
     assert said.endswith("of it") if meant is None else meant in said.partition("did you mean")[2]
+
+
+def test_a_removed_option_is_refused_with_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["batch", "-i", "in", "-o", "out", "--report-every", "10"])
+    assert caught.value.code == 2
+    assert "--report-every: it was removed; npu-runner report works beside a running job" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"report_every: .* npu-runner report works beside a running job"):
+        BatchOptions.from_keywords(input="a", output="b", report_every=1.0)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import re
 
 import pytest
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.names import status_path
-from npu_runner.batch.files.output_scan import counts_of, scan_output
-from npu_runner.batch.job.job_status import status_of
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.past_job import PastJob
-from npu_runner.batch.job.summary import Tally
+from npu_runner.batch.rows.counts import Counts
+from npu_runner.reports.status import status_of
+from npu_runner.reports.summary import PastJob
 from tests.batch.cut_off_rows import ROWS, SCHEMA, Cutting
 from tests.batch.job_folder import Job
 from tests.batch.report_pages import names
@@ -50,7 +50,8 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
         assert (rows["cut_off"], rows["repetition"], rows["unparsed"]) == tuple(
             map(len, (cut_off, repetition, unparsed)))
         assert rows["whole"] == num_whole
-    counts = counts_of([scan_output(job.output)])
+    with AnswerFile([job.output]) as rows:
+        counts = rows.scan().counts()
     assert (counts.num_cut_off, counts.num_repetition) == (len(cut_off), len(repetition)), "what a later run finds"
     assert (counts.num_unparsed, counts.num_answered - counts.num_not_whole) == (len(unparsed), num_whole)
     assert_status_agrees(job, cut_off, repetition, unparsed, num_whole)
@@ -88,4 +89,4 @@ def assert_status_agrees(job: Job, cut_off: set[str], repetition: set[str], unpa
 
 
 def test_of_no_flaws_nobody_says_a_word() -> None:
-    assert Tally(num_answered=3).shortcomings() == ["0 failed"]
+    assert Counts(num_answered=3).shortcomings() == ["0 failed"]

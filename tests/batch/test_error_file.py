@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.output_file import OutputLock
-from npu_runner.batch.job.past_job import PastJob
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.errors import ConfigError, EngineDeadError, OutputLostError
+from npu_runner.reports.summary import PastJob
 from tests import zygote
 from tests.batch.job_folder import Job, numbered
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, read_rows, row, write_rows
@@ -65,7 +65,7 @@ def test_failed_rows_are_there_and_answers_are_not(job: Job, errors: Path, tmp_p
     assert "scripted_bad" in page
     assert "0 txet" in page
     again = job.run(error_file=errors)
-    assert (again.exit_status, again.num_resumed, again.num_failed_in_output) == (3, 41, 21)
+    assert (again.exit_status, again.num_resumed, again.rows.num_failed) == (3, 41, 21)
     assert len(job.engines) == 1
 
 
@@ -90,14 +90,14 @@ def test_failed_rows_are_tried_again_only_when_asked_for(job: Job, errors: Path)
     assert (summary.num_resumed, summary.tally.num_answered, summary.tally.num_failed) == (20, 10, 11)
     assert set(names(errors)) == {name for name in FAILED if name is None or int(name[1:]) % 4 == 1}
     assert len(names(job.output)) == 30
-    assert job.run(error_file=errors).num_failed_in_output == 11
+    assert job.run(error_file=errors).rows.num_failed == 11
 
 
 def test_rows_that_failed_before_there_was_a_file_for_them_move(job: Job, errors: Path) -> None:
     job.run()
     whole = lines_of(job.output)
     summary = job.run(error_file=errors)
-    assert (summary.num_resumed, summary.num_failed_in_output) == (41, 21)
+    assert (summary.num_resumed, summary.rows.num_failed) == (41, 21)
     assert_each_once(job, errors)
     assert lines_of(job.output, errors) == whole
 
@@ -111,17 +111,17 @@ def test_a_process_that_vanishes_while_rows_move_leaves_each_once(job: Job, erro
     (job.folder / "vanishes.py").write_text(f"""
 import os, sys, json
 from pathlib import Path
-import npu_runner.batch.files.output_file as files
+import npu_runner.batch.files.answer_file as files
 from tests.replicas import scripted_job
-keep = files.RowsFile.keep
-def vanishing(self, wanted):
-    is_last = self.path.name == "out.jsonl"
+rewrite = files.AnswerFile.rewrite
+def vanishing(self, file, places):
+    is_last = file == 0 and len(places) == 20
     if is_last and {moment!r} == "before":
         os._exit(9)
-    keep(self, wanted)
+    rewrite(self, file, places)
     if is_last:
         os._exit(9)
-files.RowsFile.keep = vanishing
+files.AnswerFile.rewrite = vanishing
 options = {{"input": {str(job.input)!r}, "output": {str(job.output)!r}, "model": {str(job.model)!r}, "progress": "off",
            "error_file": {str(errors)!r}, "preprocessing_workers": 1}}
 sys.exit(scripted_job.main(options))

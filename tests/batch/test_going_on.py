@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.files.destination import Destination, Writers, open_destination
+from npu_runner.batch.files.destination import Destination, Writers
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest
 from npu_runner.batch.files.names import manifest_path, replaced_path, rows_path
@@ -78,7 +78,7 @@ class Command:
 
 def begin(folder: Path, command: Command, destination: Destination, file: InputFile) -> tuple[list[int], Writers]:
     """As `npu_runner.batch.job.run` does it. Returns the numbers of the rows that are wanted."""
-    destination.look()
+    destination.scan()
     rows = file.scan(destination.earlier.input if destination.earlier else None)
     destination.decide(destination.retry(command.flaws, rows))
     refuse_another_input(destination, file, rows, retry=command.flaws)
@@ -87,7 +87,7 @@ def begin(folder: Path, command: Command, destination: Destination, file: InputF
     manifest = manifest_of(destination, facts, model_name="m", model_files={"w": "1 bytes"}, weights={},
                            input=rows.identity, accept=command.accept, is_retry=bool(command.retry))
     wanted = ~destination.finished(rows)
-    return [int(line) - 1 for line in rows.lines[wanted]], destination.begin(manifest)
+    return [int(line) - 1 for line in rows.lines[wanted]], destination.open_writers(manifest)
 
 
 def run(folder: Path, command: Command, *, num_rows: int | None = None) -> None:
@@ -104,8 +104,7 @@ def begun(folder: Path, command: Command, *, is_whole: bool = False) -> Iterator
     """`is_whole`: the job comes to its end."""
     (folder / "in.jsonl").write_text("\n".join(command.lines()) + "\n")
     errors = find_place("error_file", folder / "errors.jsonl") if command.has_error_file else None
-    destination = open_destination(find_place("output", folder / "out.jsonl"), overwrite=command.overwrite,
-                                   errors=errors)
+    destination = Destination(find_place("output", folder / "out.jsonl"), overwrite=command.overwrite, errors=errors)
     with destination, InputFile(str(folder / "in.jsonl"), folder) as file:
         wanted, writers = begin(folder, command, destination, file)
         try:
@@ -113,7 +112,7 @@ def begun(folder: Path, command: Command, *, is_whole: bool = False) -> Iterator
         finally:
             writers.close()
         if is_whole:
-            destination.end_retry()
+            destination.state.update(retry=Flaw(0))
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

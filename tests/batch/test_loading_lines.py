@@ -8,7 +8,7 @@ import pytest
 
 from npu_runner.batch.job import progress
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import Tally
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.request.outputs import EngineStats
 from tests.batch.job_folder import Job
 from tests.batch.scripted import row, write_rows
@@ -26,7 +26,7 @@ def said(style: str, stream: io.StringIO) -> str:
     for phase in PHASES:
         shown.loading(phase)
     shown.start(2, 0)
-    shown.update(Tally(), EngineStats, is_last=True)
+    shown.update(Counts(), EngineStats, is_last=True)
     shown.close()
     return stream.getvalue()
 

@@ -55,9 +55,9 @@ def test_the_file_says_who_wrote_it_in_names_that_stay(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     MANIFEST.save(output)
     written = {
-        "format": 3, "npu_runner": __version__, "created": 1, "model_name": "m",
+        "format": 4, "npu_runner": __version__, "created": 1, "model_name": "m",
         "model_files": {"config.json": "1 bytes"}, "weights": {},
-        "settings": {"dtype": "float32", "sizes": [1, 2]}, "input": {"num_bytes": 3, "blake2b": "abc"},
+        "settings": {"dtype": "float32", "sizes": [1, 2]}, "input": {"num_bytes": 3, "blake2b": "abc"}, "runs": [],
     }  # fmt: skip
     assert json.loads(manifest_path(output).read_text()) == written
     replace(MANIFEST, error_file="errors.jsonl").save(output)
@@ -79,7 +79,7 @@ def test_a_rule_of_resizing_that_is_older_than_its_name_goes_without_it() -> Non
 
 
 def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
-    text = json.dumps({"format": 4, "npu_runner": "9.0", "made": {}})
+    text = json.dumps({"format": 5, "npu_runner": "9.0", "made": {}})
     manifest_path(tmp_path / "out.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=rf"cannot be read \(it is of npu-runner 9\.0, this is {__version__}\)"):
         Manifest.load(tmp_path / "out.jsonl")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npu_runner.batch.job import delivery
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import EngineDeadError
+from npu_runner.errors import ConfigError, EngineDeadError
 from tests.batch.job_folder import Job, numbered, overtaken
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, row, write_rows
 from tests.full_set import only_full
@@ -68,12 +65,6 @@ def test_a_file_comes_in_the_order_of_the_input_and_no_row_waits_for_another(job
     assert engine.finished == overtaken(answered) != answered, "the engine itself keeps no order"
 
 
-def test_a_slow_row_holds_up_nobody_in_a_file(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MAX_ROWS_OUT_OF_ORDER", 10)
-    write_rows(job.input, [row(text, text) for text in numbered(60)])
-    assert job.run(stops_behind_a_slow_row, ordered=True).tally.num_answered >= 30
-
-
 def test_a_signal_keeps_every_finished_row_and_counts_no_other(job: Job) -> None:
     texts = numbered(100)
     write_rows(job.input, [row(text, text) for text in texts])
@@ -113,29 +104,9 @@ def test_an_unordered_output_is_put_in_order_without_a_model(job: Job) -> None:
     assert len(job.engines) == 1
 
 
-def read_all(path: Path, into: list[bytes]) -> threading.Thread:
-    thread = threading.Thread(target=lambda: into.append(path.read_bytes()))
-    thread.start()
-    return thread
-
-
-def test_a_stream_is_in_order_too_within_a_window(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MAX_ROWS_OUT_OF_ORDER", 10)
-    texts, read = numbered(60), list[bytes]()
-    write_rows(job.input, [row(text, text) for text in texts])
+def test_a_stream_is_refused_with_its_remedy(job: Job) -> None:
+    write_rows(job.input, [row("a")])
     os.mkfifo(job.output)
-    reader = read_all(job.output, read)
-    assert job.run(OvertakingEngine, ordered=True).tally.num_answered == 60
-    reader.join()
-    assert [line.split(b'"custom_id":"')[1][:3].decode() for line in read[0].splitlines()] == texts
-    assert job.engines[0].most_held <= 10
-
-
-def test_rows_that_a_stream_never_saw_are_not_counted(job: Job) -> None:
-    read = list[bytes]()
-    write_rows(job.input, [row(text, text) for text in numbered(100)])
-    os.mkfifo(job.output)
-    reader = read_all(job.output, read)
-    summary = job.run(stops_behind_a_slow_row, ordered=True)
-    reader.join()
-    assert (read[0], summary.tally.num_answered, summary.num_unfinished) == (b"", 0, 100)
+    with pytest.raises(ConfigError, match=r"ordered: output .* is a stream.*; name a file as output, or leave"):
+        job.run(ordered=True)
+    assert job.engines == []

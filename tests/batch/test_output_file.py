@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import subprocess
 import sys
@@ -16,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
-from npu_runner.batch.files.output_file import OutputLock, keep_rows, rewrite_rows
-from npu_runner.batch.files.output_scan import OutputScan, counts_of, scan_output
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.tables.answer_files import AnswerFiles
 from tests import zygote
 
 ANSWER = b'{"id":"x","custom_id":"%s","response":{"status_code":200},"error":null}\n'
@@ -36,11 +34,17 @@ def a_row(index: int, failed: bool) -> bytes:
     return error_row(RowError(code="c", message="m\n"), custom_id=name, line=index + 1)
 
 
-def repaired(path: Path, *, drops_failed: bool = False) -> OutputScan:
+def scanned(path: Path) -> AnswerFile:
+    with AnswerFile([path]) as rows:
+        return rows.scan()
+
+
+def repaired(path: Path, *, drops_failed: bool = False) -> AnswerFile:
     """What the file holds once only whole rows are left in it, and of these only answers with `drops_failed`."""
-    scan = scan_output(path)
-    keep_rows(path, scan, ~(scan.failed & drops_failed))
-    return scan_output(path)
+    with AnswerFile([path]) as rows:
+        rows.scan()
+        rows.rewrite(0, np.flatnonzero(~(rows.failed_A & drops_failed)))
+    return scanned(path)
 
 
 ROWS = st.lists(st.booleans(), max_size=8).map(lambda flags: [a_row(i, failed) for i, failed in enumerate(flags)])
@@ -73,7 +77,7 @@ def test_whatever_is_between_the_rows_the_rows_are_kept_once(
     path.write_bytes(b"".join(lines))
     scan = repaired(path)
     assert path.read_bytes() == b"".join(rows)
-    assert (scan.num_rows, scan.num_broken_lines) == (len(rows), 0)
+    assert (scan.num_rows, scan.broken, scan.torn) == (len(rows), [], [])
 
 
 @given(flags=st.lists(st.booleans(), max_size=8))
@@ -82,7 +86,7 @@ def test_failed_rows_are_dropped_when_they_are_tried_again(
 ) -> None:
     path = tmp_path_factory.mktemp("output") / "out.jsonl"
     path.write_bytes(b"".join(a_row(i, failed) for i, failed in enumerate(flags)))
-    assert list(scan_output(path).failed) == flags
+    assert list(scanned(path).failed_A) == flags
     assert repaired(path, drops_failed=True).num_rows == flags.count(False)
     assert path.read_bytes() == b"".join(a_row(i, failed) for i, failed in enumerate(flags) if not failed)
 
@@ -92,24 +96,10 @@ OF_A = {"answer": ANSWER % b"a", "later answer": (ANSWER % b"a").replace(b'"x"',
         "failure": error_row(RowError(code="c", message="m"), custom_id="a", line=1)}
 
 
-@pytest.mark.parametrize("names", [*itertools.permutations(OF_A, 3)], ids=" ".join)
-def test_of_several_lines_of_a_row_an_answer_counts_else_the_first(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """A failure has an error, or a status code other than 200. The job keeps the line that tables show."""
-    path, lines = tmp_path / "out.jsonl", [OF_A[name] for name in names]
-    expected = next((line for name, line in zip(names, lines, strict=True) if "answer" in name), lines[0])
-    path.write_bytes(b"".join(lines))
-    with AnswerFiles(str(path), 1 << 20) as shown:
-        shown.scan(lambda answer: 1)
-        assert [shown.line(place) for place in range(len(shown.keys_A))] == [expected]
-    scan = repaired(path)
-    assert path.read_bytes() == expected
-    assert (scan.num_rows, scan.num_failed) == (1, int("answer" not in "".join(names)))
-
-
 def test_the_code_of_a_failure_is_in_its_error_or_its_response(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(STATUS_500 + a_row(1, True) + STATUS_500.replace(b'"a"', b'"b"').replace(b'"code"', b'"kind"'))
-    assert counts_of([scan_output(path)]).failures_by_code == {"down": 1, "c": 1, "unknown": 1}
+    assert scanned(path).counts().failures_by_code == {"down": 1, "c": 1, "unknown": 1}
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN", "-1e999", '"x"', "[]"])
@@ -117,13 +107,13 @@ def test_a_line_number_that_is_none_makes_no_result_row(tmp_path: Path, number: 
     path = tmp_path / "out.jsonl"
     path.write_text('{"custom_id": null, "response": null, "error": {"code": "x", "line": NUMBER}}\n'.replace(
         "NUMBER", number))
-    assert scan_output(path).num_broken_lines == 1
+    assert len(scanned(path).broken) == 1
 
 
 def test_rows_are_named_as_the_input_names_them(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(a_row(0, False) + a_row(1, True))
-    assert list(scan_output(path).keys) == [row_key("row 0 \N{SNOWMAN}", 99), row_key(None, 2)]
+    assert list(scanned(path).keys_A) == [row_key("row 0 \N{SNOWMAN}", 99), row_key(None, 2)]
 
 
 def test_a_whole_file_is_not_touched(tmp_path: Path) -> None:
@@ -138,7 +128,8 @@ def test_rows_can_be_put_in_order(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"".join(a_row(i, False) for i in (2, 0, 1)))
     path.chmod(0o640)
-    rewrite_rows(path, scan_output(path), np.array([1, 2, 0]))
+    with AnswerFile([path]) as rows:
+        rows.scan().rewrite(0, np.array([1, 2, 0]))
     assert path.read_bytes() == b"".join(a_row(i, False) for i in (0, 1, 2))
     assert path.stat().st_mode & 0o777 == 0o640
 
@@ -154,7 +145,7 @@ def test_a_file_that_fails_to_be_replaced_stays_and_leaves_nothing(tmp_path: Pat
 
 def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    hold = "import sys,pathlib\nfrom npu_runner.batch.files.output_file import OutputLock\n"
+    hold = "import sys,pathlib\nfrom npu_runner.batch.files.output_lock import OutputLock\n"
     hold += "with OutputLock(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     with zygote.Popen(
         [sys.executable, "-c", hold, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -172,7 +163,7 @@ def test_the_second_job_is_refused_and_told_the_pid(tmp_path: Path) -> None:
 def test_a_lock_is_taken_once_the_children_of_a_holder_that_is_gone_let_go(tmp_path: Path) -> None:
     """A process that ends while a thread of its starts another one leaves a child with all that it has open."""
     output = tmp_path / "out.jsonl"
-    hold = "import os,pathlib,subprocess,sys\nfrom npu_runner.batch.files.output_file import OutputLock\n"
+    hold = "import os,pathlib,subprocess,sys\nfrom npu_runner.batch.files.output_lock import OutputLock\n"
     hold += "lock = OutputLock(pathlib.Path(sys.argv[1])).__enter__()\n"
     hold += "subprocess.Popen(['sleep', '0.5'], pass_fds=[lock._descriptor])\nos._exit(0)"
     zygote.run([sys.executable, "-c", hold, str(output)], check=True)

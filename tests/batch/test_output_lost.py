@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.output_scan import scan_output
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, JobError, OutputLostError
 from tests.batch.job_folder import Job
@@ -40,8 +40,8 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "renamed": (lambda path: path.rename(path.with_name("elsewhere")), "was removed or renamed"),
     "folder removed": (lambda path: shutil.rmtree(path.parent), "was removed or renamed"),
     "replaced": (replace_by_another, "another file was put in its place"),
-    "cut": (lambda path: os.truncate(path, 10), "somebody else cut it or wrote to it"),
-    "written to": (append, "somebody else cut it or wrote to it"),
+    "cut": (lambda path: os.truncate(path, 10), "another process cut it or wrote to it"),
+    "written to": (append, "another process cut it or wrote to it"),
 }
 
 
@@ -72,7 +72,8 @@ def test_an_output_that_is_lost_ends_the_job_and_nothing_of_it_is_counted(job: J
     output, summary = folder / "out.jsonl", job.folder / "summary.json"
     with pytest.raises(OutputLostError, match=why):
         job.run(harmed_after(num_rows, lambda: harm(output)), output=str(output), summary=summary)
-    there = scan_output(output).num_rows
+    with AnswerFile([output]) as rows:
+        there = rows.scan().num_rows
     told = json.loads(summary.read_text())
     run = told["this_run"]
     assert (run["exit_status"], run["rows"]["answered"], told["rows"]["answered"]) == (1, 0, there)

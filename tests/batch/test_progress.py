@@ -19,12 +19,12 @@ import pytest
 
 from npu_runner.batch.job import progress
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import Tally, seconds_left
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.request.outputs import EngineStats
 from tests.batch.job_folder import Job
 from tests.batch.scripted import row, write_rows
 
-TALLY = Tally(num_answered=300, num_failed=3, failures_by_code=Counter(media_missing=2, not_json=1), num_cut_off=7,
+TALLY = Counts(num_answered=300, failures_by_code=Counter(media_missing=2, not_json=1), num_cut_off=7,
               num_not_whole=7)
 STATS = EngineStats(num_prefill_tokens=40_000, num_decode_tokens=9_000, num_running=128, num_waiting=44)
 
@@ -36,7 +36,7 @@ def test_a_line_has_a_rate_over_all_and_lately_and_the_time_left(monkeypatch: py
     shown = Progress("lines", out)
     shown.start(1100, 100)
     for now, num_answered in ((1010.0, 0), (1050.0, 400), (1100.0, 500), (1200.0, 1000)):
-        shown.update(Tally(num_answered=num_answered), EngineStats, is_last=now == 1200.0)
+        shown.update(Counts(num_answered=num_answered), EngineStats, is_last=now == 1200.0)
     paces = [line.split(", 0 failed")[0] for line in out.getvalue().splitlines()]
     assert paces == [
         "100/1100 rows, 0.00 rows/s (lately 0.00)",
@@ -48,12 +48,12 @@ def test_a_line_has_a_rate_over_all_and_lately_and_the_time_left(monkeypatch: py
     assert "3 failed (2 media_missing, 1 not_json), cut off 7, whole 293, decode " in out.getvalue()
 
 
-def steps(num_rows: int, num_slots: int, num_samples: int) -> Iterator[tuple[int, Tally, EngineStats, float, float]]:
+def steps(num_rows: int, num_slots: int, num_samples: int) -> Iterator[tuple[int, Counts, EngineStats, float, float]]:
     """Continuous batching by its definition: a slot that is free takes the next row, and each step gives each row that
     is in flight a token. After each step while rows wait: rows left, counts, seconds so far, seconds until the end."""
     lengths = [random.Random(number).randint(20, 60) * num_samples for number in range(num_rows)]
     waiting, running, moments = list(lengths), [], []
-    tally = Tally()
+    tally = Counts()
     num_tokens = 0
     while waiting or running:
         while waiting and len(running) * num_samples < num_slots:
@@ -79,7 +79,7 @@ def test_the_time_left_is_near_the_truth_from_the_first_answer_on(
 ) -> None:
     num_told = 0
     for num_left, tally, stats, seconds, truth in steps(num_rows, num_slots, num_samples):
-        said = seconds_left(num_left, tally, stats, seconds)
+        said = tally.seconds_left(num_left, stats, seconds)
         assert (said is None) == (not tally.num_answered)
         if said is not None:
             num_told += 1
@@ -89,15 +89,16 @@ def test_the_time_left_is_near_the_truth_from_the_first_answer_on(
 
 def test_without_tokens_whole_rows_are_the_pace() -> None:
     """Embeddings have none, and neither have rows that fail before they are served."""
-    assert seconds_left(30, Tally(num_answered=10), EngineStats(num_running=8), 5.0) == 15.0
-    assert seconds_left(30, Tally(num_failed=10), EngineStats(num_running=8, num_decode_tokens=80), 5.0) is None
+    assert Counts(num_answered=10).seconds_left(30, EngineStats(num_running=8), 5.0) == 15.0
+    stats = EngineStats(num_running=8, num_decode_tokens=80)
+    assert Counts(failures_by_code={"a": 10}).seconds_left(30, stats, 5.0) is None
 
 
 def test_before_the_first_answer_a_line_says_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     shown = Progress("lines", out)
     shown.start(300, 0)
-    shown.update(Tally(), lambda: replace(STATS, num_running=256), is_last=True)
+    shown.update(Counts(), lambda: replace(STATS, num_running=256), is_last=True)
     assert out.getvalue().startswith("0/300 rows (256 in flight have 9000 tokens), 0.00 rows/s")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path, manifest_path, replaced_path
-from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, TooManyFailuresError
 from npu_runner.tables.merge_outputs import merge

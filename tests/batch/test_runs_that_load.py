@@ -3,30 +3,26 @@ not."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 
-from npu_runner.batch.files.names import lock_path, manifest_path, runs_path, status_path
-from npu_runner.batch.files.place import find_place
-from npu_runner.batch.files.run_record import RunRecord, read_runs
-from npu_runner.batch.job import accounts
-from npu_runner.batch.job.accounts import Accounts
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.names import lock_path, manifest_path, status_path
+from npu_runner.batch.files.runs import Run
+from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.past_job import NO_INPUT, PastJob
 from npu_runner.batch.job.signals import Interrupted
-from npu_runner.batch.job.summary import JobRecord
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
+from npu_runner.reports.summary import NO_INPUT, PastJob
 from tests.batch.job_folder import Job
-from tests.batch.killed_runs import STEPS, kill, killed_before, killed_within, told_in
+from tests.batch.killed_runs import kill, killed_within, told_in
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, row, write_rows
-from tests.full_set import every, only_full
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
@@ -44,18 +40,23 @@ def raises(error: BaseException) -> Callable[[RunnerConfig], NoReturn]:
     return load
 
 
+def runs_of(job: Job) -> list[Run]:
+    """The runs as they are told from outside."""
+    return list(PastJob(str(job.output)).runs.last)
+
+
 def killed_while_loading(job: Job, **options: Any) -> None:
     killed_within(job, lambda: job.run(lambda config: kill(), **options))
 
 
 def test_a_run_that_is_killed_while_it_loads_counts(job: Job, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(accounts, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(live, "BEAT_SECONDS", 0.0)
     killed_while_loading(job)
-    (first,) = read_runs(job.output)
+    (first,) = runs_of(job)
     assert (first["end"], first["rows"], first["devices"], first["platform"]) == (None, 2, 1, None)
     assert first["seconds"]["device"] > 0, "as the engine has said how far it is"
-    assert job.files() - {lock_path(job.output).name} == {runs_path(job.output).name, status_path(job.output).name}
+    assert job.files() - {lock_path(job.output).name} == {status_path(job.output).name}
     assert main(["summary", str(job.output)]) == 0
     told = capsys.readouterr().out
     assert "out.jsonl: unfinished\nrows      0 answered, 0 failed, 2 not finished" in told
@@ -90,7 +91,7 @@ def test_a_run_that_ends_while_it_loads_has_its_end_in_the_record(job: Job, erro
     summary = job.folder / "summary.json"
     with pytest.raises(Exception, match=r"rank 1 died in load|interrupted by SIGINT"):
         job.run(raises(error), summary=summary)
-    (run,) = read_runs(job.output)
+    (run,) = runs_of(job)
     assert (run["end"], run["devices"]) == (end, 1)
     assert told_in(summary)["runs"] == [run]
     job.run(summary=summary)
@@ -104,39 +105,36 @@ def test_a_run_that_is_refused_while_it_loads_leaves_no_trace(job: Job, begun_be
         write_rows(job.input, [row("a")])
         job.run(summary=summary)
         write_rows(job.input, [row("a"), row("b")])
-    runs, before = read_runs(job.output), files_of(job)
+    before = files_of(job)
     with pytest.raises(ConfigError, match="too small"):
         job.run(raises(ConfigError("memory is too small")), summary=summary)
-    assert read_runs(job.output) == runs
     assert files_of(job) == before
 
 
 def files_of(job: Job) -> dict[str, bytes]:
-    """Of a record its presence alone: it may have one line for each run, or all that they have written."""
-    record = runs_path(job.output)
-    return {path.name: b"" if path == record else path.read_bytes() for path in job.folder.iterdir() if path.is_file()}
+    return {path.name: path.read_bytes() for path in job.folder.iterdir() if path.is_file()}
 
 
 def test_a_run_that_is_to_overwrite_an_output_is_none_of_its_runs_while_it_loads(job: Job) -> None:
     job.run()
-    before = runs_path(job.output).read_bytes()
+    before = runs_of(job)
     killed_while_loading(job, overwrite=True)
-    assert runs_path(job.output).read_bytes() == before
+    assert runs_of(job) == before
     with pytest.raises(EngineDeadError):
         job.run(raises(EngineDeadError("rank 1 died in load")), overwrite=True)
-    assert runs_path(job.output).read_bytes() == before
+    assert runs_of(job) == before
     job.run(overwrite=True)
-    assert len(read_runs(job.output)) == 1
+    assert len(runs_of(job)) == 1
 
 
 def test_runs_of_an_output_that_was_moved_away_are_none_of_the_next_one_of_its_name(job: Job) -> None:
-    """A record that stayed behind; runs that have served nothing are of whatever comes."""
+    """The status stayed behind."""
     killed_while_loading(job)
     job.run()
     for path in (job.output, manifest_path(job.output)):
         shutil.move(path, job.model / path.name)
     job.run()
-    assert [run["end"] for run in read_runs(job.output)] == [None, "finished"]
+    assert [run["end"] for run in runs_of(job)] == ["finished"]
     assert PastJob(str(job.output)).totals(None).num_unrecorded == 0
 
 
@@ -184,69 +182,10 @@ def test_a_setting_that_is_accepted_where_no_model_is_loaded_is_said_to_have_no_
     job: Job, capsys: pytest.CaptureFixture[str], retry_errors: bool
 ) -> None:
     job.run()
-    before = manifest_path(job.output).read_bytes()
+    before = Manifest.load(job.output)
+    assert before is not None
     job.run(seed=1, retry_errors=retry_errors, accept_changed=("seed", "sed"), progress="lines")
     assert "; accept_changed seed, sed: without effect, the manifest's settings stay\n" in capsys.readouterr().err
-    assert manifest_path(job.output).read_bytes() == before
-
-
-# -- a kill at every step ----------------------------------------------------------------------------------------------
-
-
-def begun_with_one_run(folder: Path) -> Path:
-    output = folder / "out.jsonl"
-    record = RunRecord(output)
-    record.begin()
-    record.append(ended(JobRecord(run_id="earlier", num_rows=3)), is_last=True)
-    return output
-
-
-def ended(record: JobRecord) -> Any:
-    return accounts.line_of(record, "finished")
-
-
-def one_run(output: Path, run_id: str, *, error: Exception | None) -> None:
-    """As `npu_runner.batch.job.run` does it; an `error` ends it before its first row."""
-    record = JobRecord(run_id=run_id, num_rows=0)
-    kept = Accounts(record, find_place("output", output), find_place("summary", output.with_name("s.json")), print)
-    kept.look(output, overwrite=False, has_manifest=True)
-    try:
-        with kept.of_this_run():
-            kept.announce()
-            if error is not None:
-                raise error
-            kept.begin()
-            record.serve_began = record.started
-            kept.keep()
-    except ConfigError:
-        kept.withdraw()
-        return
-    kept.save(record.summary(None))
-
-
-@pytest.mark.parametrize(("is_first", "error"), [
-    (False, None), (True, ConfigError("refused")),
-    *only_full("a first run that is answered, a second one that is refused; the other two stay",
-               (True, None), (False, ConfigError("refused")))])
-def test_killed_before_any_step_a_run_is_there_once_or_not_at_all(tmp_path: Path, error: Exception | None,
-                                                                  is_first: bool) -> None:
-    earlier = [] if is_first else ["earlier"]
-    found = []
-    for step in range(0, 200, every(4)):
-        folder = tmp_path / str(step)
-        folder.mkdir()
-        output = folder / "out.jsonl" if is_first else begun_with_one_run(folder)
-        was_killed = killed_before(step, lambda output=output: one_run(output, "new", error=error))
-        runs = [run["run"] for run in read_runs(output)]
-        assert runs in (earlier, [*earlier, "new"])
-        found.append(len(runs) > len(earlier))
-        one_run(output, "next", error=None)
-        assert [run["run"] for run in read_runs(output)] == [*runs, "next"]
-        assert [run["end"] for run in read_runs(output)][-1] == "finished"
-        assert {path.name for path in folder.iterdir()} == {runs_path(output).name, "s.json"}
-        assert json.loads((folder / "s.json").read_text())["state"] == "finished"
-        if not was_killed:
-            break
-    assert len(found) * every(4) > 2 * len(STEPS)
-    assert set(found) == {False, True}
-    assert found[-1] == (error is None), "a refused run is gone"
+    after = Manifest.load(job.output)
+    assert after is not None
+    assert after == replace(before, runs=after.runs)

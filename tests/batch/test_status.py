@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.status_file import LiveFile, Moment, read_status
 from npu_runner.batch.job import live
-from npu_runner.batch.job.job_status import CountedStatus, JobStatus, status_of
-from npu_runner.batch.job.past_job import PastJob
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError, OutputLostError
+from npu_runner.reports.status import CountedStatus, JobStatus, status_of
+from npu_runner.reports.summary import PastJob
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.mounts import mounted
 from tests.batch.scripted import ScriptedEngine, row, write_rows
@@ -246,8 +246,7 @@ def test_of_a_stream_there_are_metrics_and_no_status(job: Job) -> None:
 def test_neither_is_a_setting_that_an_output_keeps_to(job: Job) -> None:
     job.run(metrics_file=job.folder / "a.prom", max_failures="50%")
     write_rows(job.input, [*map(json.loads, job.input.read_bytes().splitlines()), row("new")])
-    summary = job.run(metrics_file=job.folder / "b.prom", max_failures="20", report=job.folder / "r.html",
-                      report_every=1.0)
+    summary = job.run(metrics_file=job.folder / "b.prom", max_failures="20", report=job.folder / "r.html")
     assert summary.num_resumed == NUM_ROWS
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from npu_runner.batch.job.summary import JobSummary, Tally
+from npu_runner.batch.job.summary import JobSummary
 from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.replica import ReplicaStats
 
 
 def summary_of(stats: EngineStats) -> JobSummary:
-    return JobSummary(num_rows=0, num_resumed=0, num_failed_in_output=0, tally=Tally(), stats=stats, start_seconds=1.0,
-                      serve_seconds=1.0, num_workers=1, num_workers_replaced=0)
+    return JobSummary(num_rows=0, all_stats=ReplicaStats(engine=stats))
 
 
 def test_snapshots_are_counted_where_there_are_some() -> None:

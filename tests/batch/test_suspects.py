@@ -6,14 +6,13 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from npu_runner.batch.files.suspects import Suspects, suspects_path
+from npu_runner.batch.files.names import manifest_path
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import ConfigError, EngineDeadError
+from npu_runner.errors import EngineDeadError
 from npu_runner.request.outputs import RequestOutput
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
@@ -49,6 +48,21 @@ def rows() -> list[dict[str, Any]]:
     return [row(f"r{n}", f"poison {n}" if f"r{n}" in POISONED else "x" * (n % 9 + 1)) for n in range(NUM_ROWS)]
 
 
+def suspects_of(job: Job) -> dict[str, Any]:
+    return dict(json.loads(manifest_path(job.output).read_text()).get("suspects", {}))
+
+
+def die_with(job: Job, *names: str) -> None:
+    """A run that ends with these rows under way, before it has answered one."""
+
+    def die(engine: ScriptedEngine) -> NoReturn:
+        raise EngineDeadError("dead", request_ids=names, blame="out_of_memory" if len(names) == 1 else None)
+
+    with pytest.raises(EngineDeadError):
+        job.run(lambda config: ScriptedEngine(config, on_step=die))
+    assert suspects_of(job).keys() == {*names}
+
+
 def run_until_it_ends(job: Job, blame: str | None, **options: Any) -> int:
     """How often it died."""
     most_suspects = 0
@@ -56,8 +70,7 @@ def run_until_it_ends(job: Job, blame: str | None, **options: Any) -> int:
         try:
             summary = job.run(engine(blame), **options)
         except EngineDeadError:
-            found = json.loads(suspects_path(job.output).read_text())
-            most_suspects = max(most_suspects, len(found["rows"]))
+            most_suspects = max(most_suspects, len(suspects_of(job)))
             continue
         assert summary.exit_status == 3
         assert most_suspects > 3, "they ran together"
@@ -90,13 +103,12 @@ def test_rows_that_end_the_job_are_given_up_by_name(blame: str | None, code: str
             assert item == expected[name]
     if ordered:
         assert job.names() == [f"r{n}" for n in range(NUM_ROWS)]
-    assert not suspects_path(job.output).exists(), "nobody is under suspicion any more"
+    assert not suspects_of(job), "no row is under suspicion any more"
 
 
 def test_suspects_run_alone(job: Job) -> None:
     write_rows(job.input, rows()[1:10])
-    suspects = Suspects(job.output)
-    suspects.record_death(EngineDeadError("dead", request_ids=("r3", "r7", "r8")))
+    die_with(job, "r3", "r7", "r8")
     beside: list[set[str]] = []
     together: list[int] = []
 
@@ -116,7 +128,7 @@ def test_suspects_run_alone(job: Job) -> None:
 def test_rows_that_were_given_up_are_tried_again_where_errors_are(job: Job) -> None:
     """The job was stopped before the end, so the verdict is still there: with its row in the output, or without."""
     write_rows(job.input, rows()[1:10])
-    Suspects(job.output).record_death(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
+    die_with(job, "r3")
     beside: list[set[str]] = []
 
     def look(engine: ScriptedEngine) -> None:
@@ -131,13 +143,6 @@ def test_rows_that_were_given_up_are_tried_again_where_errors_are(job: Job) -> N
 
 def test_an_output_begun_afresh_suspects_nobody(job: Job) -> None:
     write_rows(job.input, rows()[1:10])
-    Suspects(job.output).record_death(EngineDeadError("dead", request_ids=("r3",), blame="out_of_memory"))
+    die_with(job, "r3")
     assert job.run(overwrite=True).exit_status == 0
-    assert not suspects_path(job.output).exists()
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 2, "rows": {}}', '{"format": 1, "rows": {"a": {"b": 1}}}'])
-def test_a_file_that_is_none_of_ours_is_refused(text: str, tmp_path: Path) -> None:
-    suspects_path(tmp_path / "out").write_text(text)
-    with pytest.raises(ConfigError, match=r"out.suspects.json: cannot be read"):
-        Suspects(tmp_path / "out")
+    assert not suspects_of(job)

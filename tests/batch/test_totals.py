@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,19 +19,22 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from npu_runner.batch.files.destination import FileDestination
-from npu_runner.batch.files.names import manifest_path, runs_path
-from npu_runner.batch.files.output_scan import RowCounts, counts_of, scan_output
-from npu_runner.batch.files.run_record import RunRecord, read_runs
-from npu_runner.batch.job import accounts
+from npu_runner.batch.files import answer_writer
+from npu_runner.batch.files.answer_file import AnswerFile
+from npu_runner.batch.files.destination import Destination
+from npu_runner.batch.files.names import manifest_path, status_path
+from npu_runner.batch.files.runs import Runs
+from npu_runner.batch.files.state_file import StateFile, read_state
+from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.past_job import PastJob
-from npu_runner.batch.job.summary import JobRecord
-from npu_runner.batch.job.totals import Totals, line_of
+from npu_runner.batch.job.summary import JobSummary, Totals
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
+from npu_runner.reports.status import status_of
+from npu_runner.reports.summary import PastJob, summary_lines
 from tests.batch.job_folder import Job
 from tests.batch.killed_runs import kill, killed_within, told_in
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
@@ -86,17 +90,16 @@ def test_rows_are_those_of_the_output_and_the_rest_is_of_all_runs(job: Job) -> N
     assert len({run["run"] for run in told["runs"]}) == 3
 
 
-def test_a_summary_says_that_a_run_is_under_way(job: Job) -> None:
+def test_a_summary_is_written_once_and_the_command_says_that_a_run_is_under_way(job: Job) -> None:
     write_rows(job.input, MIXED[:2])
     summary, seen = job.folder / "summary.json", []
     job.run(summary=summary)
+    before = summary.read_bytes()
     write_rows(job.input, MIXED)
 
     def look(engine: ScriptedEngine | None = None) -> None:
-        told = told_in(summary)
-        seen.append((told["state"], told["this_run"], told["rows"]["answered"], told["rows"]["total"]))
         outside = PastJob(str(job.output)).totals(str(job.input))
-        assert outside.state == "under way"
+        seen.append((outside.state, outside.num_rows, len(outside.runs), summary.read_bytes() == before))
         assert outside.rows.num_answered >= 2
 
     def loads(config: RunnerConfig) -> ScriptedEngine:
@@ -105,79 +108,100 @@ def test_a_summary_says_that_a_run_is_under_way(job: Job) -> None:
 
     job.run(loads, summary=summary)
     assert len(seen) > 1
-    assert all(look == ("under way", None, 2, 30) for look in seen)
+    assert all(look == ("under way", 30, 2, True) for look in seen)
     assert told_in(summary)["state"] == PastJob(str(job.output)).totals(None).state == "finished"
     write_rows(job.input, [*MIXED, row("more")])
     assert PastJob(str(job.output)).totals(str(job.input)).state == "unfinished"
 
 
-def test_a_killed_run_counts_up_to_its_last_line(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_counts_up_to_its_last_status(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(job.input, MIXED)
-    monkeypatch.setattr(accounts, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(live, "BEAT_SECONDS", 0.0)
     killed_within(job, lambda: job.run(after_steps(20, kill)))
-    (line,) = read_runs(job.output)
+    (line,) = PastJob(str(job.output)).runs.last
     there = len(read_rows(job.output))
     assert line["end"] is None
     assert line["tally"]["num_answered"] <= there
     summary = job.folder / "summary.json"
     job.run(summary=summary)
     told = told_in(summary)
+    assert told["runs"][0] == line
     assert [run["end"] for run in told["runs"]] == [None, "finished"]
     assert told["rows"]["answered"] == 27
     assert told["rows"]["unrecorded"] == 27 - sum(run["tally"]["num_answered"] for run in told["runs"]) >= 0
 
 
-@pytest.mark.parametrize("moment", ["clear", "begin"])
 def test_killed_while_it_overwrites_no_run_of_the_old_output_counts_for_the_new_one(
-    job: Job, monkeypatch: pytest.MonkeyPatch, moment: str
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the record's end, and behind the output's."""
+    """Killed behind the output's end, and once the new state is there."""
     write_rows(job.input, MIXED[:2])
-    job.run()
-    owner: Any = RunRecord if moment == "clear" else FileDestination
-    done = getattr(owner, moment)
+    for owner, moment, runs in ((StateFile, "clear", 0), (Destination, "open_writers", 1)):
+        job.run()
+        done = getattr(owner, moment)
 
-    def vanishing(*arguments: Any) -> None:
-        done(*arguments)
-        kill()
+        def vanishing(*arguments: Any, done: Callable[..., None] = done) -> None:
+            done(*arguments)
+            kill()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, moment, vanishing)
-        killed_within(job, lambda: job.run(overwrite=True))
-    assert read_runs(job.output) == []
-    totals = PastJob(str(job.output)).totals(None)
-    assert totals.num_unrecorded == totals.rows.num_answered == (2 if moment == "clear" else 0)
-    assert (totals.state, totals.to_lines()[-1]) == ("unknown", "runs      none is recorded")
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, moment, vanishing)
+            killed_within(job, lambda: job.run(overwrite=True))
+        _, recorded = read_state(job.output)
+        assert (len(recorded), recorded.sums("tally").get("num_answered", 0)) == (runs, 0)
+        assert not job.output.exists() or not job.output.read_bytes()
 
 
-def test_a_line_that_cannot_be_written_ends_no_job_and_the_last_one_is_an_error(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_state_that_cannot_be_written_at_the_end_is_an_error_and_the_rows_stay(
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(job.input, MIXED[:3])
-    append = RunRecord.append
-    fails_at_the_end = False
-    seen: list[str] = []
 
-    def failing(self: RunRecord, line: Any, *, is_last: bool = False) -> None:
-        seen.append(line["run"])
-        if fails_at_the_end if is_last else seen.count(line["run"]) > 1:
-            raise JobError("record of runs: No space left on device")
-        append(self, line, is_last=is_last)
+    def failing(self: StateFile, **changes: Any) -> None:
+        raise JobError("manifest: No space left on device")
 
-    monkeypatch.setattr(accounts, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr(RunRecord, "append", failing)
-    assert job.run(progress="lines").exit_status == 0
-    assert "record of runs: No space left on device" in capsys.readouterr().err
-    assert read_runs(job.output)[0]["tally"]["num_answered"] == 3
-    fails_at_the_end = True
-    with pytest.raises(JobError, match="No space left on device"):
-        job.run(overwrite=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(StateFile, "update", failing)
+        with pytest.raises(JobError, match="No space left on device"):
+            job.run()
     assert len(job.names()) == 3
+    assert status_of(str(job.output)).to_json()["state"] == "ended early"
+    job.run()
+    totals = PastJob(str(job.output)).totals(None)
+    assert (totals.num_unrecorded, [run["tally"]["num_answered"] for run in totals.runs.last]) == (0, [3])
+
+
+def test_nothing_is_synced_by_the_thread_that_drives_an_engine_while_it_has_rows(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One replica works in the job's own thread; a disk may take long."""
+    write_rows(job.input, MIXED)
+    monkeypatch.setattr(live, "BEAT_SECONDS", 0.0)
+    engines: list[ScriptedEngine] = []
+    seen: list[tuple[bool, bool]] = []
+    fsync = os.fsync
+
+    def recording(descriptor: int) -> None:
+        is_driver = threading.current_thread() is threading.main_thread()
+        seen.append((is_driver, any(engine.has_unfinished_requests() for engine in engines)))
+        time.sleep(0.05)
+        fsync(descriptor)
+
+    def make(config: RunnerConfig) -> ScriptedEngine:
+        engines.append(ScriptedEngine(config, on_step=lambda engine: time.sleep(0.1)))
+        return engines[-1]
+
+    monkeypatch.setattr(os, "fsync", recording)
+    monkeypatch.setattr(answer_writer.AnswerWriter.__init__, "__kwdefaults__",
+                        {"path": None, "sync_rows": 2, "sync_seconds": 0.0})
+    job.run(make)
+    assert (True, True) not in seen
+    assert {(True, False), (False, True)} <= {*seen}, "the state and the answers are synced"
 
 
 def test_device_seconds_are_those_that_replicas_held(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((130.0, 140.0, 140.0, 150.0))
-    record = JobRecord(started=100.0)
+    record = JobSummary(started=100.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     for num_devices in (8, 4, 0, 4):
         record.hold(num_devices)
@@ -198,9 +222,10 @@ def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     output.write_bytes(answer("a", "stop", "length") + answer("b", "stop") + failure("c", 3, "bad") + answer("d"))
     errors.write_bytes(failure("c", 3, "bad") + failure("b", 2, "was_mended") + failure(None, 9, "not_json"))
-    expected = RowCounts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code=Counter(bad=1, not_json=1))
-    assert counts_of([scan_output(output), scan_output(errors)]) == expected
-    told = Totals(output="o", num_rows=5, rows=expected, runs=[]).to_lines()[1]
+    expected = Counts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code={"bad": 1, "not_json": 1})
+    with AnswerFile([output, errors]) as rows:
+        assert rows.scan().counts() == expected
+    told = summary_lines(Totals(output="o", num_rows=5, rows=expected, runs=Runs()))[1]
     assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, whole 2, 0 not finished"
 
 
@@ -209,15 +234,15 @@ def test_runs_of_other_versions_add_up(job: Job) -> None:
     fewer = {"run": "a", "started": 0, "npu_runner": "0", "platform": "npu", "devices": 8, "rows": 9, "end": None,
              "seconds": {"start": 1.0, "serve": 2.0, "device": 24.0}, "computed": {},
              "tally": {"num_answered": 2, "num_prompt_tokens": 5}}  # fmt: skip
-    more = dict(line_of(JobRecord(num_rows=9), "finished"))
+    more = dict(JobSummary(num_rows=9, end="finished").to_run())
     more["seconds"] = {"start": 1.0, "serve": 0.5, "device": 1.0, "new": 1}
     more["tally"] = {**more["tally"], "num_answered": 3, "num_prompt_tokens": 6, "num_new": 7}
-    totals = Totals(output="o", num_rows=9, rows=RowCounts(num_answered=5), runs=[fewer, more])
+    totals = Totals(output="o", num_rows=9, rows=Counts(num_answered=5), runs=Runs((fewer, more)))
     told = totals.to_json()
     assert (told["tokens"]["prompt"], told["seconds"]["device"], told["rows"]["unfinished"]) == (11, 25.0, 4)
     assert "new" not in told["rows"]
-    assert Totals(output="o", num_rows=9, rows=RowCounts(), runs=[fewer]).to_json()["tokens"]["cached"] == 0
-    assert "device seconds" in "\n".join(totals.to_lines())
+    assert Totals(output="o", num_rows=9, rows=Counts(), runs=Runs((fewer,))).to_json()["tokens"]["cached"] == 0
+    assert "device seconds" in "\n".join(summary_lines(totals))
 
 
 def test_the_commands_read_what_is_there_and_load_no_torch(job: Job) -> None:
@@ -284,11 +309,13 @@ def test_what_is_no_job_is_named(job: Job, monkeypatch: pytest.MonkeyPatch, caps
     assert {path.name for path in job.folder.iterdir()} == before
 
 
-def test_an_output_without_a_record_is_read(job: Job) -> None:
-    """As earlier versions left it."""
+def test_an_output_whose_runs_are_not_known_is_read(job: Job) -> None:
+    """As the first versions left it."""
     write_rows(job.input, MIXED[:3])
     job.run()
-    runs_path(job.output).unlink()
+    fields = json.loads(manifest_path(job.output).read_text())
+    manifest_path(job.output).write_text(json.dumps({**fields, "format": 2, "runs": []}))
+    status_path(job.output).unlink()
     totals = PastJob(str(job.output)).totals(str(job.input))
     assert (totals.state, totals.num_unrecorded) == ("finished", 3)
     with pytest.raises(ConfigError, match="no such file"):

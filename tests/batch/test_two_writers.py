@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from npu_runner.batch.files.durable import remove_torn_version, replacing
-from npu_runner.batch.files.folder_place import MARK, find_folder
 from npu_runner.batch.files.status_file import LiveFile
 from npu_runner.errors import JobError
 
@@ -48,22 +47,6 @@ def test_a_new_version_that_was_removed_meanwhile_is_no_new_version(tmp_path: Pa
         writing.__exit__(None, None, None)
     assert place.read_bytes() == OLD
     assert new.read_bytes() == b"half of another on", "it is somebody else's"
-
-
-def test_two_reports_in_one_folder_do_not_remove_the_pages_of_each_other(tmp_path: Path) -> None:
-    place = find_folder("report", tmp_path / "report", reason="it is one")
-    with place.next_version() as first:
-        with first.page("1.html") as page:
-            page.write(FIRST)
-        second = place.next_version()
-        with pytest.raises(JobError, match=r"report: another process is writing it"):
-            second.__enter__()
-        with first.writing_index() as index:
-            index.write(MARK + first.name.encode())
-    assert sorted(os.listdir(tmp_path / "report")) == ["index.html", first.name]
-    with place.next_version() as third, third.writing_index() as index:
-        index.write(MARK)
-    assert sorted(os.listdir(tmp_path / "report")) == ["index.html", third.name]
 
 
 def test_figures_that_another_job_is_writing_are_said_once_and_end_no_job(tmp_path: Path) -> None:

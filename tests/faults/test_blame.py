@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from npu_runner import LLM, SamplingParams
-from npu_runner.batch.files.names import suspects_path
+from npu_runner.batch.files.names import manifest_path
 from npu_runner.cli.main import main
 from npu_runner.errors import EngineDeadError
 from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
@@ -110,6 +110,10 @@ class WayIn(ABC):
         return answers[text]
 
 
+def suspects_of(output: Path) -> set[str]:
+    return set(json.loads(manifest_path(output).read_text()).get("suspects", ()))
+
+
 class JobOfOne(WayIn):
     num_jobs = 0
 
@@ -121,9 +125,9 @@ class JobOfOne(WayIn):
             for number, text in enumerate(texts)])
         command = ["batch", "-i", str(source), "-o", str(output), "--model", str(self.model), *OPTIONS]
         while (status := main(command)) == 1:  # it ended early: the same command again
-            self.suspects = set(json.loads(suspects_path(output).read_text())["rows"])
+            self.suspects = suspects_of(output)
         assert status in (0, 3), "every row is finished"
-        assert not suspects_path(output).exists(), "nothing is suspected any more"
+        assert not suspects_of(output), "nothing is suspected any more"
         return answers_in(output, len(texts))
 
 

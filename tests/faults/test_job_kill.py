@@ -98,4 +98,4 @@ def assert_finished(status: int, output: Path, expected: list[bytes], is_ordered
     assert output.read_bytes() == b"".join(found)
     assert (found if is_ordered else sorted(found)) == (expected if is_ordered else sorted(expected))
     names = {path.name for path in output.parent.iterdir() if output.name in path.name}
-    assert names == {f"{output.name}{end}" for end in ("", ".manifest.json", ".rows", ".runs.jsonl", ".status.json")}
+    assert names == {f"{output.name}{end}" for end in ("", ".manifest.json", ".rows", ".status.json")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def assert_fails_alone(size: int, poisons: dict[int, str], most_deaths: int, che
             assert "alone in its step" in found[name]["error"]["message"]
         else:
             assert choices(found[name]) == choices(expected[name])
-    assert not (tmp_path / "out.jsonl.suspects.json").exists()
+    assert "suspects" not in json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
 
 
 def choices(item: dict[str, Any]) -> Any:

@@ -111,7 +111,7 @@ def test_the_job_writes_a_row_for_every_fate(tmp_path: Path) -> None:
     assert begun.count("die") == 2
     assert begun.count("hang") == 1
     assert summary.exit_status == 3
-    assert summary.num_workers_replaced == 3
+    assert summary.all_stats.num_workers_replaced == 3
 
 
 def write_model(folder: Path) -> Path:

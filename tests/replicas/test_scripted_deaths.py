@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.run_record import read_runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.errors import ConfigError
+from npu_runner.reports.summary import PastJob
 from tests import zygote
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.replicas.jobs import (
@@ -115,16 +114,6 @@ def test_order_report_summary_and_failed_rows_once_more_are_as_with_one(tmp_path
     assert [item["custom_id"] for item in read_rows(tmp_path / "out.jsonl")] == [f"r{n:03d}" for n in range(80)]
 
 
-@pytest.mark.full("a stream of one replica stays (batch/test_ordered.py), and the order of several in a file")
-def test_a_stream_is_in_order(tmp_path: Path) -> None:
-    names = [f"r{n:03d}" for n in range(120)]
-    write_rows(tmp_path / "in.jsonl", [row(name, "x" * (n * 7 % 40 + 1)) for n, name in enumerate(names)])
-    job = start_scripted(tmp_path, output="-", ordered=True, stdout=subprocess.PIPE)
-    output, said = job.communicate()
-    assert job.returncode == 0, said
-    assert [json.loads(line)["custom_id"] for line in output.splitlines()] == names
-
-
 def test_with_no_replica_left_the_job_ends_and_can_be_resumed(tmp_path: Path, undisturbed: list[bytes]) -> None:
     write_rows(tmp_path / "in.jsonl", rows())
     job = start_scripted(tmp_path, max_replica_restarts=0, progress="lines")
@@ -174,9 +163,8 @@ def test_what_is_wrong_is_named_before_rows_move(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model"}
     status, said = run(tmp_path, stage="dies", max_replica_restarts=0)
     assert (status, "no replica is left" in said) == (1, True), said
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "in.jsonl", "model", "out.jsonl.runs.jsonl", "out.jsonl.status.json"}
-    (line,) = read_runs(tmp_path / "out.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model", "out.jsonl.status.json"}
+    (line,) = PastJob(str(tmp_path / "out.jsonl")).runs.last
     assert "no replica is left" in line["end"], "a run that loaded and died has taken devices"
 
 

@@ -1,7 +1,7 @@
 """Appends rows to the output in a thread of its own, so that a slow disk does not hold up the model.
 
-Rows reach the file at once, whole, and the disk in groups (fsync). With each group it looks whether the file is still
-there. Knows nothing of what is in a row.
+Rows reach the file at once, whole, and the disk in groups (fsync). With each group the writer checks that the file is
+still there. Knows nothing of what is in a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from npu_runner.batch.files.durable import explain_late_error, write_all
 from npu_runner.errors import JobError, OutputLostError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
 
-_MAX_QUEUED_ROWS = 1024
+_MAX_QUEUED_ROWS = 16_384
 # Answers wait for a slow disk in memory, a row of log probabilities with 20 MB and more.
 _MAX_QUEUED_BYTES = 64 << 20
 _END = object()
@@ -28,8 +28,8 @@ _MAX_BYTES_PER_WRITE = 1 << 20
 class AnswerWriter:
     """Owns `descriptor`, opened for appending. After a failure it writes no more; `put` and `close` raise it.
 
-    `path`: where the file must still be found when a group of rows is on disk; None for a stream, of which nothing can
-    be said but that it took the bytes.
+    `path`: where the file must still be found when a group of rows is on disk; None for a stream, which is known only
+    to have accepted the bytes.
     """
 
     def __init__(self, descriptor: int, name: str, *, path: Path | None = None, sync_rows: int = 64,
@@ -46,15 +46,11 @@ class AnswerWriter:
         self._num_unsynced = 0
         self._sync_at = float("inf")
         self.num_kept = 0
-        """Rows given to `put` that were on disk, and the file in its place, when last looked at: the first so many."""
+        """Rows given to `put`, from the first one on, that were on disk, with the file in place, at the last check."""
         self.synced_end = self._end
         """Bytes of the file that were on disk then: whole rows."""
         self._thread = threading.Thread(target=self._run, name="answer-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def is_stream(self) -> bool:
-        return self._path is None
 
     def put(self, row: bytes) -> None:
         """Queue a row, once there is room. Raises JobError if an earlier one could not be written, OutputLostError if
@@ -63,7 +59,7 @@ class AnswerWriter:
         self._rows.put(row, len(row))
 
     def close(self) -> None:
-        """Write and sync what is queued, then close the file. Raises what `put` does."""
+        """Write and sync the queued rows, then close the file. Raises the errors of `put`."""
         if self._thread.is_alive():
             self._rows.put(_END, 0)
             self._thread.join()
@@ -71,12 +67,12 @@ class AnswerWriter:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what `put` would raise."""
+        """Raise the error that `put` would raise."""
         if self._failure is not None:
             raise self._failure
 
     def _run(self) -> None:
-        # Goes on taking rows after a failure, so that nobody waits for room in the queue for ever.
+        # After a failure rows are still taken from the queue, so that no `put` waits for room in it for ever.
         is_open = True
         while is_open:
             rows, is_open = self._next_rows()
@@ -138,12 +134,12 @@ class AnswerWriter:
         if self._is_regular and self._num_unsynced:
             os.fsync(self._descriptor)
         if self._path is not None:
-            self._look(self._path)
+            self._check_place(self._path)
         self.num_kept += self._num_unsynced
         self.synced_end = self._end
         self._num_unsynced, self._sync_at = 0, float("inf")
 
-    def _look(self, path: Path) -> None:
+    def _check_place(self, path: Path) -> None:
         """Raise OutputLostError unless the name leads to our file and just what was written is in it."""
         ours = os.fstat(self._descriptor)
         what = f"output {self._name}"
@@ -156,5 +152,5 @@ class AnswerWriter:
             raise OutputLostError(f"{what}: another file was put in its place while the job wrote it; {remedy}")
         if ours.st_size != self._end:
             raise OutputLostError(
-                f"{what}: has {ours.st_size} bytes where the job left {self._end}: somebody else cut it or wrote to "
-                f"it; {remedy}")
+                f"{what}: has {ours.st_size} bytes where the job left {self._end}: another process cut it or wrote "
+                f"to it; {remedy}")

@@ -1,23 +1,28 @@
-"""Where answers go: a file that can be resumed, or a stream that cannot. Knows nothing of the engine."""
+"""Where a job writes its answers: a stream, or a file that can be resumed, with its lock, its manifest and perhaps an
+error file. Knows nothing of the engine.
+"""
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from npu_runner.batch.files.answer_file import AnswerFile, have_any, open_for_rows
 from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
 from npu_runner.batch.files.input_file import InputScan
-from npu_runner.batch.files.manifest import Manifest, manifest_path
-from npu_runner.batch.files.names import replaced_path
-from npu_runner.batch.files.output_file import RowsFile
-from npu_runner.batch.files.output_scan import RowCounts, has_any, read_row, rows_in_order, rows_of, scan_output
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.names import manifest_path, replaced_path
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.state_file import StateFile
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
 
@@ -37,125 +42,80 @@ class Writers(NamedTuple):
                 self.errors.close()
 
 
-class StreamDestination:
-    """Rows go out as they come; there is nothing to resume from."""
+class Destination:
+    """The output of a job, entered while it runs: first `scan`, `retry` and `decide`, then `open_writers`, then `sort`.
 
-    path: Path | None = None
-    error_path: Path | None = None
-    earlier: Manifest | None = None
-
-    def __init__(self, place: Place):
-        self.name = place.name
-        self._place = place
-
-    def __enter__(self) -> StreamDestination:
-        self._place.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._place.__exit__()
-
-    def look(self) -> None:
-        """There is nothing to see."""
-
-    def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
-        """There is no row to be tried again."""
-        return Flaw(0)
-
-    def decide(self, flaws: Flaw, unparsed: np.ndarray | None = None) -> None:
-        """Likewise."""
-
-    def finished(self, rows: InputScan) -> np.ndarray:
-        return np.zeros(rows.num_rows, dtype=bool)
-
-    def num_retried_failures(self) -> int:
-        return 0
-
-    def num_replaced(self) -> int:
-        return 0
-
-    def kept_counts(self) -> RowCounts:
-        return RowCounts()
-
-    def begin(self, manifest: Manifest) -> Writers:
-        return Writers(AnswerWriter(os.dup(self._place.descriptor), self.name))
-
-    def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
-        """Rows went out in order already, if that was asked for."""
-
-    def end_retry(self) -> None:
-        """There was none."""
-
-    def counts_now(self) -> RowCounts:
-        """What went out cannot be looked at again."""
-        return RowCounts()
-
-
-class FileDestination:
-    """A file of answers with its lock and its manifest, and with `errors` a second one, where failed rows go instead.
-
-    Nothing is changed before `begin`. A row is in one of the two; both are looked at, repaired and put in order alike.
+    Nothing is changed before `open_writers`. With `errors` each row is in one of two files. A stream has neither lock
+    nor manifest, and no rows of earlier runs; nothing can be said about what it was given.
     """
 
-    def __init__(self, place: Place, *, overwrite: bool, errors: Place | None = None):
-        self._answers = RowsFile(place)
-        self._errors = None if errors is None else RowsFile(errors)
-        self.path: Path = self._answers.path
-        self.error_path = None if self._errors is None else self._errors.path
-        self.name = place.name
-        self.earlier: Manifest | None = None
+    def __init__(self, output: Place, *, overwrite: bool = False, errors: Place | None = None):
+        if errors is not None and output.is_stream:
+            raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
+                              "other; name a file as output, or leave it out")
+        if errors is not None and errors.is_stream:
+            raise ConfigError(f"{errors.title}: is no file; a stream cannot be resumed")
+        self._places = [output] if errors is None else [output, errors]
+        # Links are followed, so that two names of one file share one lock, and a link stays a link.
+        self.paths = [place.path for place in self._places if place.path is not None]
+        self.path, self.error_path = output.path, None if errors is None else errors.path
+        self.name = output.name
+        self.state = StateFile(output.path)
+        self.rows = AnswerFile([] if overwrite else self.paths, titles=[place.title for place in self._places])
         self._overwrite = overwrite
         self._retry = Flaw(0)
-        self._manifest: Manifest | None = None
 
     @property
-    def _files(self) -> list[RowsFile]:
-        return [self._answers] if self._errors is None else [self._answers, self._errors]
+    def earlier(self) -> Manifest | None:
+        """The state that earlier runs have left."""
+        return self.state.manifest
 
-    def __enter__(self) -> FileDestination:
+    def __enter__(self) -> Destination:
         with ExitStack() as entered:
-            for file in self._files:
-                entered.enter_context(file)
+            for place in self._places:
+                if place.path is None:
+                    entered.enter_context(place)
+                    continue
+                with clear_file_errors(place.title):
+                    place.try_own_names()
+                entered.enter_context(OutputLock(place.path))
+            entered.enter_context(self.rows)
             self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    def look(self) -> None:
-        for file in self._files:
-            file.look()
-        if not self._overwrite:
-            self._look_at_earlier()
-        scans = [] if self._overwrite else [file.scan for file in self._files]
-        self._rows = rows_of(scans)
-        self._is_retried = np.zeros(self._rows.num_rows, dtype=bool)
-
-    def _look_at_earlier(self) -> None:
-        for file in self._files:
-            file.try_to_append()
-        self.earlier = Manifest.load(self.path)
-        if self.earlier is None and self._answers.scan.num_bytes:
+    def scan(self) -> None:
+        """Read what earlier runs have left. Raises ConfigError where that is no job's output, or takes no more rows."""
+        self.rows.scan()
+        self._is_retried = np.zeros(self.rows.num_rows, dtype=bool)
+        if not self.rows.paths:
+            return
+        for place, path, state in zip(self._places, self.paths, self.rows.states, strict=True):
+            if state is not None:
+                with clear_file_errors(place.title):
+                    os.close(open_for_rows(path))
+        self.state.load()
+        num_bytes = [0 if state is None else state.num_bytes for state in self.rows.states]
+        if self.earlier is None and num_bytes[0]:
             raise ConfigError(
-                f"output {self.name}: the file has content but no {manifest_path(self.path).name}, so it is no job's "
-                "output to resume; choose another name, or --overwrite to replace it")
-        self._refuse_another_error_file()
-
-    def _refuse_another_error_file(self) -> None:
+                f"output {self.name}: the file has content but no {manifest_path(self.paths[0]).name}, so it is no "
+                "job's output to resume; choose another name, or --overwrite to replace it")
         begun_with = None if self.earlier is None else self.earlier.error_file
         if begun_with is not None and begun_with != self._error_name:
-            given = "none is given" if self._errors is None else f"{self._errors.name} is given"
+            given = "none is given" if self._error_name is None else f"{self._places[1].name} is given"
             raise ConfigError(
                 f"output {self.name}: was begun with --error-file {begun_with} (as seen from its folder), and {given}; "
                 "failed rows would be in two places. Give that one again, or --overwrite to start afresh")
-        if self._errors is not None and begun_with is None and self._errors.scan.num_bytes:
-            raise ConfigError(f"{self._errors.title}: has content, and is not what the output was begun with; choose "
-                              "another name, or --overwrite to replace both")
+        if begun_with is None and any(num_bytes[1:]):
+            raise ConfigError(f"{self._places[1].title}: has content, and is not what the output was begun with; "
+                              "choose another name, or --overwrite to replace both")
 
     @property
     def _error_name(self) -> str | None:
         """As the manifest has it: both files may be moved together."""
-        return None if self._errors is None else os.path.relpath(self._errors.path, self.path.parent)
+        return None if self.error_path is None else os.path.relpath(self.error_path, self.paths[0].parent)
 
     def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
         """The flaws in `asked` for which no earlier run has chosen rows: rows with one of them are tried again by
@@ -164,154 +124,123 @@ class FileDestination:
         The manifest names those of a run that was cut short. Their rows have left the files, and those that have a line
         since are not tried once more. That holds while the input is the same, or has grown.
         """
-        earlier = self.earlier
-        if earlier is None:
+        if self.earlier is None:
             return asked
-        standing = earlier.retry if rows.continues_earlier else Flaw(0)
+        standing = self.earlier.retry if rows.continues_earlier else Flaw(0)
         self._retry = standing | asked
         return asked & ~standing
 
     def decide(self, flaws: Flaw, unparsed: np.ndarray | None = None) -> None:
         """Have rows with one of these flaws tried again. `unparsed`: keys of more that are, though their lines do not
         say so."""
-        self._is_retried |= has_any(self._rows.flaws, flaws)
+        self._is_retried |= have_any(self.rows.flaws_A, flaws)
         if unparsed is not None:
-            self._is_retried |= np.isin(self._rows.keys, unparsed)
-
-    @property
-    def _kept(self) -> np.ndarray:
-        """Keys of the rows that stay as they are."""
-        return self._rows.keys[~self._is_retried]
+            self._is_retried |= np.isin(self.rows.keys_A, unparsed)
 
     def finished(self, rows: InputScan) -> np.ndarray:
         """Which of the input's rows need no work any more."""
-        return np.isin(rows.keys, self._kept)
+        return np.isin(rows.keys, self.rows.keys_A[~self._is_retried])
 
     def flaws_of(self, key: bytes) -> Flaw | None:
         """The flaws of the row with this key in the files; None: there is no such row."""
-        (found,) = np.nonzero(self._rows.keys == np.bytes_(key))
-        return Flaw(int(self._rows.flaws[found[0]])) if len(found) else None
+        (found,) = np.nonzero(self.rows.keys_A == np.bytes_(key))
+        return Flaw(int(self.rows.flaws_A[found[0]])) if len(found) else None
 
     def custom_id(self, name: bytes) -> str | None:
-        """Of the row in the files whose key begins with this; None: there is none, or it has none."""
-        for file in self._files:
-            (found,) = np.nonzero(np.char.startswith(file.scan.keys, name))
-            if len(found):
-                with clear_file_errors(file.title), open(file.path, "rb") as rows:
-                    custom_id: str | None = read_row(rows, int(file.scan.starts[found[0]]))["custom_id"]
-                    return custom_id
-        return None
+        """The custom_id of the row in the files whose key starts with `name`; None: there is none, or it has none."""
+        (found,) = np.nonzero(np.char.startswith(self.rows.keys_A, name))
+        custom_id: str | None = self.rows.row(int(found[0]))["custom_id"] if len(found) else None
+        return custom_id
 
     def num_retried_failures(self) -> int:
         """Failed rows of earlier runs that are tried again."""
-        return int((self._rows.failed & self._is_retried).sum())
+        return int((self.rows.failed_A & self._is_retried).sum())
 
     def num_replaced(self) -> int:
         """Answers of earlier runs that are tried again."""
-        return int((~self._rows.failed & self._is_retried).sum())
+        return int((~self.rows.failed_A & self._is_retried).sum())
 
-    def kept_counts(self) -> RowCounts:
-        """Of the rows that stay as they are."""
-        return self._rows.only(np.flatnonzero(~self._is_retried)).counts()
+    def kept_counts(self) -> Counts:
+        """The counts of the rows that stay as they are."""
+        return self.rows.counts(~self._is_retried)
 
-    def begin(self, manifest: Manifest) -> Writers:
+    def open_writers(self, manifest: Manifest) -> Writers:
         """Leave what is kept, whole, and open the files for more."""
+        if self.path is None:
+            self.state.save(manifest)
+            return Writers(AnswerWriter(os.dup(self._places[0].descriptor), self.name))
         with clear_file_errors(f"output {self.name}"):
-            for file in self._files:
-                if self._overwrite:
-                    file.replace()
-                else:
-                    file.refuse_changes()
             if self._overwrite:
-                for path in (manifest_path(self.path), replaced_path(self.path)):
-                    path.unlink(missing_ok=True)
-                sync_folder(self.path.parent)
+                self._remove_files(self.path)
             else:
+                self.rows.refuse_changes()
                 # First: an input and settings that are new on disk never have rows of the old ones beside them.
-                self._drop_retried()
-            self._manifest = replace(manifest, error_file=self._error_name, retry=self._retry)
-            self._manifest.save(self.path)
-            if not self._overwrite:
+                self._drop_rows(self.path)
+            self.state.save(replace(manifest, error_file=self._error_name, retry=self._retry))
+            if self.error_path is not None:
                 # Second: the manifest knows the error file before a row is in it.
-                self._move_failed()
-            answers = self._answers.open()
-            try:
-                errors = None if self._errors is None else self._errors.open()
-            except BaseException:
-                answers.close()
-                raise
-        return Writers(answers, errors)
+                self._move_failed(self.error_path)
+            self.rows.close()
+            descriptors = list(map(open_for_rows, self.paths))
+            for path in self.paths:
+                sync_folder(path.parent)
+        return Writers(*(AnswerWriter(descriptor, place.name, path=place.path)
+                         for descriptor, place in zip(descriptors, self._places, strict=True)))
 
-    def _drop_retried(self) -> None:
-        """Leave whole rows alone that are not tried again. Answers that leave are copied before."""
-        files, rows = self._files, self._rows
-        stays = [np.ones(file.scan.num_rows, dtype=bool) for file in files]
-        if self._is_retried.any():
-            replaced = rows.keys[self._is_retried & ~rows.failed]
-            for number, file in enumerate(files):
-                file.copy_rows(replaced_path(self.path), np.isin(file.scan.keys, replaced) & ~file.scan.failed)
-                stays[number] = np.isin(file.scan.keys, self._kept)
-        if self._errors is not None:
-            # A failure may stand beside its answer, in either file: the answer counts.
-            answered = rows.keys[~rows.failed]
-            for number, file in enumerate(files):
-                stays[number] &= ~(file.scan.failed & np.isin(file.scan.keys, answered))
-        self._answers.keep(stays[0])
-        if self._errors is not None:
-            errors = self._errors.scan
-            moved = stays[1] & ~errors.failed & ~np.isin(errors.keys, self._answers.scan.keys)
-            if moved.any():
-                self._answers.append_from(self._errors, moved)
-                self._answers.look()
-            self._errors.keep(stays[1] & errors.failed)
+    def _remove_files(self, output: Path) -> None:
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+            remove_torn_version(path)
+            sync_folder(path.parent)
+        for path in (manifest_path(output), replaced_path(output)):
+            path.unlink(missing_ok=True)
+        self.state.clear()
+        sync_folder(output.parent)
 
-    def _move_failed(self) -> None:
-        """Failed rows go where they belong: they are in the other file before they leave this one."""
-        failed = self._answers.scan.failed
-        if self._errors is not None and failed.any():
-            self._errors.append_from(self._answers, failed & ~np.isin(self._answers.scan.keys, self._errors.scan.keys))
-            self._answers.keep(~failed)
+    def _drop_rows(self, output: Path) -> None:
+        """Leave the lines that count and are not tried again, answers in the first file. Answers that are tried again
+        are copied before."""
+        rows, stays = self.rows, ~self._is_retried
+        with clear_file_errors(f"replaced answers {replaced_path(output)}"):
+            rows.append_to(replaced_path(output), self._is_retried & ~rows.failed_A)
+        for path in self.paths:
+            remove_torn_version(path)
+        rows.rewrite(0, np.flatnonzero(stays & (rows.files_A == 0)))
+        if self.error_path is not None:
+            rows.append_to(output, stays & ~rows.failed_A & (rows.files_A == 1))
+            rows.rewrite(1, np.flatnonzero(stays & rows.failed_A & (rows.files_A == 1)))
 
-    def finish(self, rows: InputScan, *, is_ordered: bool) -> None:
-        """Bring the files, in which every row is, into the order of the input where that was asked for.
+    def _move_failed(self, errors: Path) -> None:
+        """Failed rows go where they belong: they are in the other file before they leave the first."""
+        rows = self.rows
+        if (rows.failed_A & ~self._is_retried & (rows.files_A == 0)).any():
+            rows.scan()
+            rows.append_to(errors, rows.failed_A & (rows.files_A == 0))
+            rows.rewrite(0, np.flatnonzero(~rows.failed_A & (rows.files_A == 0)))
+
+    def sort(self, rows: InputScan) -> None:
+        """Bring the files, in which every row is, into the order of the input.
 
         Rows are always written as they finish. Killed here, a file is whole in one of both orders, and the same
         command comes here again.
         """
-        if not is_ordered:
-            return
-        with late_file_errors(f"output {self.name}, being put in order"):
-            scans = [scan_output(file.path) for file in self._files]
-            places = [rows_in_order(scan, rows.keys) for scan in scans]
-            is_missing = np.all([found < 0 for found in places], axis=0)
-            if is_missing.any():
+        with self._scanned_now("being put in order") as found:
+            places = found.find(rows.keys)
+            num_missing = int((places < 0).sum())
+            if num_missing:
                 raise OutputLostError(
-                    f"output {self.name}: {int(is_missing.sum())} of {rows.num_rows} rows have gone from it since "
+                    f"output {self.name}: {num_missing} of {rows.num_rows} rows have gone from it since "
                     "they were written; the same command answers them again")
-            for file, scan, found in zip(self._files, scans, places, strict=True):
-                file.put_in_order(scan, found)
+            for file in range(len(self.paths)):
+                found.rewrite(file, places[found.files_A[places] == file])
 
-    def end_retry(self) -> None:
-        """Every row has its new line: the next job with --retry decides anew."""
-        if self._manifest is not None and self._manifest.retry:
-            with late_file_errors(f"manifest of {self.name}"):
-                replace(self._manifest, retry=Flaw(0)).save(self.path)
+    def counts_now(self) -> Counts:
+        """The counts of the rows that are in the files now."""
+        with self._scanned_now() as found:
+            return found.counts()
 
-    def counts_now(self) -> RowCounts:
-        """Of the rows that are in the files now."""
-        with late_file_errors(f"output {self.name}"):
-            return rows_of([scan_output(file.path) for file in self._files]).counts()
-
-
-Destination = StreamDestination | FileDestination
-"""Entered while a job runs. First `look` and `retry` (`earlier`, `finished`), then write (`begin`), then `finish`."""
-
-
-def open_destination(output: Place, *, overwrite: bool, errors: Place | None = None) -> Destination:
-    """`errors`: where failed rows go instead."""
-    if output.is_stream:
-        if errors is not None:
-            raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
-                              "other; name a file as output, or leave it out")
-        return StreamDestination(output)
-    return FileDestination(output, overwrite=overwrite, errors=errors)
+    @contextmanager
+    def _scanned_now(self, doing: str = "") -> Iterator[AnswerFile]:
+        what = f"output {self.name}" + (f", {doing}" if doing else "")
+        with late_file_errors(what), AnswerFile(self.paths, file_errors=late_file_errors) as found:
+            yield found.scan()

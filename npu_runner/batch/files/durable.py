@@ -10,13 +10,15 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from npu_runner.batch.files.names import new_version_path
 from npu_runner.errors import ConfigError, JobError
 
+FileErrors: TypeAlias = Callable[[str], contextlib.AbstractContextManager[None]]
+"""`clear_file_errors` or `late_file_errors`: turns an OSError within into the error of a user."""
 _FOR_WRITING = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 # The settings were fine, the machine gave out: worth the same command again once there is room.
 _MACHINE_GAVE_OUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.ESTALE)
@@ -99,18 +101,6 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
         sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Within, no other process writes a version of this folder. Raises JobError where one does."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if not _lock(descriptor, waits=False):
-            raise _two_writers(folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def remove_torn_version(path: Path) -> None:
     """Remove what a process left that was killed in `replacing`: it may be as large as the file. One that a process is
     writing stays."""
@@ -119,7 +109,7 @@ def remove_torn_version(path: Path) -> None:
 
 
 def _create(path: Path, *, waits: bool) -> int:
-    """A new, empty file, locked as long as it is open. Whatever else has the name is removed: a link that somebody put
+    """A new, empty file, locked as long as it is open. Whatever else has the name is removed: a link that was put
     there is not followed. Raises BlockingIOError where a process is writing it."""
     while True:
         _remove_left(path, waits=waits)

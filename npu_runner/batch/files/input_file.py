@@ -8,6 +8,7 @@ job. Knows nothing of what a row asks for.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -32,7 +33,6 @@ from npu_runner.errors import ConfigError, JobError
 from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 
 STANDARD_STREAM = "-"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
 _LEAST_FREE_BYTES = 1 << 30
@@ -40,7 +40,7 @@ _LEAST_FREE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class InputScan:
-    """What one pass over the input found. `keys`: 16 bytes per row, in order; `lines`: where each row stands.
+    """The result of one pass over the input. `keys`: 16 bytes per row, in order; `lines`: where each row stands.
 
     `starts` and `sizes`: each row's bytes in the file, its line end with it; `checksums`: of these bytes.
     """
@@ -135,7 +135,7 @@ class SharedFile(RowSource):
 
 @dataclass
 class _Line:
-    """A line while it is read: where its row begins, and what is known of it so far."""
+    """A line while it is read: where its row begins, and the facts that are known so far."""
 
     number: int
     start: int
@@ -155,7 +155,7 @@ class _Line:
         self.checksum.update(piece)
 
     def record(self, key: bytes, checksum: bytes) -> bytes:
-        """Of this row in an InputIdentity. The last row may get its line end later and is the same row."""
+        """The row's record in an InputIdentity. The last row may get its line end later and is the same row."""
         if not self.has_end:
             whole = self.checksum.copy()
             whole.update(b"\n")
@@ -200,8 +200,8 @@ class InputFile:
             if earlier is not None and ends and not continues_earlier:
                 continues_earlier = _is_end_of(earlier, digest, position, piece)
             digest.update(piece)
-            if position == 0 and piece.startswith(_BYTE_ORDER_MARK):
-                position, line.start = len(_BYTE_ORDER_MARK), len(_BYTE_ORDER_MARK)
+            if position == 0 and piece.startswith(codecs.BOM_UTF8):
+                position, line.start = len(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
                 piece = piece[position:]
             position += len(piece)
             line.add(piece)
@@ -234,7 +234,7 @@ class InputFile:
             yield from scan.run(np.arange(first, first + len(some)), some).rows()
 
     def refuse_changes(self) -> None:
-        """Raise JobError unless the file still begins with what `scan` saw. Reads it only if somebody wrote to it."""
+        """Raise JobError unless the file still begins with what `scan` saw. Reads it only if it was written to."""
         found = os.fstat(self._file.fileno())
         if found.st_size < self._size:
             raise _changed(self.name, f"it had {self._size} bytes and has {found.st_size}")

@@ -6,47 +6,32 @@ Without an input, answers stand alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.output_scan import OutputScan, read_row, rows_in_order, scan_output
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.flaws import flaws_of_row
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import RequestError
-from npu_runner.serving.replica import RawRow
 
 
 class Joined:
-    """`file` and `rows`: the input, None where it is not there. `outputs`: the file of answers, and that of failed
-    rows behind it, where there is one. Of requests above `max_row_bytes` nothing is read. `ends`: bytes of
-    each output that are read; None: all."""
+    """`file` and `rows`: the input, None where it is not there. `answers` were scanned, and stay open as long as pairs
+    are read. A request above `max_row_bytes` is not read."""
 
-    def __init__(self, file: InputFile | None, rows: InputScan | None, outputs: Sequence[Path], max_row_bytes: int,
-                 ends: Sequence[int] | None = None):
+    def __init__(self, file: InputFile | None, rows: InputScan | None, answers: AnswerFile, max_row_bytes: int):
         self._file = file
-        self._outputs = outputs
+        self._answers = answers
         self._max_row_bytes = max_row_bytes
-        scans = [scan_output(output, None if ends is None else ends[number]) for number, output in enumerate(outputs)]
-        keys = _keys_of(scans) if rows is None else rows.keys
-        self.num_rows = len(keys)
-        self._starts = np.zeros(len(keys), dtype=np.int64)
-        self._output_of = np.full(len(keys), -1, dtype=np.int8)
-        failed = np.zeros(len(keys), dtype=bool)
-        for number, scan in enumerate(scans):
-            found = rows_in_order(scan, keys)
-            here = np.flatnonzero(found >= 0)
-            # Of a row in both files an answer counts more than a failure, else the first.
-            here = here[(self._output_of[here] < 0) | (failed[here] & ~scan.failed[found[here]])]
-            self._starts[here] = scan.starts[found[here]]
-            self._output_of[here] = number
-            failed[here] = scan.failed[found[here]]
-        self.places = np.flatnonzero(self._output_of >= 0)
+        # R rows of the input, or all answers
+        self.answers_R = np.arange(answers.num_rows) if rows is None else answers.find(rows.keys)
+        """The place of each row's answer; -1: it has none."""
+        self.num_rows = len(self.answers_R)
+        self.places = np.flatnonzero(self.answers_R >= 0)
         """Numbers of the rows that have an answer."""
 
     @property
@@ -55,21 +40,22 @@ class Joined:
 
     def pairs(self, places: np.ndarray) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Request and result of these rows, which rise; an unreadable request is empty."""
-        wanted = np.zeros(len(self._starts), dtype=bool)
-        wanted[places] = True
-        rows: Iterable[RawRow | None] = itertools.repeat(None, len(places))
-        with ExitStack() as opened:
-            answers = [opened.enter_context(open(output, "rb")) for output in self._outputs]
-            for place, row in zip(places, rows if self._file is None else self._file.rows(wanted), strict=True):
-                yield self._request(row), read_row(answers[self._output_of[place]], int(self._starts[place]))
+        wanted_R = np.zeros(self.num_rows, dtype=bool)
+        wanted_R[places] = True
+        requests: Iterable[dict[str, Any]] = itertools.repeat({}, len(places))
+        if self._file is not None:
+            requests = requests_in(self._file, self._max_row_bytes, wanted_R)
+        for request, answer in zip(requests, self.answers_R[places].tolist(), strict=True):
+            yield request, self._answers.row(answer)
 
-    def _request(self, row: RawRow | None) -> dict[str, Any]:
-        if self._file is None or row is None or row.num_bytes > self._max_row_bytes:
-            return {}
+
+def requests_in(file: InputFile, max_row_bytes: int, wanted_R: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
+    """The requests of an input, or those that are True; one that the job refuses to read is empty."""
+    for row in file.rows(wanted_R):
         try:
-            return read_json(self._file.source.read(row))
-        except RequestError:
-            return {}
+            yield {} if row.num_bytes > max_row_bytes else read_json(file.source.read(row))
+        except (RequestError, RecursionError):
+            yield {}
 
 
 def unparsed_keys(joined: Joined, rows: InputScan, has_rule_of_job: bool) -> np.ndarray:
@@ -77,9 +63,3 @@ def unparsed_keys(joined: Joined, rows: InputScan, has_rule_of_job: bool) -> np.
     found = [place for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True)
              if Flaw.UNPARSED in flaws_of_row(request, answer, has_rule_of_job=has_rule_of_job)]
     return rows.keys[found]
-
-
-def _keys_of(scans: list[OutputScan]) -> np.ndarray:
-    """Each row once: a job that was killed while it moved failed rows leaves some in both files."""
-    first = scans[0].keys
-    return np.concatenate([first, *(scan.keys[~np.isin(scan.keys, first)] for scan in scans[1:])])

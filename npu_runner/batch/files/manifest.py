@@ -1,6 +1,8 @@
-"""`<output>.manifest.json`: what made the answers beside it, so that nothing else is ever mixed in among them.
+"""`<output>.manifest.json`, the state of a job: all that a later run needs to go on, beside the rows themselves.
 
-Knows nothing of rows.
+It has what made the answers, so that nothing else is ever mixed in among them, the rows under suspicion, and the runs.
+It is replaced as a whole and synced: when a run begins to write, at a suspect, and when the run ends. Knows nothing of
+rows.
 """
 
 from __future__ import annotations
@@ -9,24 +11,28 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from npu_runner import __version__
-from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.durable import FileErrors, clear_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
+from npu_runner.batch.files.older_formats import read_older_runs, read_older_suspects
+from npu_runner.batch.files.runs import Runs
+from npu_runner.batch.files.suspects import SuspectRows, Suspicion
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
 
-FORMAT = 3
-"""Of the file. 1 had no `npu_runner`, 1 and 2 no `changes`. They are read, and written as 3 when their output goes
-on."""
+FORMAT = 4
+"""The format of the file. 1 had no `npu_runner`, 1 and 2 no `changes`, 1 to 3 had runs and suspects in files of their
+own. They are read, and written as 4 when their output goes on."""
+_FORMAT_OF_ONE_FILE = 4
 DECODERS = "prompts.decoders"
 """Versions of the libraries that decode images and videos, among the settings."""
 _LENGTH = "max_model_len"
@@ -43,7 +49,7 @@ LIMITS_OF_ROWS = {
 they may differ with --retry; max_model_len may only be higher. Limits that no manifest names may differ in any run."""
 _NUMBERS = {_LENGTH, "prompts.max_source_pixels"}
 """Settings that a later run, or a report, takes from here."""
-_READABLE = (1, 2, FORMAT)
+_READABLE = (1, 2, 3, FORMAT)
 _MAX_EPOCH_DIGITS = 11
 """Up to the year 5138; a calendar ends with the year 9999."""
 _ABSENT = "(not there)"
@@ -89,6 +95,8 @@ class Manifest:
     retry: Flaw = WHOLE
     """Rows that had one of these flaws are tried again. They have left the output, so those of them that have no line
     yet are the rows that it lacks. It lasts until the job has ended with a line for every row."""
+    suspects: SuspectRows = field(default_factory=dict)
+    runs: Runs = field(default_factory=Runs)
 
     @property
     def has_served(self) -> bool:
@@ -111,38 +119,41 @@ class Manifest:
                     "system_fingerprint_before": fingerprint} for change in changes]
         return replace(self, settings=settings, changes=(*self.changes, *records))
 
-    def save(self, output: Path) -> None:
-        """The records of rows are on disk before: what a manifest says of the input is always known row by row."""
-        earlier = _read(output)
-        save_rows(output, self.input, in_manifest=None if earlier is None else earlier.input)
+    def save(self, output: Path, *, earlier: Manifest | None = None, file_errors: FileErrors = clear_file_errors
+             ) -> None:
+        """Write the state to disk. `earlier`: the state that is there, None: there is none.
+
+        The records of rows are on disk before: what a manifest says of the input is always known row by row.
+        """
+        if earlier is None or earlier.input != self.input or earlier.input.rows != self.input.rows:
+            save_rows(output, self.input, in_manifest=None if earlier is None else earlier.input)
         path = manifest_path(output)
-        with clear_file_errors(f"manifest {path}"), replacing(path) as file:
+        with file_errors(f"manifest {path}"), replacing(path) as file:
             text = json.dumps(_to_json(self), indent=2, sort_keys=True, ensure_ascii=False)
             file.write(text.encode("utf-8") + b"\n")
 
     @staticmethod
     def load(output: Path) -> Manifest | None:
         """The manifest beside an output, with the records of the input's rows; None when there is none."""
-        found = _read(output)
-        return None if found is None else found.with_input(with_rows(output, found.input))
+        path = manifest_path(output)
+        try:
+            with clear_file_errors(f"manifest {path}"):
+                if not path.exists():
+                    return None
+                fields = json.loads(path.read_bytes())
+            if fields["format"] not in _READABLE:
+                raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
+            found = _from_json(fields)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = _listed(error) if isinstance(error, ValidationError) else str(error)
+            raise ConfigError(f"manifest {path}: cannot be read ({reason}); --overwrite starts afresh") from error
+        if fields["format"] < _FORMAT_OF_ONE_FILE:
+            found = replace(found, suspects=read_older_suspects(output),
+                            runs=read_older_runs(output, has_manifest=True))
+        return found.with_input(with_rows(output, found.input))
 
     def with_input(self, identity: InputIdentity) -> Manifest:
         return replace(self, input=identity)
-
-
-def _read(output: Path) -> Manifest | None:
-    path = manifest_path(output)
-    try:
-        with clear_file_errors(f"manifest {path}"):
-            if not path.exists():
-                return None
-            fields = json.loads(path.read_bytes())
-        if fields["format"] not in _READABLE:
-            raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
-        return _from_json(fields)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = _listed(error) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(f"manifest {path}: cannot be read ({reason}); --overwrite starts afresh") from error
 
 
 def _listed(error: ValidationError) -> str:
@@ -163,6 +174,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         **({"error_file": manifest.error_file} if manifest.error_file is not None else {}),
         **({"changes": manifest.changes} if manifest.changes else {}),
         **({"retry": manifest.retry.names} if manifest.retry else {}),
+        **({"suspects": {name: asdict(row) for name, row in manifest.suspects.items()}} if manifest.suspects else {}),
+        "runs": manifest.runs.last,
+        **({"older_runs": manifest.runs.older} if manifest.runs.older else {}),
     }
 
 
@@ -182,6 +196,12 @@ class _Input(_Fields):
     blake2b: str
 
 
+class _Suspicion(_Fields):
+    num_deaths: int
+    code: str | None
+    message: str
+
+
 class _File(_Fields):
     created: int
     model_name: str
@@ -192,6 +212,8 @@ class _File(_Fields):
     error_file: str | None = None
     changes: list[_Change] = []
     retry: list[str] = []
+    suspects: dict[str, _Suspicion] = {}
+    runs: list[Any] = []
 
     @model_validator(mode="after")
     def _has_numbers(self) -> _File:
@@ -212,7 +234,9 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         input=identity_from_json(fields["input"]),
         error_file=fields.get("error_file"),
         changes=tuple(fields.get("changes", ())),
-        retry=Flaw.parse(fields.get("retry", ())))
+        retry=Flaw.parse(fields.get("retry", ())),
+        suspects={name: Suspicion(**row) for name, row in fields.get("suspects", {}).items()},
+        runs=Runs.from_json(fields.get("runs", ()), fields.get("older_runs")))
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:

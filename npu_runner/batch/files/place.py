@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import stat
 import sys
 import tempfile
@@ -24,8 +23,6 @@ from npu_runner.errors import ConfigError
 from npu_runner.processes.patient_streams import patient
 
 _STDOUT = 1
-_MAX_LINKS = 40
-_MOUNTS = Path("/proc/self/mountinfo")
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -40,11 +37,11 @@ class Place:
         self.path = path
         """Where the file is or will be, links followed; None: it is a stream."""
         self.number = number
-        """Of the open descriptor of this process that the name stands for; None: it names a file or a device."""
+        """The open descriptor of this process that the name stands for; None: it names a file or a device."""
         self.identity = identity
-        """Of what is there; None: nothing is."""
+        """The file that is there; None: there is none."""
         self.descriptor = -1
-        """Of the stream, while this is entered."""
+        """The stream is open under this number while the place is entered."""
 
     @property
     def title(self) -> str:
@@ -55,7 +52,7 @@ class Place:
         return self.path is None
 
     def own_files(self) -> dict[Path, str]:
-        """What the job makes beside this file, and what each is called."""
+        """The files that the job makes beside this one, each with its name in messages."""
         return {} if self.path is None else own_files(self.option, self.path)
 
     def __enter__(self) -> Place:
@@ -106,20 +103,20 @@ class Place:
         if self.number == _STDOUT:
             _flush(sys.__stdout__)
             descriptor = os.dup(_STDOUT)
-            # Whatever prints meanwhile (a library, a compiler) must not end up among what is written here.
+            # The words of a library or a compiler must not end up among what is written here.
             os.dup2(2, _STDOUT)
             return descriptor
         return os.dup(self.number)
 
 
 def _flush(stream: TextIO | None) -> None:
-    """What it holds back goes out now, or nowhere."""
+    """The bytes that it holds back go out now, or nowhere."""
     if stream is not None and not stream.closed:
         patient(stream).flush()
 
 
 def find_place(option: str, name: str | Path) -> Place:
-    """What stands under this name. Raises ConfigError for what nothing can be written to."""
+    """The file or stream of this name. Raises ConfigError for one that cannot be written."""
     name = str(name)
     title = f"{option} {name}"
     number = own_descriptor(name)
@@ -143,17 +140,14 @@ def find_place(option: str, name: str | Path) -> Place:
 
 
 def own_descriptor(name: str) -> int | None:
-    """The number, where the name leads to a descriptor of this process: -, /dev/stdout, the /dev/fd/63 of a shell."""
+    """The number, where the name is one of a descriptor of this process: -, /dev/stdout, the /dev/fd/63 of a shell."""
     if name == STANDARD_STREAM:
         return _STDOUT
     ours = {os.path.realpath(f"/proc/{which}/fd") for which in ("self", "thread-self")}
-    for _ in range(_MAX_LINKS):
-        folder, last = os.path.split(name)
-        if os.path.realpath(folder or ".") in ours:
-            return int(last) if last.isdecimal() else None
-        if not os.path.islink(name):
-            return None
-        name = os.path.join(folder, os.readlink(name))
+    given = Path(name)
+    for path in (given, given.parent / os.readlink(given) if given.is_symlink() else given):
+        if path.name.isdecimal() and os.path.realpath(path.parent) in ours:
+            return int(path.name)
     return None
 
 
@@ -180,21 +174,5 @@ def try_to_replace(title: str, path: Path) -> None:
     """Raises OSError or ConfigError where `replacing` would fail."""
     with tempfile.TemporaryFile(dir=path.parent):
         pass
-    if not path.exists():
-        return
-    if str(path) in _mount_points():
+    if path.exists() and path.stat().st_dev != path.parent.stat().st_dev:
         raise ConfigError(f"{title}: is mounted by itself, so no next version can take its place; mount its folder")
-    folder, found, user = path.parent.stat(), path.stat(), os.geteuid()
-    if folder.st_mode & stat.S_ISVTX and user not in (0, found.st_uid, folder.st_uid):
-        raise ConfigError(f"{title}: belongs to another user in a folder where only owners may replace their files; "
-                          "choose another name")
-    if user == 0 and not os.access(path, os.W_OK):  # no permission bits hold root back
-        raise ConfigError(f"{title}: is immutable or on a read-only file system; choose another name")
-
-
-def _mount_points() -> set[str]:
-    try:
-        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return set()
-    return {re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines}

@@ -1,4 +1,4 @@
-"""The rows that are to be served, by their index: where each lies, cut into runs for whoever serves them.
+"""The rows that are to be served, by their index: where each lies, cut into runs for the replicas.
 
 In columns, so that a million rows cost no million objects. Knows nothing of what is in a row.
 """
@@ -29,12 +29,12 @@ class RowBook:
         return len(self._places)
 
     def run(self, indices: Sequence[int]) -> RowRun:
-        """These rows, for somebody who reads them in the file."""
+        """These rows, for a replica that reads them in the file."""
         indices_R = np.asarray(indices, dtype=np.int64)
         return self._scan.run(indices_R, self._places[indices_R])
 
     def run_with_data(self, indices: Sequence[int]) -> RowRun:
-        """These rows with their bytes, for somebody who does not see the file."""
+        """These rows with their bytes, for a replica that does not see the file."""
         run = self.run(indices)
         with late_file_errors(f"input {self._source.file_name}"):
             data = b"".join(

@@ -1,7 +1,7 @@
-"""`<output>.status.json`: how a job gets on, for whoever looks from outside. Written anew every other second.
+"""`<output>.status.json`: the run under way, for people who look from outside and for the next run.
 
-It is whole whenever it is read, and never synced: a power cut may leave an empty one. What cannot be written is said
-once, and the job goes on. Knows nothing of where the figures come from.
+It is replaced every other second: whole whenever it is read, and never synced, so a power cut may leave an empty one.
+A status that cannot be written is said once, and the job goes on. Knows nothing of where the figures come from.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import status_path
+from npu_runner.batch.files.runs import Count, Number, Runs, Text
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.errors import ConfigError, JobError
 
 Phase = Literal["starting", "loading", "serving", "ordering", "reporting"]
 ReplicaPhase = Literal["loading", "serving", "waiting", "dead", "ended"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Number = Annotated[float, Field(ge=0, lt=1 << 63, allow_inf_nan=False)]
-_Text = Annotated[str, AfterValidator(lambda text: text.encode().decode())]
-"""With no half of a surrogate pair, which cannot be printed."""
 
 
 class _Part(BaseModel):
@@ -49,11 +47,11 @@ def _boot() -> str:
 class Moment(_Part):
     """When a status was written. Clocks of people jump: on the same boot of a host `clock` says how long ago."""
 
-    host: _Text
-    boot: _Text
-    clock: _Number
+    host: Text
+    boot: Text
+    clock: Number
     """Seconds since the boot, suspensions of the host included."""
-    time: _Number
+    time: Number
     """Unix time."""
 
     @classmethod
@@ -69,97 +67,101 @@ class Moment(_Part):
 class Rows(_Part):
     """Of all runs, as far as they are on disk."""
 
-    total: _Count | None
+    total: Count | None
     """Of the input; None: it was not read yet."""
-    answered: _Count
-    failed: _Count
-    cut_off: _Count
-    repetition: _Count
-    unparsed: _Count = 0
-    whole: _Count | None = None
+    answered: Count
+    failed: Count
+    cut_off: Count
+    repetition: Count
+    unparsed: Count = 0
+    whole: Count | None = None
     """Answers without a flaw; None: the version that wrote it did not count them."""
-    failures_by_code: dict[_Text, _Count]
+    failures_by_code: dict[Text, Count]
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(num_answered=self.answered, num_not_whole=self.answered - (self.whole or 0),
+                      num_cut_off=self.cut_off, num_repetition=self.repetition, num_unparsed=self.unparsed,
+                      failures_by_code=self.failures_by_code)
 
 
 class Pace(_Part):
     """Of this run alone, by the monotonic clock."""
 
-    rows: _Count
+    rows: Count
     """Finished by this run."""
-    start_seconds: _Number
-    serve_seconds: _Number
-    rows_per_second: _Number
-    lately: _Number
+    start_seconds: Number
+    serve_seconds: Number
+    rows_per_second: Number
+    lately: Number
     """Rows per second in the last half minute."""
-    seconds_left: _Number | None
+    seconds_left: Number | None
     """None: it has answered no row, from which to tell."""
 
 
 class Tokens(_Part):
     """Of this run alone."""
 
-    prompt: _Count
-    completion: _Count
-    prefill_computed: _Count
-    decode_computed: _Count
+    prompt: Count
+    completion: Count
+    prefill_computed: Count
+    decode_computed: Count
 
 
 class Engines(_Part):
     """Of all replicas together: counters since their start, and gauges of the moment."""
 
-    running: _Count
-    waiting: _Count
-    vision_cache_hits: _Count
-    vision_cache_misses: _Count
-    vision_cache_bytes: _Count
-    prefix_cache_hit_tokens: _Count
-    prefix_cache_queried_tokens: _Count
-    kv_blocks_used: _Count
-    kv_blocks_total: _Count
-    preemptions: _Count
+    running: Count
+    waiting: Count
+    vision_cache_hits: Count
+    vision_cache_misses: Count
+    vision_cache_bytes: Count
+    prefix_cache_hit_tokens: Count
+    prefix_cache_queried_tokens: Count
+    kv_blocks_used: Count
+    kv_blocks_total: Count
+    preemptions: Count
 
 
 class ReplicaStatus(_Part):
-    name: _Text
+    name: Text
     phase: ReplicaPhase
-    rows: _Count
-    deaths: _Count
-
-
-class ReportStatus(_Part):
-    """Of reports while the job runs."""
-
-    made: Moment | None
-    """The last one."""
-    error: _Text | None
-    """Why the last try has made none."""
+    rows: Count
+    deaths: Count
 
 
 class Status(_Part):
     """How a run of a job gets on, or how it has ended."""
 
     format: Literal[1] = 1
-    run: _Text
-    last_recorded: _Text | None
-    """The last run in the record of runs beside it, mostly this one. So a status of another output is known."""
-    npu_runner: _Text
-    pid: _Count
+    run: Text
+    last_recorded: Text | None
+    """The last run that the state beside it has, mostly this one. So a status of another output is known."""
+    npu_runner: Text
+    pid: Count
     """The same as in the lock."""
     started: Moment
     updated: Moment
     phase: Phase
-    doing: _Text | None
+    doing: Text | None
     """While it loads: what exactly."""
-    end: _Text | None
+    end: Text | None
     """FINISHED, INTERRUPTED or its error; None: it goes on, or was killed."""
-    exit_status: _Count | None
+    exit_status: Count | None
     """None: it goes on."""
     rows: Rows
     pace: Pace
     tokens: Tokens
     engines: Engines
     replicas: list[ReplicaStatus]
-    report: ReportStatus | None
+    report: Any = None
+    """Versions before 0.6 told of reports here."""
+    runs: list[Any] = []
+    """The figures of this run, behind those of earlier runs that the state does not have."""
+
+    def belongs_to(self, recorded: Runs) -> bool:
+        """Whether it is of the output whose state has these runs. A job may be killed between the two files."""
+        return recorded.last_id in (self.last_recorded, self.run)
 
 
 def printable(text: str) -> str:

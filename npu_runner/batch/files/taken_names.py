@@ -81,11 +81,11 @@ def _refuse_media(places: Sequence[Place]) -> None:
 
 
 def _read_names(read: Iterable[Named]) -> dict[Hashable, str]:
-    """What is read is not written to. A terminal and other devices may be both."""
+    """A file that is read is not written to. A terminal and other devices may be both."""
     taken: dict[Hashable, str] = {}
     for option, name in _with_files_of_folders(read):
         is_standard = name == STANDARD_STREAM
-        with contextlib.suppress(OSError):  # whoever reads it says what is wrong
+        with contextlib.suppress(OSError):  # the command that reads it says what is wrong
             found = os.fstat(0) if is_standard else os.stat(name)
             if stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode):
                 taken[found.st_dev, found.st_ino] = option

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.batch.files.destination import Destination, FileDestination
+from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
 from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences, start_time
@@ -41,7 +41,6 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
     earlier = destination.earlier
     if earlier is None or rows.continues_earlier:
         return
-    assert isinstance(destination, FileDestination), "a stream was not begun by anybody"
     known, now = earlier.input.rows, rows.identity.rows
     assert now is not None, "a scan has records of its rows"
     if known is None:
@@ -57,7 +56,7 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
                       "it, choose another output, or --overwrite to start afresh")
 
 
-def _changed_row(destination: FileDestination, file: InputFile, rows: InputScan, change: RowChange) -> str:
+def _changed_row(destination: Destination, file: InputFile, rows: InputScan, change: RowChange) -> str:
     """Which row it is, and what may be done about it."""
     here = change.place_now
     custom_id = destination.custom_id(change.name)

@@ -15,7 +15,6 @@ from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
 
-_MOST_MINUTES = 100_000
 ROWS_BEFORE_A_SHARE = 200
 """Finished rows from which a share counts."""
 _FORM = re.compile(r"([0-9]{1,12})|([0-9]{1,3}(?:\.[0-9]{1,6})?)%", re.ASCII)
@@ -68,8 +67,8 @@ class BatchOptions:
     allowed_media_dir: Path | None = field(default=None, metadata={"file": READ})
     """Images and videos may be files below this folder; None: only data: URLs are allowed."""
     ordered: bool = False
-    """Answers in the order of the input instead of the order in which they finish. A file is put in order once it is
-    whole."""
+    """Answers in the order of the input instead of the order in which they finish. The file is sorted once it is whole;
+    a stream is refused."""
     retry: tuple[str, ...] = field(default=(), metadata={"values": "KIND,..."})
     """When resuming, try rows again that are of these kinds: errors (failed rows), cut_off, repetition and unparsed
     (answers that are not whole); with commas between them. These rows may be corrected in the input, under the same
@@ -85,18 +84,13 @@ class BatchOptions:
     """Replace an existing output instead of resuming it."""
     summary: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write what all runs of the job add up to, and this run under `this_run`, to this file, as JSON, also when an
-    error ended it. While the run is under way the file says so. - writes standard output at the end, if nothing else
-    does."""
+    error ended it. The file is written once, at the end. - writes standard output, if nothing else does."""
     report: Path | None = field(default=None, metadata={"file": WRITTEN})
     """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
-    output, if nothing else does. With more than 2000 report_rows, and where a folder has the name, it is a folder of
-    pages, which begin with index.html."""
+    output, if nothing else does."""
     report_rows: int = 300
     """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
     unparsed, and always some good ones."""
-    report_every: float | None = field(default=None, metadata={"values": "MINUTES"})
-    """Make that report every MINUTES minutes while the job runs, too, in a process of its own. It has the rows that are
-    on disk, and costs the job nothing but spare cores. It needs a report that is no stream."""
     metrics_file: Path | None = field(default=None, metadata={"values": "FILE", "file": WRITTEN})
     """Write figures of the job in Prometheus' text form to this file, every 2 seconds. It is a file and no stream."""
     max_failures: str | None = field(default=None, metadata={"values": "N|P%"})
@@ -149,11 +143,6 @@ class BatchOptions:
             raise ConfigError(f"max_thinking_tokens: {self.max_thinking_tokens} is negative; 0 lets nothing be thought")
         if self.report_rows < 1:
             raise ConfigError(f"report_rows: {self.report_rows} is not a positive number")
-        if self.report_every is not None and self.report is None:
-            raise ConfigError("report_every: there is no report to make; name its file with --report")
-        if self.report_every is not None and not 0 < self.report_every <= _MOST_MINUTES:
-            raise ConfigError(f"report_every: {self.report_every} is no number of minutes above 0 and up to "
-                              f"{_MOST_MINUTES}")
         _ = self.failure_limit  # raises ConfigError for one that cannot be read
         if self.allowed_media_dir is not None and not self.allowed_media_dir.is_dir():
             raise ConfigError(f"allowed_media_dir: {str(self.allowed_media_dir)!r} is not a folder")
@@ -174,6 +163,9 @@ class BatchOptions:
 
     @classmethod
     def from_keywords(cls, **options: Any) -> BatchOptions:
-        """Of options under their flat names. Raises ConfigError for an unknown one, with the nearest names."""
+        """The options under their flat names. Raises ConfigError for an unknown one, with the nearest names."""
+        if "report_every" in options:
+            raise ConfigError("report_every: a job makes no report while it runs; npu-runner report works beside a "
+                              "running job")
         (made,) = from_keywords(options, cls)
         return made  # type: ignore[no-any-return]

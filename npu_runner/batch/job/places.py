@@ -6,17 +6,13 @@ No name may stand for two, nor for what the job keeps beside its files. Knows no
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_runner.batch.files.folder_place import FolderPlace, find_folder
-from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.place import Place, find_place
-from npu_runner.batch.files.taken_names import Named, read_by, refuse_taken
+from npu_runner.batch.files.taken_names import read_by, refuse_taken
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.report.choice import MAX_CARDS_OF_ONE_FILE
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 
@@ -60,47 +56,18 @@ def find_places(options: BatchOptions, config: RunnerConfig | None = None) -> Pl
     read = read_by(options, *([] if config is None else [config]))
     places = Places(
         output=find_place("output", options.output), error_file=_found("error_file", options.error_file),
-        report=_found_report(options), summary=_found("summary", options.summary),
+        report=_found("report", options.report), summary=_found("summary", options.summary),
         metrics_file=_found("metrics_file", options.metrics_file))
-    _refuse_streams(places, options)
-    _refuse_within(places.report, places, read)
+    if places.metrics_file is not None and places.metrics_file.is_stream:
+        raise ConfigError(f"{places.metrics_file.title}: is a stream, and it is replaced every other second; name a "
+                          "file")
+    if options.ordered and places.output.is_stream:
+        raise ConfigError(f"ordered: {places.output.title} is a stream, whose rows go out as they finish and cannot be "
+                          "sorted afterwards; name a file as output, or leave --ordered out and sort what comes out by "
+                          "custom_id")
     refuse_taken(list(places), read, {})
     return places
 
 
 def _found(option: str, name: Path | None) -> Place | None:
     return None if name is None else find_place(option, name)
-
-
-def _found_report(options: BatchOptions) -> Place | None:
-    """A file or a stream; of more rows than one page shows, or where a folder has the name, a folder."""
-    if options.report is None:
-        return None
-    if options.report_rows > MAX_CARDS_OF_ONE_FILE:
-        reason = f"with report_rows {options.report_rows} the report is a folder of pages"
-        return find_folder("report", options.report, reason=f"{reason} (one file shows {MAX_CARDS_OF_ONE_FILE} rows)")
-    if options.report.is_dir():
-        return find_folder("report", options.report, reason="it was a folder a moment ago")
-    return find_place("report", options.report)
-
-
-def _refuse_streams(places: Places, options: BatchOptions) -> None:
-    """Of what is replaced while the job runs."""
-    replaced = [(places.metrics_file, "it is replaced every other second")]
-    if options.report_every is not None:
-        replaced.append((places.report, "with report_every it is replaced while the job runs"))
-    for place, reason in replaced:
-        if place is not None and place.is_stream:
-            raise ConfigError(f"{place.title}: is a stream, and {reason}; name a file")
-
-
-def _refuse_within(folder: Place | None, places: Places, read: Sequence[Named]) -> None:
-    """What is in a report's folder is the report's."""
-    if not isinstance(folder, FolderPlace):
-        return
-    inside = [(option, os.path.realpath(name)) for option, name in read if name is not None and name != STANDARD_STREAM]
-    inside += [(place.option, str(place.path)) for place in places if place.path is not None]
-    for option, name in inside:
-        if folder.holds(Path(name)):
-            raise ConfigError(f"{folder.title}: is the folder that holds the {option}, {name}; a report needs one of "
-                              "its own")

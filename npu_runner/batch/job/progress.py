@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from tqdm import tqdm
 
-from npu_runner.batch.job.summary import Tally, seconds_left
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.processes.patient_streams import PatientStream, patient
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.loading_line import loading_line
@@ -70,7 +70,7 @@ class Progress:
                 total=num_rows, initial=num_before, unit="row", file=self._out, dynamic_ncols=True,
                 bar_format=_BAR_FORMAT)
 
-    def update(self, tally: Tally, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:
+    def update(self, tally: Counts, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:
         """Draw if enough time has passed since the last drawing."""
         now = time.monotonic()
         elapsed = now - self._last_time
@@ -88,13 +88,13 @@ class Progress:
         else:
             self.say(", ".join([*self._pace(tally, stats, now - self._start_time, rates[0]), *state]))
 
-    def _pace(self, tally: Tally, stats: EngineStats, seconds: float, rate_lately: float) -> list[str]:
+    def _pace(self, tally: Counts, stats: EngineStats, seconds: float, rate_lately: float) -> list[str]:
         """How far it is and how fast: the rate over all of this run says how long the rest takes."""
         num_done = tally.num_done
         rows = f"{self._num_before + num_done}/{self._num_rows} rows"
         if not num_done and stats.num_running:
             rows += f" ({stats.num_running} in flight have {stats.num_decode_tokens} tokens)"
-        rest = seconds_left(self._num_rows - self._num_before - num_done, tally, stats, seconds)
+        rest = tally.seconds_left(self._num_rows - self._num_before - num_done, stats, seconds)
         left = [] if rest is None else [f"{tqdm.format_interval(rest)} left"]
         return [rows, *left, f"{num_done / max(seconds, 1e-3):.2f} rows/s (lately {rate_lately:.2f})"]
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, num_rows_ahead, server_plan
-from npu_runner.batch.job.summary import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.serving.options import AUTO, num_cpus
@@ -107,10 +106,6 @@ def _make_process(name: str, plan: ServerPlan, placement: Placement) -> Replica:
 def num_present(states: Sequence[ReplicaState]) -> int:
     """Replicas that hold devices: those that are dead, or wait for devices, hold none."""
     return sum(state.replica is not None and state.waits_for is None for state in states)
-
-
-def report_of(state: ReplicaState) -> ReplicaReport:
-    return ReplicaReport(name=state.name, num_rows=state.num_finished, num_deaths=state.num_deaths, stats=state.stats())
 
 
 def _actors(config: RunnerConfig, options: BatchOptions, source: RowFile,

@@ -8,7 +8,7 @@ from pathlib import Path
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.run_record import Line
+from npu_runner.batch.files.runs import Run, Runs
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.report.head import About
 from npu_runner.batch.report.report import Source, write_report
@@ -31,15 +31,14 @@ def make_report(place: Place, options: BatchOptions, max_source_pixels: int, fil
         thumbnails=ThumbnailMaker(options.allowed_media_dir, max_source_pixels, options.workers.max_media_bytes))
 
 
-def about_job(manifest: Manifest | None, runs: Sequence[Line]) -> About | None:
-    """`runs`: of the output, in the order in which they began. None: there is no manifest."""
+def about_job(manifest: Manifest | None, runs: Runs) -> About | None:
+    """The head of a report. None: there is no manifest."""
     if manifest is None:
         return None
-    last: Line = runs[-1] if runs else {"platform": None, "devices": 0, "npu_runner": None}
+    last: Run = runs.last[-1] if runs.last else {"platform": None, "devices": 0, "npu_runner": None}
+    seconds, computed = runs.sums("seconds"), runs.sums("computed")
     return About(
         model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
         version=last["npu_runner"], num_runs=len(runs),
-        start_seconds=sum(run["seconds"]["start"] for run in runs),
-        serve_seconds=sum(run["seconds"]["serve"] for run in runs),
-        num_drafted=sum(run["computed"].get("draft_proposed", 0) for run in runs),
-        num_accepted=sum(run["computed"].get("draft_accepted", 0) for run in runs))
+        start_seconds=seconds.get("start", 0.0), serve_seconds=seconds.get("serve", 0.0),
+        num_drafted=computed.get("draft_proposed", 0), num_accepted=computed.get("draft_accepted", 0))

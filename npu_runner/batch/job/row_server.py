@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.summary import Outcome, answered
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
@@ -188,10 +187,10 @@ class RowEndpoint(Endpoint):
         if error is not None:
             return _failed(of.row, name, error)
         assert self._stamp is not None, "no row is answered before the job begins"
-        outcome = answered(output, of.form.answer_of(output), of.expected, has_json_rule=of.has_json_rule)
+        counts = Counts.from_answer(output, of.form.answer_of(output), of.expected, has_json_rule=of.has_json_rule)
         data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp,
-                          is_unparsed=Flaw.UNPARSED in outcome.flaws)
-        return FinishedRow(flight.number, outcome, data)
+                          is_unparsed=bool(counts.num_unparsed))
+        return FinishedRow(flight.number, counts, data)
 
     def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
         refused = RowError(code=error.code, message=error.message, param=error.param)
@@ -200,7 +199,7 @@ class RowEndpoint(Endpoint):
 
 def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
     data = error_row(error, custom_id=custom_id, line=row.line)
-    return FinishedRow(row.number, Outcome(failure_code=error.code), data)
+    return FinishedRow(row.number, Counts.from_failure(error.code), data)
 
 
 class RowServer(InlineReplica):

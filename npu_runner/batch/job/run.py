@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 
-from npu_runner.batch.files.destination import Destination, Writers, open_destination
+from npu_runner.batch.files.destination import Destination, Writers
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.joined import Joined, unparsed_keys
@@ -26,20 +26,19 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
-from npu_runner.batch.job.accounts import Accounts
-from npu_runner.batch.job.delivery import Delivery, EarlyRows, delivery_for, window_of
-from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
+from npu_runner.batch.job.driver import Delivery, Driver, hooks_for, known_suspects
+from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
-from npu_runner.batch.job.live_report import LiveReport
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas, report_of
+from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
 from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
-from npu_runner.batch.job.screening import all_are_refused
+from npu_runner.batch.job.screening import RefusedRows
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.checkpoint.files import resolve_checkpoint
@@ -79,10 +78,8 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
         try:
             job.run()
         except NpuRunnerError as error:
-            if job.record.is_worth_saying(error):
+            if job.summary.is_worth_saying(error):
                 job.say_summary(error)
-            else:
-                job.accounts.withdraw()
             raise
         finally:
             progress.close()
@@ -97,7 +94,7 @@ def _quiet_streams() -> Iterator[PatientStream]:
 
 
 class _Job:
-    """`run` holds the output and does all of it, step by step; `record` has what was done, wherever it ends."""
+    """`run` holds the output and does all of it, step by step; `summary` has what was done, wherever it ends."""
 
     def __init__(self, config: RunnerConfig, options: BatchOptions, places: Places, progress: Progress,
                  signals: StopSignals, open_model: Callable[[RunnerConfig], ModelSide]):
@@ -107,29 +104,31 @@ class _Job:
         self._progress = progress
         self._signals = signals
         self._open_model = open_model
-        self.record = JobRecord()
-        self.accounts = Accounts(self.record, places.output, places.summary, progress.say)
-        self.live = Live(self.record, self.accounts, places.output, places.metrics_file, progress.say)
+        self.summary = JobSummary()
+        self.history = JobHistory(self.summary, progress.say)
+        self.live = Live(self.summary, self.history, progress.say)
         self._failure_limit = options.failure_limit
         self._fails_too_often = self._retries_errors = False
 
     def run(self) -> None:
         """With the output locked: look, plan, answer."""
         places, options = self._places, self._options
-        destination = open_destination(places.output, overwrite=options.overwrite, errors=places.error_file)
+        destination = Destination(places.output, overwrite=options.overwrite, errors=places.error_file)
+        metrics = None if places.metrics_file is None else places.metrics_file.path
         try:
-            with destination, self.live.of_this_run(), self._signals.interrupting():
-                destination.look()
-                self.accounts.look(destination.path, overwrite=options.overwrite,
-                                   has_manifest=destination.earlier is not None)
-                if places.report is not None and destination.path is None:
-                    raise ConfigError("report: it is made from the output file, and this output cannot be read again")
-                with self._open_input(destination) as file:
-                    work = self._plan(file, destination)
-                    with self.accounts.of_this_run():
-                        self._answer(file, work, destination)
+            with destination:
+                self.history.read(destination.state, destination.path, overwrite=options.overwrite)
+                with self.live.told(destination.path, metrics), self._signals.interrupting():
+                    destination.scan()
+                    if places.report is not None and destination.path is None:
+                        raise ConfigError(
+                            "report: it is made from the output file, and this output cannot be read again")
+                    with self._open_input(destination) as file:
+                        work = self._plan(file, destination)
+                        with self.history.ending():
+                            self._answer(file, work, destination)
         except Interrupted as signal:
-            self.record.is_interrupted = True
+            self.summary.is_interrupted = True
             raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None
 
     def _answer(self, file: InputFile, work: _Work, destination: Destination) -> None:
@@ -140,12 +139,12 @@ class _Job:
             elif not self._all_are_refused_again(file, work, destination):
                 self._refuse_earlier_failures()
                 self._serve(file, work, destination)
-            if not self.record.is_cut_short:
+            if not self.summary.is_cut_short:
                 self._finish(file, work, destination)
         except OutputLostError:
             # Whoever wrote them, runs before or this one: what counts is what is still there.
-            self.record.tally, self.record.kept = Tally(), destination.counts_now()
-            self.record.num_resumed = self.record.kept.num_rows
+            self.summary.tally, self.summary.kept = Counts(), destination.counts_now()
+            self.summary.num_resumed = self.summary.kept.num_done
             raise
 
     def _open_input(self, destination: Destination) -> InputFile:
@@ -165,8 +164,8 @@ class _Job:
         files = fingerprint_model(folder)
         manifest_check.refuse_another_model(destination, files)
         finished = destination.finished(rows)
-        self.record.num_resumed, self.record.kept = int(finished.sum()), destination.kept_counts()
-        self.record.num_rows = rows.num_rows
+        self.summary.num_resumed, self.summary.kept = int(finished.sum()), destination.kept_counts()
+        self.summary.num_rows = rows.num_rows
         return _Work(rows=rows, wanted=~finished, model_folder=folder, model_files=files)
 
     def _decide_retry(self, file: InputFile, rows: InputScan, destination: Destination) -> None:
@@ -174,13 +173,13 @@ class _Job:
         asked = self._options.retried
         decided = destination.retry(asked, rows)
         kept, limit = destination.kept_counts(), self._failure_limit
-        if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_rows):
+        if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_done):
             decided |= Flaw.ERRORS  # a run that was cut short by its failures has to try them again
         unparsed = None
-        if Flaw.UNPARSED in decided and destination.earlier is not None and destination.path is not None:
-            outputs = [path for path in (destination.path, destination.error_path) if path is not None]
+        if Flaw.UNPARSED in decided and destination.earlier is not None:
             has_rule = RULE_OF_JOB in destination.earlier.settings
-            unparsed = unparsed_keys(Joined(file, rows, outputs, self._options.max_row_bytes), rows, has_rule)
+            joined = Joined(file, rows, destination.rows, self._options.max_row_bytes)
+            unparsed = unparsed_keys(joined, rows, has_rule)
         destination.decide(decided, unparsed)
         self._retries_errors = Flaw.ERRORS in decided
 
@@ -197,24 +196,21 @@ class _Job:
         book = RowBook(work.rows, work.wanted, file.source)
         config = manifest_check.config_to_go_on_with(self._config_of(work), earlier)
         plan = local_plan(config, options, file.source, self._open_model)
-        with contextlib.closing(EarlyRows()) as refused:
-            if not all_are_refused(plan, book, refused, self._check(destination)):
+        with contextlib.closing(RefusedRows()) as refused:
+            if not refused.add_all(plan, book, self._check(destination)):
                 return False
-            self.record.num_workers = plan.limits.num_workers
+            self.summary.num_workers = plan.limits.num_workers
             self._say_without_model(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
             self._signals.defer()
-            self._write_refused(refused, book, destination.begin(earlier.with_input(work.rows.identity)))
-        Suspects(destination.path).clear()
+            self.history.is_counted = True
+            self._write_refused(refused, self._begin(destination, earlier.with_input(work.rows.identity)))
         return True
 
-    def _write_refused(self, refused: EarlyRows, book: RowBook, writers: Writers) -> None:
-        record = self.record
+    def _write_refused(self, refused: RefusedRows, writers: Writers) -> None:
+        record = self.summary
         record.serve_began = time.monotonic()
         with Delivery(writers, record.tally) as delivery:
-            self.accounts.begin()
-            for index in range(book.num_rows):
-                row = refused.pop(index)
-                assert row is not None, f"row {index} was refused and is lost"
+            for row in refused:
                 delivery.put(row)
         record.serve_ended = time.monotonic()
 
@@ -229,8 +225,8 @@ class _Job:
 
     def _serve(self, file: InputFile, work: _Work, destination: Destination) -> None:
         """Load replicas of the model, and have them answer the rows that are wanted."""
-        options, record = self._options, self.record
-        self.accounts.announce()
+        options, record = self._options, self.summary
+        self.history.start()
         if record.num_resumed:
             self._progress.say(f"resuming: {record.num_resumed} of {work.rows.num_rows} rows are finished")
         if num_replaced := destination.num_replaced():
@@ -240,31 +236,31 @@ class _Job:
         given = self._config_of(work)
         taken = manifest_check.config_to_go_on_with(given, destination.earlier)
         book = RowBook(work.rows, work.wanted, file.source)
-        suspects = Suspects(destination.path, overwrite=options.overwrite, retry_errors=self._retries_errors)
+        earlier = destination.earlier
+        suspects = Suspects({} if earlier is None else earlier.suspects,
+                            lambda rows: destination.state.update(suspects=dict(rows)),
+                            retry_errors=self._retries_errors)
         queue = RowQueue(book.num_rows)
         with planned_replicas(taken, options, file.source, self._open_model) as plan:
             record.num_workers = round(plan.workers_each * len(plan.replicas))
             if plan.notice is not None:
                 self._progress.say(plan.notice)
-            window = window_of(len(plan.replicas))
-            if options.ordered and destination.path is None:
-                queue.allow(window)
             hooks = hooks_for(book, suspects, self._progress, self._check(destination),
-                              loading=functools.partial(self._while_loading, len(plan.replicas)),
+                              loading=self._loading,
                               rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)
             given_up = known_suspects(queue, book, suspects)
             with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
                 self.live.fleet = fleet
+                self._hold(lambda: len(plan.replicas))
                 manifest = self._load(fleet, work, destination, manifest_check.loading(given, taken, destination))
                 # From here on a signal lets the step under way end, and then the job.
                 self._signals.defer()
-                writers = self._begin(destination, manifest)
-                if options.overwrite:
-                    suspects.clear()
+                self.history.is_counted = True
+                writers = self._begin(destination, replace(manifest, suspects=dict(suspects.rows)))
+                self._hold(lambda: num_present(fleet.states))
                 fleet.begin(self._stamp(manifest))
-                delivery = delivery_for(writers, record.tally, queue.allow, is_ordered=options.ordered, window=window)
                 try:
-                    self._drive(fleet, book, suspects, delivery, file)
+                    self._drive(fleet, book, suspects, Delivery(writers, record.tally))
                 finally:
                     record.num_workers = round(plan.workers_each * len(fleet.states))
 
@@ -277,9 +273,10 @@ class _Job:
                 with loading:
                     facts = fleet.load()
             finally:
-                self._hold(len(fleet.states))
+                self._hold(lambda: len(fleet.states))
+                self.live.measure()
             refuse_changed_files(work.model_folder, work.model_files)
-            self.record.start_phases, self.record.platform = facts.start_seconds, facts.settings.get("platform")
+            self.summary.start_phases, self.summary.platform = facts.start_seconds, facts.settings.get("platform")
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
             self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
@@ -290,9 +287,7 @@ class _Job:
                 is_retry=bool(self._options.retried))
 
     def _begin(self, destination: Destination, manifest: Manifest) -> Writers:
-        if self._options.overwrite:
-            self.accounts.clear()
-        return destination.begin(manifest)
+        return destination.open_writers(replace(manifest, runs=self.history.runs))
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
@@ -302,62 +297,48 @@ class _Job:
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens)
 
-    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery, file: InputFile) -> None:
-        record = self.record
+    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery) -> None:
+        record = self.summary
         record.serve_began = time.monotonic()
         driver = Driver(
             fleet, book, delivery, tally=record.tally, progress=self._progress,
             should_stop=functools.partial(self._should_stop, fleet), suspects=suspects)
         try:
-            with self._live_report(delivery, file) as report, delivery:
-                self._measure(fleet, driver)
-                self.accounts.begin()
+            with delivery:
                 self._progress.start(record.num_rows or 0, record.num_resumed)
                 self.live.enter("serving")
-                driver.run(functools.partial(self._look, fleet, driver, report))
+                driver.run(self.live.beat)
             self._progress.update(record.tally, driver.engine_stats, is_last=True)
-            if not record.is_cut_short:
-                suspects.clear()
-            elif self._fails_too_often:
+            if record.is_cut_short and self._fails_too_often:
                 raise self._too_many_failures()
         finally:
             record.serve_ended = time.monotonic()
-            self._measure(fleet, driver)
-            record.replicas = tuple(map(report_of, fleet.states)) if len(fleet.states) > 1 else ()
+            self.live.measure()
+            record.replicas = tuple(fleet.states) if len(fleet.states) > 1 else ()
             self._progress.close()
-
-    def _look(self, fleet: Fleet, driver: Driver, report: LiveReport | None) -> None:
-        """Now and then while rows are served."""
-        if self.accounts.is_due():
-            self._measure(fleet, driver)
-            self.accounts.keep()
-        self.live.beat()
-        if report is not None:
-            report.look()
-
-    def _live_report(self, delivery: Delivery, file: InputFile) -> AbstractContextManager[LiveReport | None]:
-        place, output = self._places.report, self._places.output.path
-        if self._options.report_every is None or place is None or output is None:
-            return contextlib.nullcontext()
-        return LiveReport(self._options, place, output, file.source.descriptor, synced_ends=delivery.synced_ends,
-                          say=self._progress.say, tell=self.live.tell_of_report)
 
     def _should_stop(self, fleet: Fleet) -> bool:
         if self._failure_limit is not None and not self._fails_too_often:
-            rows = self.record.rows_done
+            rows = self._rows_done
             # With the rows that engines have: they take a look at each replica, so the limit is held against the others
             # alone before.
             self._fails_too_often = self._failure_limit.is_exceeded(*rows) and self._failure_limit.is_exceeded(
                 *rows, sum(len(state.begun) for state in fleet.states))
         return self._signals.is_requested or self._fails_too_often
 
+    @property
+    def _rows_done(self) -> tuple[int, int]:
+        """Failed rows, and all, of all runs, in the output."""
+        summary = self.summary
+        return summary.kept.num_failed + summary.tally.num_failed, summary.num_resumed + summary.tally.num_done
+
     def _refuse_earlier_failures(self) -> None:
         """Before a model is loaded for rows that the limit would not let be served."""
-        if self._failure_limit is not None and self._failure_limit.is_exceeded(*self.record.rows_done):
+        if self._failure_limit is not None and self._failure_limit.is_exceeded(*self._rows_done):
             raise self._too_many_failures()
 
     def _too_many_failures(self) -> TooManyFailuresError:
-        num_failed, num_done = self.record.rows_done
+        num_failed, num_done = self._rows_done
         return TooManyFailuresError(
             f"{num_failed} of {num_done} finished rows have failed, more than --max-failures "
             f"{self._options.max_failures} allows: ended early. Finished rows are kept; mend what fails and try it "
@@ -367,18 +348,9 @@ class _Job:
         self._progress.loading(doing)
         self.live.enter("loading", doing)
 
-    def _while_loading(self, num_replicas: int, phase: str) -> None:
-        self._loading(phase)
-        if self.accounts.is_due():
-            self._hold(num_replicas)
-            self.accounts.keep()
-
-    def _measure(self, fleet: Fleet, driver: Driver) -> None:
-        self.record.stats = driver.stats()
-        self._hold(num_present(fleet.states))
-
-    def _hold(self, num_replicas: int) -> None:
-        self.record.hold(num_replicas * self._config.parallel.tensor_parallel_size)
+    def _hold(self, num_replicas: Callable[[], int]) -> None:
+        """From here on the run holds the devices of this number of replicas."""
+        self.live.num_held = lambda: num_replicas() * self._config.parallel.tensor_parallel_size
 
     def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
         self._say_without_model(f"nothing to do: all {work.rows.num_rows} rows are finished")
@@ -397,26 +369,29 @@ class _Job:
         """Every row is there: put them in order, and make the report."""
         file.refuse_changes()
         self.live.enter("ordering")
-        destination.finish(work.rows, is_ordered=self._options.ordered)
-        destination.end_retry()
+        if self._options.ordered:
+            destination.sort(work.rows)
+        self.history.is_complete = True
         if self._places.report is not None:
             self.live.enter("reporting")
             most_pixels = self._config.prompts.max_source_pixels
             assert destination.path is not None, "refused at the start"
-            outputs = [path for path in (destination.path, destination.error_path) if path is not None]
-            make_report(self._places.report, self._options, most_pixels, file, work.rows, outputs,
+            make_report(self._places.report, self._options, most_pixels, file, work.rows, destination.paths,
                         has_schema=self._options.response_schema is not None,
-                        about=about_job(Manifest.load(destination.path), self.accounts.totals().runs))
+                        about=about_job(destination.state.manifest, self.history.runs))
             self._progress.say(f"report    {self._places.report.name}")
 
     def say_summary(self, error: NpuRunnerError | None = None) -> JobSummary:
         """Tell what was done, on the terminal and in the summary's file. After an `error` it raises no second one."""
-        summary = self.record.summary(error)
-        for line in [*summary.to_lines(), *self.accounts.lines()]:
+        summary, output = self.summary, self._places.output.name
+        summary.error = error
+        summary.is_interrupted |= error is None and summary.is_cut_short
+        for line in [*summary.to_lines(), *self.history.lines(output)]:
             self._progress.say(line, is_last=True)
-        summary = replace(summary, silence=self._progress.silence)  # these lines may have been the first to be lost
+        summary.silence = self._progress.silence  # these lines may have been the first to be lost
         try:
-            self.accounts.save(summary)
+            if self._places.summary is not None:
+                self.history.write(self._places.summary, output)
         except JobError as second:
             if error is None:
                 raise

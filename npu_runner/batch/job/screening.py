@@ -5,33 +5,54 @@ Loads no weights. Knows nothing of the output.
 
 from __future__ import annotations
 
+import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.row_book import RowBook
-from npu_runner.batch.job.delivery import EarlyRows
 from npu_runner.batch.job.row_server import RowServer, ServerPlan
 from npu_runner.serving.engine_loop import Prepared
+from npu_runner.serving.replica import FinishedRow
 
 _IDLE_SECONDS = 0.2
+_MAX_BYTES_IN_MEMORY = 64 << 20
 
 
-def all_are_refused(plan: ServerPlan, book: RowBook, refused: EarlyRows,
-                    check: Callable[[dict[str, Any]], None]) -> bool:
-    """Have rows prepared until one is fit for the model. True: none is, and `refused` has the error row of each.
+class RefusedRows:
+    """The error rows of rows that preprocessing has refused: 64 MiB in memory, more in a nameless file."""
 
-    `check` is called with the settings that are known without weights. Raises what it raises, and what a replica raises
-    while it opens the checkpoint and prepares rows.
-    """
-    server = RowServer(plan)
-    with server:
-        server.start(lambda: None, lambda event: None)
-        check(server.known_settings())
-        for prepared in prepared_rows(server, book):
-            if prepared.failure is None:
-                return False
-            refused.add(prepared.failure)
-    return True
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(_MAX_BYTES_IN_MEMORY)  # noqa: SIM115 - closed by `close`
+        self._num_rows = 0
+
+    def close(self) -> None:
+        self._file.close()
+
+    def add_all(self, plan: ServerPlan, book: RowBook, check: Callable[[dict[str, Any]], None]) -> bool:
+        """Have rows prepared until one is fit for the model. Returns whether none is.
+
+        `check` is called with the settings that are known without weights. Raises what it raises, and what a replica
+        raises while it opens the checkpoint and prepares rows; JobError when the disk is full.
+        """
+        server = RowServer(plan)
+        with server:
+            server.start(lambda: None, lambda event: None)
+            check(server.known_settings())
+            for prepared in prepared_rows(server, book):
+                if prepared.failure is None:
+                    return False
+                with late_file_errors(f"error rows in {tempfile.gettempdir()}", was_tried=False):
+                    pickle.dump(prepared.failure, self._file)
+                self._num_rows += 1
+        return True
+
+    def __iter__(self) -> Iterator[FinishedRow]:
+        """In the order in which they were prepared."""
+        self._file.seek(0)
+        for _ in range(self._num_rows):
+            yield pickle.load(self._file)
 
 
 def prepared_rows(server: RowServer, book: RowBook) -> Iterator[Prepared]:

@@ -15,14 +15,14 @@ from typing import Any
 from tqdm import tqdm
 
 from npu_runner.batch.files.durable import clear_file_errors
-from npu_runner.batch.files.output_file import job_at_work
-from npu_runner.batch.files.run_record import read_runs
+from npu_runner.batch.files.output_lock import job_at_work
+from npu_runner.batch.files.runs import FINISHED
+from npu_runner.batch.files.state_file import read_state
 from npu_runner.batch.files.status_file import Moment, Status, read_status
-from npu_runner.batch.job.past_job import PastJob
-from npu_runner.batch.job.summary import listed_codes, listed_flaws
-from npu_runner.batch.job.totals import FINISHED, Totals
+from npu_runner.batch.job.summary import Totals
 from npu_runner.errors import ConfigError
 from npu_runner.processes.child import is_stopped
+from npu_runner.reports.summary import PastJob, summary_lines
 
 _LOOKS = 20
 UNDER_WAY, SUSPENDED, KILLED, ENDED_EARLY = "under way", "suspended", "killed", "ended early"
@@ -40,7 +40,7 @@ class JobStatus:
     """Since the status was written."""
 
     def to_json(self) -> dict[str, Any]:
-        fields = self.status.model_dump(exclude={"format", "last_recorded"})
+        fields = self.status.model_dump(exclude={"format", "last_recorded", "runs"})
         rows = self.status.rows
         num_done = rows.answered + rows.failed
         fields["rows"] |= {"done": num_done, "unfinished": None if rows.total is None else rows.total - num_done}
@@ -55,7 +55,8 @@ class JobStatus:
             doing = status.phase if status.doing is None else f"{status.phase}: {status.doing}"
             lines.append(f"doing     {doing}, {_interval(self.age_seconds)} ago (pid {status.pid})")
         elif status.end != FINISHED:
-            lines.append(f"ended     {status.end} (exit status {status.exit_status})")
+            known = "" if status.exit_status is None else f" (exit status {status.exit_status})"
+            lines.append(f"ended     {status.end}{known}")
         if status.pace.serve_seconds:
             lines += [f"rate      {self._rate()}", f"tokens    {status.tokens.prompt} prompt and "
                       f"{status.tokens.completion} completion tokens of rows that this run finished"]
@@ -65,7 +66,7 @@ class JobStatus:
                              "decoded in all")
         if status.replicas:
             lines += [f"replicas  {self._replicas()}", f"caches    {self._caches()}"]
-        return lines + self._report()
+        return lines
 
     def _more(self) -> str:
         if self.state == SUSPENDED:
@@ -78,10 +79,8 @@ class JobStatus:
         rows = self.status.rows
         num_done = rows.answered + rows.failed
         share = f" ({num_done / rows.total:.1%})" if rows.total else ""
-        failed = f"{rows.failed} failed" + listed_codes(rows.failures_by_code)
-        flaws = listed_flaws(rows.whole or 0, rows.cut_off, rows.repetition, rows.unparsed)
         total = "?" if rows.total is None else rows.total
-        return ", ".join([f"{num_done} of {total} done{share}: {rows.answered} answered", failed, *flaws])
+        return ", ".join([f"{num_done} of {total} done{share}: {rows.answered} answered", *rows.counts.shortcomings()])
 
     def _rate(self) -> str:
         pace = self.status.pace
@@ -104,13 +103,6 @@ class JobStatus:
                 f"{engines.prefix_cache_queried_tokens} prompt tokens found; KV cache {engines.kv_blocks_used} of "
                 f"{engines.kv_blocks_total} blocks")
 
-    def _report(self) -> list[str]:
-        report = self.status.report
-        if report is None:
-            return []
-        made = "none yet" if report.made is None else f"made {_interval(report.made.seconds_until(Moment.now()))} ago"
-        return [f"report    {made}" + ("" if report.error is None else f"; the last try failed: {report.error}")]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CountedStatus:
@@ -126,7 +118,7 @@ class CountedStatus:
         return {"output": totals["output"], "state": totals["state"], "source": "rows of the output", "rows": rows}
 
     def to_lines(self) -> list[str]:
-        return [*self.totals.to_lines(), f"counted   {self.why}"]
+        return [*summary_lines(self.totals), f"counted   {self.why}"]
 
 
 def status_of(output: str) -> JobStatus | CountedStatus:
@@ -138,7 +130,8 @@ def status_of(output: str) -> JobStatus | CountedStatus:
             status, holder = _look(path)
         except ConfigError as error:
             return CountedStatus(totals=PastJob(output).totals(None), why=str(error))
-        if status is not None and (state := _state(path, status, holder)) is not None:
+        if status is not None and (found := _state(path, status, holder)) is not None:
+            state, status = found
             age_seconds = status.updated.seconds_until(Moment.now())
             return JobStatus(output=output, status=status, state=state, age_seconds=age_seconds)
         if holder is not None and not path.is_file():
@@ -157,23 +150,24 @@ def _look(path: Path) -> tuple[Status | None, str | None]:
     return status, holder
 
 
-def _state(path: Path, status: Status, holder: str | None) -> str | None:
+def _state(path: Path, status: Status, holder: str | None) -> tuple[str, Status] | None:
     """None: the status is not of what is there."""
     if holder is not None:
         if holder != str(status.pid):
             return None
         if status.end is None:
             is_here = status.updated.host == Moment.now().host
-            return SUSPENDED if is_here and is_stopped(status.pid) else UNDER_WAY
+            return SUSPENDED if is_here and is_stopped(status.pid) else UNDER_WAY, status
     else:
-        runs = read_runs(path)
-        if status.last_recorded != (str(runs[-1]["run"]) if runs else None):
+        _, recorded = read_state(path)
+        if not status.belongs_to(recorded) or (not path.is_file() and status.rows.answered + status.rows.failed):
             return None
-        if not path.is_file() and status.rows.answered + status.rows.failed:
-            return None
+        if status.end is None and status.run == recorded.last_id:
+            # A job that is killed between the two files has its end in the state.
+            status = status.model_copy(update={"end": recorded.last[-1]["end"]})
     if status.end is None:
-        return KILLED
-    return FINISHED if status.end == FINISHED else ENDED_EARLY
+        return KILLED, status
+    return FINISHED if status.end == FINISHED else ENDED_EARLY, status
 
 
 def _interval(seconds: float) -> str:

@@ -1,0 +1,135 @@
+"""The counts of rows: one row, a run, an output and all runs of a job have this shape. Knows nothing of files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from npu_runner.batch.rows.flaw import Flaw
+from npu_runner.batch.rows.openai_response import is_as_expected, is_json
+from npu_runner.request.outputs import EngineStats, RequestOutput
+
+_MOST_CODES = 6
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """The counts of some rows, and of the work that answers took.
+
+    Rows can be counted again in the output at any time. Work is counted by the run that did it, and added over runs.
+    """
+
+    num_answered: int = 0
+    num_not_whole: int = 0
+    """Answers that have at least one of the three flaws that follow."""
+    num_cut_off: int = 0
+    num_repetition: int = 0
+    num_unparsed: int = 0
+    failures_by_code: dict[str, int] = field(default_factory=dict)
+
+    # Work, which an output does not show.
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    """Completion tokens that are reasoning."""
+    num_expected: int = 0
+    """Answered rows whose metadata holds the expected answer."""
+    num_as_expected: int = 0
+
+    @classmethod
+    def from_failure(cls, code: str) -> Counts:
+        return cls(failures_by_code={code: 1})
+
+    @classmethod
+    def from_answer(cls, output: RequestOutput, answer: str, expected: str | None, *, has_json_rule: bool) -> Counts:
+        """`answer` is compared with `expected`. With `has_json_rule` every completion is to be JSON."""
+        completions = output.completions
+        flaws = Flaw.where(
+            cut_off=any(completion.is_cut_off for completion in completions),
+            repetition=any(completion.is_repetition for completion in completions),
+            unparsed=has_json_rule and not all(is_json(completion.text) for completion in completions))
+        return cls(
+            num_answered=1, num_not_whole=int(bool(flaws)), num_cut_off=int(Flaw.CUT_OFF in flaws),
+            num_repetition=int(Flaw.REPETITION in flaws), num_unparsed=int(Flaw.UNPARSED in flaws),
+            num_prompt_tokens=output.num_prompt_tokens, num_cached_tokens=output.num_cached_tokens,
+            num_completion_tokens=sum(len(completion.token_ids) for completion in completions),
+            num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in completions),
+            num_expected=int(expected is not None),
+            num_as_expected=int(expected is not None and is_as_expected(answer, expected)))
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Counts:
+        """The counts that `to_json` of this or another version wrote: other names are left out."""
+        return cls(**{name: value for name, value in found.items() if name in _NAMES})
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failures_by_code.values())
+
+    @property
+    def num_done(self) -> int:
+        return self.num_answered + self.num_failed
+
+    @property
+    def num_whole(self) -> int:
+        return self.num_answered - self.num_not_whole
+
+    def add(self, other: Counts) -> None:
+        mine, others = vars(self), vars(other)
+        for name in _NUMBERS:
+            mine[name] += others[name]
+        for code, count in other.failures_by_code.items():
+            self.failures_by_code[code] = self.failures_by_code.get(code, 0) + count
+
+    def __add__(self, other: Counts) -> Counts:
+        total = replace(self, failures_by_code=dict(self.failures_by_code))
+        total.add(other)
+        return total
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "num_failed": self.num_failed}
+
+    def rows_json(self) -> dict[str, Any]:
+        """The rows under the names of the summary and the status."""
+        return {
+            "answered": self.num_answered, "failed": self.num_failed, "cut_off": self.num_cut_off,
+            "repetition": self.num_repetition, "unparsed": self.num_unparsed, "whole": self.num_whole,
+            "failures_by_code": dict(sorted(self.failures_by_code.items()))}
+
+    def tokens_json(self) -> dict[str, int]:
+        return {"prompt": self.num_prompt_tokens, "cached": self.num_cached_tokens,
+                "completion": self.num_completion_tokens, "reasoning": self.num_reasoning_tokens}
+
+    def shortcomings(self, *, with_codes: bool = True) -> list[str]:
+        """The counts to show: "3 failed (2 media_missing, 1 not_json)", "cut off 4", "unparsed 1", "whole 9"."""
+        common = Counter(self.failures_by_code).most_common() if with_codes else []
+        codes = [f"{count} {code}" for code, count in common[:_MOST_CODES]] + ["..."] * (len(common) > _MOST_CODES)
+        flaws = (("cut off", self.num_cut_off), ("repetition", self.num_repetition), ("unparsed", self.num_unparsed))
+        shown = [f"{name} {count}" for name, count in flaws if count]
+        return [f"{self.num_failed} failed" + (f" ({', '.join(codes)})" if codes else ""), *shown,
+                *([f"whole {self.num_whole}"] if shown else [])]
+
+    def seconds_left(self, num_left: int, stats: EngineStats, seconds: float) -> float | None:
+        """How long the other `num_left` rows take at the pace of these rows' `seconds`; None: no row is answered, or
+        none is left.
+
+        Rows in flight count for the pace: without them, a first batch of hundreds of rows would count as a single row
+        when the first of them ends. Their tokens say how many rows they are worth, by the mean of the answered rows; at
+        most half a row each, as short answers end first. They still count as left, because the last rows run in a batch
+        that shrinks.
+        """
+        if not num_left or not self.num_answered:
+            return None
+        tokens_in_flight = max(0, stats.num_decode_tokens - self.num_completion_tokens)
+        tokens_of_a_row = self.num_completion_tokens / self.num_answered
+        partly = min(stats.num_running / 2, tokens_in_flight / tokens_of_a_row) if tokens_of_a_row else 0.0
+        return num_left * seconds / (self.num_done + min(partly, num_left))
+
+
+_NAMES = {each.name for each in fields(Counts)}
+_NUMBERS = tuple(name for name in _NAMES if name.startswith("num_"))
+ROWS = ("num_answered", "num_not_whole", "num_cut_off", "num_repetition", "num_unparsed", "failures_by_code")
+"""The fields that an output shows."""
