@@ -161,19 +161,18 @@ class AnswerFile:
     def _lines(self) -> Iterator[tuple[Line, bytes]]:
         for file, path in enumerate(self.paths):
             with self._file_errors(self.titles[file]):
-                self._files.append(_opened(path))
-                state = None if (opened := self._files[file]) is None else _state_of(os.fstat(opened.fileno()))
+                opened = _opened(path)
+                self._files.append(opened)
+                state = None if opened is None else _state_of(os.fstat(opened.fileno()))
                 self.states.append(state)
                 start, end = 0, 0 if state is None else min(state.num_bytes, self._ends[file])
-                while start < end:
-                    data = self._read_line(file, end - start)
+                while opened is not None and start < end:
+                    data = self._read_line(file, opened, end - start)
                     self._num_lines[file] += 1
                     yield Line(file, start, self._num_lines[file]), data
                     start += len(data)
 
-    def _read_line(self, file: int, num_bytes: int = sys.maxsize) -> bytes:
-        opened = self._files[file]
-        assert opened is not None, f"{self.titles[file]}: was not there, and has no line"
+    def _read_line(self, file: int, opened: BinaryIO, num_bytes: int) -> bytes:
         data = opened.readline(min(self._max_row_bytes + 1, num_bytes))
         if len(data) > self._max_row_bytes:
             raise ConfigError(f"{self.titles[file]}: line {self._num_lines[file] + 1} has more than "
@@ -235,7 +234,7 @@ class AnswerFile:
         assert state is not None, "it has the state of when it was opened"
         with self._file_errors(self.titles[line.file]):
             opened.seek(line.start)
-            return self._read_line(line.file, state.num_bytes - line.start)
+            return self._read_line(line.file, opened, state.num_bytes - line.start)
 
     def data(self, place: int) -> bytes:
         """The line of the row at this place. Raises OutputLostError where it has no end any more."""
