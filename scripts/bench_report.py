@@ -19,10 +19,10 @@ from bench_common import commit, versions
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.place import find_place
-from npu_runner.batch.report.report import Source, write_report
-from npu_runner.batch.report.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.reports.report import Source, write_report
+from npu_runner.reports.thumbnails import ThumbnailMaker
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.serving.workers.pool import PoolLimits
@@ -83,7 +83,8 @@ def make(folder: Path, count: int) -> float:
     with InputFile(str(folder / "in.jsonl"), folder) as file, place:
         write_report(
             place,
-            Source(file=file, rows=file.scan(), outputs=[folder / "out.jsonl"], max_row_bytes=LIMITS.max_row_bytes),
+            Source(file=file, rows=file.scan(), name="out.jsonl", outputs=[folder / "out.jsonl"],
+                   max_row_bytes=LIMITS.max_row_bytes),
             thumbnails=ThumbnailMaker(None, LIMITS.max_source_pixels), max_rows=count,
             worker=PoolLimits(num_workers=1, task_timeout_seconds=60.0),
         )  # fmt: skip

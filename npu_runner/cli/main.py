@@ -240,9 +240,9 @@ def _say_who_answers(config: RunnerConfig) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     config, options = from_keywords(given(arguments, RunnerConfig, BatchOptions), RunnerConfig, BatchOptions)
     _say_who_answers(config)
-    from npu_runner.batch.job.run import run_batch
+    from npu_runner.reports.job_report import run_batch_and_report
 
-    return run_batch(config, options).exit_status
+    return run_batch_and_report(config, options).exit_status
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -269,12 +269,12 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+    from npu_runner.reports.job_report import report_job
 
-    job = PastJob(arguments.output)
-    job.report(BatchOptions(
+    report_job(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
         allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
-    print(f"report    {arguments.page}: {job.totals(None).to_lines()[0]}", file=sys.stderr)
+    print(f"report    {arguments.page}: {PastJob(arguments.output).totals(None).to_lines()[0]}", file=sys.stderr)
     return 0
 
 

@@ -14,13 +14,13 @@ from npu_runner.batch.files.names import status_path
 from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.job.job_status import status_of
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.past_job import PastJob
 from npu_runner.batch.job.summary import Tally
+from npu_runner.reports.job_report import report_job
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
 from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
-from tests.batch.report_pages import names
 from tests.batch.scripted import ScriptedEngine, completion_row, row, write_rows
+from tests.reports.report_pages import names
 
 OBJECT, WORDS = '{"a": 1}', "no JSON"
 SCHEMA: dict[str, Any] = {"type": "object"}
@@ -118,7 +118,7 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
         assert f'id="only-{name}"' in page
         assert f"body:has(#only-{name}:checked) article:not(.{name})" in page
     later = BatchOptions(input=str(job.input), output=str(job.output), report=job.folder / "later.html")
-    PastJob(str(job.output)).report(later)
+    report_job(later)
     assert (job.folder / "later.html").read_text() == page, "the manifest knows of the job's schema"
 
 

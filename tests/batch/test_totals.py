@@ -32,6 +32,7 @@ from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
+from npu_runner.reports.job_report import report_job
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.replicas.jobs import PYTHONPATH
@@ -281,7 +282,7 @@ def test_a_page_made_afterwards_shows_no_image_that_the_job_would_have_refused(j
         fields["settings"]["prompts.max_source_pixels"] = most_pixels
         manifest_path(job.output).write_text(json.dumps(fields))
         page = job.folder / "page.html"
-        PastJob(str(job.output)).report(BatchOptions(input=str(job.input), output=str(job.output), report=page))
+        report_job(BatchOptions(input=str(job.input), output=str(job.output), report=page))
         num_shown.append(page.read_text().count("<img"))
     assert num_shown == [1, 0]
 

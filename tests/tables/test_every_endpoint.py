@@ -15,11 +15,11 @@ import pytest
 from npu_runner.batch.rows.endpoints import ENDPOINTS, answers_of
 from npu_runner.cli import main as cli
 from tests.batch.job_folder import Job
-from tests.batch.report_pages import plain
 from tests.batch.scripted import read_rows, write_rows
 from tests.batch.scripted import row as scripted_row
 from tests.full_set import only_full
 from tests.oracle.classifiers import make_classifier
+from tests.reports.report_pages import plain
 from tests.tables.made import FORMS, POOLED, answered_by, begun, failed
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]

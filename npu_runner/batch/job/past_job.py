@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import manifest_path, runs_path
 from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.batch.files.output_scan import counts_of, scan_output
 from npu_runner.batch.files.run_record import read_runs
-from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import find_places
-from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.totals import Totals
 from npu_runner.batch.rows.openai_response import FAULTS, key_of_answer
 from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
-from npu_runner.request.limits import LIMITS
 
 NO_INPUT = os.devnull
-_LIMIT_OF_IMAGES = "prompts.max_source_pixels"
 
 
 class PastJob:
@@ -35,65 +30,47 @@ class PastJob:
 
     def __init__(self, output: str):
         self.name = output
-        self._output = Path(os.path.realpath(output))
-        self._manifest = Manifest.load(self._output)
+        self.output = Path(os.path.realpath(output))
+        self.manifest = Manifest.load(self.output)
         with clear_file_errors(f"output {output}"):
-            is_there = self._output.is_file()
-            has_begun = self._manifest is not None or (not is_there and runs_path(self._output).is_file())
+            is_there = self.output.is_file()
+            has_begun = self.manifest is not None or (not is_there and runs_path(self.output).is_file())
         if not is_there and not has_begun:
             raise ConfigError(f"output {output}: there is no such file; name the output of a job")
         if not has_begun:
-            name = manifest_path(self._output).name
+            name = manifest_path(self.output).name
             raise ConfigError(f"output {output}: there is no {name} beside it, so it is no job's output")
 
     def totals(self, input: str | None) -> Totals:
         """Of all runs so far. Without `input` the number of rows is what the last run has recorded. Raises ConfigError
         for a file without a result row among its lines."""
         with clear_file_errors(f"output {self.name}"):
-            for path in self._files:
-                _refuse_other_file(path)
-            is_under_way = job_at_work(self._output) is not None
-            counts = counts_of([scan_output(path) for path in self._files])
-        runs = read_runs(self._output)
+            self.refuse_other_files()
+            is_under_way = job_at_work(self.output) is not None
+            counts = counts_of([scan_output(path) for path in self.files])
+        runs = read_runs(self.output)
         num_rows = runs[-1]["rows"] if runs else None
         if input is not None:
             with self._opened(input) as (_, rows):
                 num_rows = rows.num_rows
         return Totals(output=self.name, num_rows=num_rows, rows=counts, runs=runs, is_under_way=is_under_way)
 
-    def report(self, options: BatchOptions, ends: Sequence[int] | None = None) -> None:
-        """Make the report `options.report`; its input is NO_INPUT where none is given. `ends`: bytes of each output
-        that are read; None: all that are there."""
-        if self._manifest is None or not self._output.is_file():
-            raise ConfigError(f"output {self.name}: it is not there yet, or not any more; run its job again, or wait "
-                              "for it")
-        for path in self._files:
+    def refuse_other_files(self) -> None:
+        """Raise ConfigError for a file that has whole lines, none of them a result row."""
+        for path in self.files:
             _refuse_other_file(path)
-        place = find_places(options).report
-        assert place is not None, "the caller names a page"
-        most_pixels = int(self._manifest.settings.get(_LIMIT_OF_IMAGES, LIMITS.max_source_pixels))
-        has_schema = RULE_OF_JOB in self._manifest.settings
-        about = about_job(self._manifest, read_runs(self._output))
-        with place:
-            if options.input == NO_INPUT:
-                make_report(place, options, most_pixels, None, None, self._files, has_schema=has_schema, about=about,
-                            ends=ends)
-                return
-            with self._opened(options.input) as (file, rows):
-                make_report(place, options, most_pixels, file, rows, self._files, has_schema=has_schema, about=about,
-                            ends=ends)
 
     @property
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
         """Of rows: the answers, and failed rows where they are apart."""
-        errors = None if self._manifest is None else self._manifest.error_file
-        return [self._output] if errors is None else [self._output, self._output.parent / errors]
+        errors = None if self.manifest is None else self.manifest.error_file
+        return [self.output] if errors is None else [self.output, self.output.parent / errors]
 
     @contextlib.contextmanager
     def _opened(self, input: str) -> Iterator[tuple[InputFile, InputScan]]:
         """Raises ConfigError for an input that the job was not begun with."""
         with InputFile(input) as file:
-            yield file, file.scan_for(self.name, None if self._manifest is None else self._manifest.input)
+            yield file, file.scan_for(self.name, None if self.manifest is None else self.manifest.input)
 
 
 def _refuse_other_file(path: Path) -> None:

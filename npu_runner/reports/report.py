@@ -15,16 +15,16 @@ import numpy as np
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.report.cards import MAX_MEDIA_PER_ROW, Card, card_of
-from npu_runner.batch.report.choice import MAX_CARDS_OF_ONE_FILE, Leaf, choose, cut, places_of
-from npu_runner.batch.report.head import About
-from npu_runner.batch.report.pages import Address, Book, ShownPicture, data_url
-from npu_runner.batch.report.reading import Medium, anchor_of
-from npu_runner.batch.report.survey import survey
-from npu_runner.batch.report.thumbnails import Picture, PictureMaker, ThumbnailMaker, side_for
-from npu_runner.batch.report.vectors import MAX_COMPARED, neighbours, vectors_in
 from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import JobError
+from npu_runner.reports.cards import MAX_MEDIA_PER_ROW, Card, card_of
+from npu_runner.reports.choice import MAX_CARDS_OF_ONE_FILE, Leaf, choose, cut, places_of
+from npu_runner.reports.head import About
+from npu_runner.reports.pages import Address, Book, ShownPicture, data_url
+from npu_runner.reports.reading import Medium, anchor_of
+from npu_runner.reports.survey import survey
+from npu_runner.reports.thumbnails import Picture, PictureMaker, ThumbnailMaker, side_for
+from npu_runner.reports.vectors import MAX_COMPARED, neighbours, vectors_in
 from npu_runner.serving.workers.pool import PoolLimits
 
 PICTURE_BYTES = 3 << 20
@@ -33,11 +33,12 @@ PICTURE_BYTES = 3 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a report is made from. `file` and `rows`: the input, None where it is not there. `outputs`: the file of
-    answers, and that of failed rows behind it, where there is one."""
+    """What a report is made from. `file` and `rows`: the input, None where it is not there. `name`: of the output.
+    `outputs`: the file of answers, and that of failed rows behind it, where there is one."""
 
     file: InputFile | None
     rows: InputScan | None
+    name: str
     outputs: Sequence[Path]
     max_row_bytes: int
     """Of a request above it nothing is shown but its answer."""
@@ -54,8 +55,7 @@ def write_report(target: Place, source: Source, *, thumbnails: ThumbnailMaker, w
 
     `worker` bounds what decodes images. Raises JobError, whatever goes wrong: no answer is touched.
     """
-    output = source.outputs[0]
-    missing = f"No answer in {output} is affected; the report alone is missing"
+    missing = f"No answer in {source.name} is affected; the report alone is missing"
     try:
         with target.late_errors():
             _Report(target, source, thumbnails, worker, max_rows).write()
@@ -81,7 +81,7 @@ class _Report:
         choice = choose(found, self._max_rows, MAX_MEDIA_PER_ROW)
         leaves = cut(choice.sections, MAX_CARDS_OF_ONE_FILE)
         self._near, addresses = self._neighbours(leaves) if found.vectors.num_of_length else ({}, {})
-        book = Book(output=self._source.outputs[0].name, num_rows=self._joined.num_rows, found=found, choice=choice,
+        book = Book(output=self._source.name, num_rows=self._joined.num_rows, found=found, choice=choice,
                     has_input=self._joined.has_input, leaves=leaves, about=self._source.about, version=None,
                     addresses=addresses)
         side = side_for(choice.num_media, PICTURE_BYTES)

@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from npu_runner.batch.report import head
-from npu_runner.batch.report.cards import Card, ShownTurn, without_turns
-from npu_runner.batch.report.choice import Choice, Group, Leaf, Part
-from npu_runner.batch.report.head import About, Bar
-from npu_runner.batch.report.reading import EXPECTED, FAILED, UNEXPECTED
-from npu_runner.batch.report.survey import Survey
+from npu_runner.reports import head
+from npu_runner.reports.cards import Card, ShownTurn, without_turns
+from npu_runner.reports.choice import Choice, Group, Leaf, Part
+from npu_runner.reports.head import About, Bar
+from npu_runner.reports.reading import EXPECTED, FAILED, UNEXPECTED
+from npu_runner.reports.survey import Survey
 
 _HERE = Path(__file__).parent
 _MOST_CODES = 12

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from npu_runner.batch.report.head import About
-from npu_runner.batch.report.thumbnails import Picture, ThumbnailMaker, side_for
 from npu_runner.errors import JobError
+from npu_runner.reports.head import About
+from npu_runner.reports.thumbnails import Picture, ThumbnailMaker, side_for
 from npu_runner.request.limits import LIMITS
-from tests.batch.report_pages import Page, answer, answer_with, failure, figures, names, plain, report, sections
 from tests.batch.scripted import row
+from tests.reports.report_pages import Page, answer, answer_with, failure, figures, names, plain, report, sections
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def test_a_large_image_takes_the_job_no_memory(tmp_path: Path) -> None:
 import resource
 from pathlib import Path
 from PIL import Image
-from tests.batch.report_pages import answer, report
-from tests.batch.test_report import with_images
+from tests.reports.report_pages import answer, report
+from tests.reports.test_report import with_images
 folder = Path({str(tmp_path)!r})
 Image.new("RGB", (20, 20)).save(folder / "small.jpg")
 peaks = []

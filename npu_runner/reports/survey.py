@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from npu_runner.batch.files.joined import Joined
-from npu_runner.batch.report.fields import FieldTable
-from npu_runner.batch.report.reading import (
+from npu_runner.batch.rows.endpoints import cells_of
+from npu_runner.batch.rows.openai_response import error_of, object_in
+from npu_runner.reports.fields import FieldTable
+from npu_runner.reports.reading import (
     ANSWERED,
     CUT_OFF,
     EXPECTED,
@@ -24,9 +26,7 @@ from npu_runner.batch.report.reading import (
     outcome_of,
     said_by,
 )
-from npu_runner.batch.report.vectors import VectorTable, vectors_in
-from npu_runner.batch.rows.endpoints import cells_of
-from npu_runner.batch.rows.openai_response import error_of, object_in
+from npu_runner.reports.vectors import VectorTable, vectors_in
 
 ORDER = (FAILED, UNKNOWN, UNEXPECTED, CUT_OFF, REPETITION, UNPARSED, EXPECTED, ANSWERED)
 """Of what a row may be, worst first."""

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from npu_runner.batch.report.reading import Medium
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_formats import open_encoded
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import load_media
 from npu_runner.prompts.media.video_files import VideoFile
+from npu_runner.reports.reading import Medium
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 

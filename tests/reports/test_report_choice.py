@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_runner.batch.report.choice import Group, Section, choose, cut, evenly, places_of, shares
-from npu_runner.batch.report.fields import FieldTable, Sample
-from npu_runner.batch.report.head import field_views, share, tone
-from npu_runner.batch.report.reading import ANSWERED, EXPECTED, FAILED
-from npu_runner.batch.report.survey import ORDER, Candidate, Kind, Survey
-from npu_runner.batch.report.vectors import neighbours, outline
+from npu_runner.reports.choice import Group, Section, choose, cut, evenly, places_of, shares
+from npu_runner.reports.fields import FieldTable, Sample
+from npu_runner.reports.head import field_views, share, tone
+from npu_runner.reports.reading import ANSWERED, EXPECTED, FAILED
+from npu_runner.reports.survey import ORDER, Candidate, Kind, Survey
+from npu_runner.reports.vectors import neighbours, outline
 
 CODES = st.sampled_from(["a", "b", "c", "d"])
 KINDS = st.one_of(st.builds(Kind, st.just(FAILED), CODES), st.builds(Kind, st.sampled_from(ORDER[1:])))

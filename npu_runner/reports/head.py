@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from npu_runner.batch.report.choice import Section
-from npu_runner.batch.report.fields import FieldSpread, FieldTable
-from npu_runner.batch.report.reading import (
+from npu_runner.reports.choice import Section
+from npu_runner.reports.fields import FieldSpread, FieldTable
+from npu_runner.reports.reading import (
     ANSWERED,
     CUT_OFF,
     EXPECTED,
@@ -22,8 +22,8 @@ from npu_runner.batch.report.reading import (
     UNPARSED,
     WHOLE,
 )
-from npu_runner.batch.report.survey import Survey
-from npu_runner.batch.report.vectors import VectorTable
+from npu_runner.reports.survey import Survey
+from npu_runner.reports.vectors import VectorTable
 
 _MOST_BARS = 8
 _FEW_VALUES = 12

@@ -13,11 +13,11 @@ from typing import Any
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.place import find_place
-from npu_runner.batch.report.head import About
-from npu_runner.batch.report.report import Source, write_report
-from npu_runner.batch.report.thumbnails import ThumbnailMaker
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.reports.head import About
+from npu_runner.reports.report import Source, write_report
+from npu_runner.reports.thumbnails import ThumbnailMaker
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.serving.workers.pool import PoolLimits
@@ -59,7 +59,8 @@ def report(
         "thumbnails": maker(folder, LIMITS.max_source_pixels), "max_rows": max_rows,
         "worker": PoolLimits(num_workers=1, task_timeout_seconds=timeout),
     }  # fmt: skip
-    source: dict[str, Any] = {"outputs": [folder / "out.jsonl"], "max_row_bytes": max_row_bytes, "about": about}
+    source: dict[str, Any] = {"name": "out.jsonl", "outputs": [folder / "out.jsonl"], "about": about,
+                              "max_row_bytes": max_row_bytes}  # fmt: skip
     if requests is None:
         write_report(target, Source(file=None, rows=None, **source), **options)
     else:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npu_runner.batch.report.fields import Sample
 from npu_runner.batch.rows.endpoints import FAULTS, answers_of
+from npu_runner.reports.fields import Sample
 
 MAX_COMPARED = 2000
 """Of so many vectors each is compared with each."""

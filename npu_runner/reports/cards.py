@@ -6,7 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_runner.batch.report.reading import (
+from npu_runner.batch.rows.endpoints import cells_of
+from npu_runner.batch.rows.openai_response import error_of, name_of_answer, object_in
+from npu_runner.reports.reading import (
     CUT_OFF,
     EXPECTED,
     FAILED,
@@ -27,10 +29,8 @@ from npu_runner.batch.report.reading import (
     outcome_of,
     said_by,
 )
-from npu_runner.batch.report.thumbnails import key_of
-from npu_runner.batch.report.vectors import Neighbour, outline, vectors_in
-from npu_runner.batch.rows.endpoints import cells_of
-from npu_runner.batch.rows.openai_response import error_of, name_of_answer, object_in
+from npu_runner.reports.thumbnails import key_of
+from npu_runner.reports.vectors import Neighbour, outline, vectors_in
 
 MAX_MEDIA_PER_ROW = 8
 _MAX_VECTORS = 4

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from npu_runner.batch.report.reading import ANSWERED, EXPECTED, FAILED
-from npu_runner.batch.report.survey import ORDER, Candidate, Kind, Survey
+from npu_runner.reports.reading import ANSWERED, EXPECTED, FAILED
+from npu_runner.reports.survey import ORDER, Candidate, Kind, Survey
 
 MAX_CARDS_OF_ONE_FILE = 2000
 CARDS_PER_LEAF = 200

@@ -1,0 +1,119 @@
+"""Makes the report of a job from its files: after `batch --report`, or by `npu-runner report` at any time.
+
+Knows nothing of what stands on the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.output_file import job_at_work
+from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.run_record import Line, read_runs
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, JobError
+from npu_runner.reports.head import About
+from npu_runner.reports.report import Source, write_report
+from npu_runner.reports.thumbnails import ThumbnailMaker
+from npu_runner.request.limits import LIMITS
+from npu_runner.serving.workers.pool import PoolLimits
+
+_LOWEST_PRIORITY = 19
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""The number of the system call ioprio_set, by machine: the standard library has no function for it."""
+_THIS_PROCESS, _IDLE_CLASS = 1, 3 << 13
+
+
+def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
+    """Run the job, then make `options.report` if every row has its line. `more`: arguments of `run_batch`.
+
+    A report that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
+    """
+    if options.report is None:
+        return run_batch(config, options, **more)
+    places = find_places(options, config)
+    place, output = places.report, places.output.path
+    assert place is not None, "a report is named"
+    if output is None:
+        raise ConfigError("report: it is made from the output file, and this output cannot be read again")
+    # The job and the report read one opened input: standard input can be read only once.
+    with place, InputFile(options.input, output.parent) as file:
+        summary = run_batch(config, replace(options, report=None), input=file, **more)
+        if not summary.is_interrupted:
+            try:
+                _write(place, PastJob(options.output), file, options)
+            except ConfigError as error:
+                raise JobError(f"{error}. The job has ended; the report alone is missing") from error
+            if options.progress != "off":
+                print(f"report    {place.name}", file=sys.stderr)
+    return summary
+
+
+def report_job(options: BatchOptions) -> None:
+    """Make `options.report` of an output, whose job may be at work. The input may be NO_INPUT: then it shows answers
+    without questions. Raises ConfigError and JobError."""
+    job = PastJob(options.output)
+    if job_at_work(job.output) is not None:
+        _yield_to_others()
+    job.refuse_other_files()
+    place = find_places(options).report
+    assert place is not None, "the caller names a page"
+    with place, contextlib.ExitStack() as opened:
+        file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
+        _write(place, job, file, options)
+
+
+def _yield_to_others() -> None:
+    """Give this process, and the worker that it starts, the lowest priority for the processor and for the disk."""
+    os.nice(_LOWEST_PRIORITY)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, _THIS_PROCESS, 0, _IDLE_CLASS)
+
+
+def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOptions) -> None:
+    manifest = job.manifest
+    if manifest is None or not job.output.is_file():
+        raise ConfigError(f"output {job.name}: it is not there yet, or not any more; run its job again, or wait for it")
+    rows = None if file is None else file.scan_for(job.name, manifest.input)
+    most_pixels = int(manifest.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
+    with contextlib.ExitStack() as opened:
+        # A running job may replace these files. What is open stays as it is, and lines that are added are not read.
+        descriptors = [opened.enter_context(open(path, "rb")).fileno() for path in job.files if path.exists()]
+        source = Source(
+            file=file, rows=rows, name=job.output.name,
+            outputs=[Path(f"/proc/self/fd/{number}") for number in descriptors],
+            ends=[os.fstat(number).st_size for number in descriptors], max_row_bytes=options.max_row_bytes,
+            has_schema=RULE_OF_JOB in manifest.settings, about=about_job(manifest, read_runs(job.output)))
+        write_report(
+            place, source, max_rows=options.report_rows,
+            thumbnails=ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes),
+            worker=PoolLimits(num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
+                              worker_memory_bytes=options.workers.worker_memory_bytes))
+
+
+def about_job(manifest: Manifest, runs: Sequence[Line]) -> About:
+    """`runs`: of the output, in the order in which they began."""
+    last: Line = runs[-1] if runs else {"platform": None, "devices": 0, "npu_runner": None}
+    return About(
+        model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
+        version=last["npu_runner"], num_runs=len(runs),
+        start_seconds=sum(run["seconds"]["start"] for run in runs),
+        serve_seconds=sum(run["seconds"]["serve"] for run in runs),
+        num_drafted=sum(run["computed"].get("draft_proposed", 0) for run in runs),
+        num_accepted=sum(run["computed"].get("draft_accepted", 0) for run in runs))
