@@ -4,11 +4,13 @@ Everything but the model is real: the input file and its index, the queue of row
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
     python scripts/bench_scale.py [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--profile] [--pairs 5]
+                                  [--report-seconds 60]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
 without and with the files that are replaced while a job runs (status, metrics), in turn,
-and which share of the driver's time these took.
+and which share of the driver's time these took. `--report-seconds`: the pairs compare runs without and with
+`npu-runner report`, which begins with the run and then again after that time, one at a time.
 
 Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
 driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import dataclasses
+import fcntl
 import functools
 import itertools
 import json
@@ -27,8 +30,10 @@ import logging
 import os
 import pstats
 import resource
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -43,7 +48,9 @@ from bench_common import commit, versions
 import npu_runner
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
+from npu_runner.batch.files.input_file import CarriedRows, InputFile, InputScan, SharedFile
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.place import find_place
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
@@ -74,6 +81,9 @@ from npu_runner.serving.replicas.process_replica import ProcessReplica
 
 MAX_ROWS = 512
 ROWS_A_STEP = 64
+ANSWER = (b'{"custom_id": "row-%d", "response": {"status_code": 200, "body": {"choices": [{"index": 0, "message": '
+          b'{"content": "Over the hill.", "request": %b}, "finish_reason": "stop"}]}}, "error": null}\n')
+"""A result row that holds its request, so that it has as many bytes to read and to write."""
 QUESTION = "Which of the three roads that lead out of the village is the shortest way to the mill by the river? " * 2
 
 
@@ -82,8 +92,9 @@ class EchoReplica(Replica):
 
     name, can_restart, num_rows_ahead = "echo", False, MAX_ROWS
 
-    def __init__(self, source: RowSource):
-        self._source = source
+    def __init__(self, source: RowSource, makes_answers: bool = False):
+        """`makes_answers`: a row comes back within a result row, so that a report can read it."""
+        self._source, self._makes_answers = source, makes_answers
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
         self._num_done = 0
@@ -115,7 +126,8 @@ class EchoReplica(Replica):
 
     def _answer(self, row: Any) -> FinishedRow:
         data = row.data or self._source.read(row)
-        return FinishedRow(row.number, Outcome(num_prompt_tokens=30, num_completion_tokens=30), data)
+        return FinishedRow(row.number, Outcome(num_prompt_tokens=30, num_completion_tokens=30),
+                           ANSWER % (row.number, data.rstrip()) if self._makes_answers else data)
 
 
 def main() -> None:
@@ -125,6 +137,7 @@ def main() -> None:
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
     parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
+    parser.add_argument("--report-seconds", type=float, metavar="S", help="pairs without and with reports beside it")
     parser.add_argument("--profile", action="store_true", help="where the driver's time goes, instead of figures")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_scale-") as folder, ExitStack() as opened:
@@ -135,8 +148,11 @@ def main() -> None:
         turns = [False] if not arguments.pairs else [False, True] * arguments.pairs
         for count, is_watched in itertools.product(arguments.replicas, turns):
             profiler = cProfile.Profile() if arguments.profile else None
-            measured.append(measure(Path(folder), count, is_carried=arguments.carry,
-                                    is_ray=arguments.ray, is_watched=is_watched, profiler=profiler))  # fmt: skip
+            is_reported = arguments.report_seconds is not None
+            measured.append(measure(
+                Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray, profiler=profiler,
+                is_watched=is_watched and not is_reported, makes_answers=is_reported,
+                report_seconds=arguments.report_seconds if is_watched else None))
             show(measured[-1])
             if profiler is not None:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
@@ -166,26 +182,29 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool) -> list[Any]:
+def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool,
+                makes_answers: bool) -> list[Any]:
     """What makes each of them."""
     from bench_scale import EchoReplica  # by its name, so that replicas can import what they are sent
 
     names = [f"echo {number}" for number in range(num_replicas)]
     if not is_ray:
-        placement, make = Placement(platform="cpu", description="cpu"), functools.partial(EchoReplica, file.source)
+        placement = Placement(platform="cpu", description="cpu")
+        make = functools.partial(EchoReplica, file.source, makes_answers)
         return [functools.partial(ProcessReplica, name, make, placement, num_rows_ahead=MAX_ROWS,
                                   inherited=(file.source.descriptor,)) for name in names]  # fmt: skip
     from npu_runner.serving.replicas.ray_cluster import Demand
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
-    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name))
+    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name),
+                             makes_answers)  # fmt: skip
     demand = Demand(platform="cpu", resource="CPU", amount=1)
     return [functools.partial(RayReplica, name, make, demand, num_rows_ahead=MAX_ROWS) for name in names]
 
 
 def measure(
-    folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool,
-    profiler: cProfile.Profile | None,
+    folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool, makes_answers: bool,
+    report_seconds: float | None, profiler: cProfile.Profile | None,
 ) -> dict[str, Any]:  # fmt: skip
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
@@ -198,7 +217,7 @@ def measure(
         hooks = hooks_for(book, suspects, Progress("lines"), lambda settings: None)
         if is_carried:
             hooks = dataclasses.replace(hooks, make_run=book.run_with_data)
-        replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray)
+        replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray, makes_answers=makes_answers)
         with Fleet(replicas, RowQueue(book.num_rows), hooks) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
@@ -209,6 +228,7 @@ def measure(
             with (
                 Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
                 watched(record, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
+                nullcontext() if report_seconds is None else reported(scan, output, report_seconds),
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
@@ -223,6 +243,7 @@ def measure(
     return {
         "replicas": num_replicas,
         "watched": is_watched,
+        "reported": report_seconds is not None,
         "live_files_percent": round(100 * spent.seconds / seconds, 2),
         "live_files_percent_of_processor": round(100 * spent.processor_seconds / used, 2),
         "scan_rows_per_second": round(scan.num_rows / scan_seconds),
@@ -257,6 +278,34 @@ def watched(record: JobRecord, fleet: Fleet, output: Path, spent: Spent) -> Iter
 
     with live.of_this_run():
         yield look
+
+
+@contextmanager
+def reported(scan: InputScan, output: Path, seconds: float) -> Iterator[None]:
+    """Make reports of the output, as beside a job that holds its lock: the first at once, one at a time."""
+    Manifest(created=1, model_name="echo", model_files={}, settings={}, input=scan.identity).save(output)
+    command = [sys.executable, "-m", "npu_runner", "report", str(output), "-o", str(output.with_suffix(".html")),
+               "-i", str(output.parent / "in.jsonl")]  # fmt: skip
+    ended = threading.Event()
+
+    def make_reports() -> None:
+        while not ended.is_set():
+            due = time.monotonic() + seconds
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+                while process.poll() is None:
+                    if ended.wait(0.2):
+                        process.kill()
+            ended.wait(max(0.0, due - time.monotonic()))
+
+    with open(lock_path(output), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=make_reports)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def peak_kib() -> int:

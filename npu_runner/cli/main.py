@@ -240,7 +240,7 @@ def _say_who_answers(config: RunnerConfig) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     config, options = from_keywords(given(arguments, RunnerConfig, BatchOptions), RunnerConfig, BatchOptions)
     _say_who_answers(config)
-    from npu_runner.reports.job_report import run_batch_and_report
+    from npu_runner.reports.report import run_batch_and_report
 
     return run_batch_and_report(config, options).exit_status
 
@@ -269,7 +269,7 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from npu_runner.batch.job.past_job import NO_INPUT, PastJob
-    from npu_runner.reports.job_report import report_job
+    from npu_runner.reports.report import report_job
 
     report_job(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),

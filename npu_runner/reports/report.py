@@ -1,124 +1,136 @@
-"""The report of a job's answers: one HTML file, for looking. Knows nothing of the engine.
+"""Makes the report of a job from its files: after `batch --report`, or by `npu-runner report` at any time.
 
-Reads the output and the input again, a row at a time, so it shows resumed rows as well and holds only what is shown.
+Knows nothing of what stands on the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined
+from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.rows.openai_response import name_of_answer
-from npu_runner.errors import JobError
-from npu_runner.reports.cards import MAX_MEDIA_PER_ROW, Card, card_of
-from npu_runner.reports.choice import MAX_CARDS_OF_ONE_FILE, Leaf, choose, cut, places_of
-from npu_runner.reports.head import About
-from npu_runner.reports.pages import Address, Book, ShownPicture, data_url
-from npu_runner.reports.reading import Medium, anchor_of
-from npu_runner.reports.survey import survey
-from npu_runner.reports.thumbnails import Picture, PictureMaker, ThumbnailMaker, side_for
-from npu_runner.reports.vectors import MAX_COMPARED, neighbours, vectors_in
+from npu_runner.batch.files.run_record import Line, read_runs
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, JobError
+from npu_runner.reports.page import About, Page
+from npu_runner.reports.survey import spread, survey
+from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
+from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits
 
-PICTURE_BYTES = 3 << 20
-"""For all pictures of one file, in base64 a third more: the more there are, the smaller they are made."""
+_LOWEST_PRIORITY = 19
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""The number of the system call ioprio_set, by machine: the standard library has no function for it."""
+_THIS_PROCESS, _IDLE_CLASS = 1, 3 << 13
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What a report is made from. `file` and `rows`: the input, None where it is not there. `name`: of the output.
-    `outputs`: the file of answers, and that of failed rows behind it, where there is one."""
+def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
+    """Run the job, then make `options.report` if every row has its line. `more`: arguments of `run_batch`.
 
-    file: InputFile | None
-    rows: InputScan | None
-    name: str
-    outputs: Sequence[Path]
-    max_row_bytes: int
-    """Of a request above it nothing is shown but its answer."""
-    ends: Sequence[int] | None = None
-    """Bytes of each output that are read; None: all that are there."""
-    has_schema: bool = False
-    """The job has one for rows that say nothing of their answer."""
-    about: About | None = None
-
-
-def write_report(target: Place, source: Source, *, thumbnails: ThumbnailMaker, worker: PoolLimits,
-                 max_rows: int) -> None:
-    """Write the report. Of a huge job it shows `max_rows` rows, some of each kind, and says so.
-
-    `worker` bounds what decodes images. Raises JobError, whatever goes wrong: no answer is touched.
+    A report that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
     """
-    missing = f"No answer in {source.name} is affected; the report alone is missing"
+    if options.report is None:
+        return run_batch(config, options, **more)
+    places = find_places(options, config)
+    place, output = places.report, places.output.path
+    assert place is not None, "a report is named"
+    if output is None:
+        raise ConfigError("report: it is made from the output file, and this output cannot be read again")
+    # The job and the report read one opened input: standard input can be read only once.
+    with place, InputFile(options.input, output.parent) as file:
+        summary = run_batch(config, replace(options, report=None), input=file, **more)
+        if not summary.is_interrupted:
+            try:
+                _write(place, PastJob(options.output), file, options)
+            except ConfigError as error:
+                raise JobError(f"{error}. The job has ended; the report alone is missing") from error
+            if options.progress != "off":
+                print(f"report    {place.name}", file=sys.stderr)
+    return summary
+
+
+def report_job(options: BatchOptions) -> None:
+    """Make `options.report` of an output, whose job may be at work. The input may be NO_INPUT: then it shows answers
+    without questions. Raises ConfigError and JobError."""
+    job = PastJob(options.output)
+    if job_at_work(job.output) is not None:
+        yield_to_others()
+    job.refuse_other_files()
+    place = find_places(options).report
+    assert place is not None, "the caller names a page"
+    with place, contextlib.ExitStack() as opened:
+        file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
+        _write(place, job, file, options)
+
+
+def yield_to_others() -> None:
+    """Give this process, and the worker that it starts, the lowest priority for the processor and for the disk."""
+    os.nice(_LOWEST_PRIORITY)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, _THIS_PROCESS, 0, _IDLE_CLASS)
+
+
+def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOptions) -> None:
+    """Raises ConfigError for files that are no job's, JobError for whatever else goes wrong."""
+    manifest = job.manifest
+    if manifest is None or not job.output.is_file():
+        raise ConfigError(f"output {job.name}: it is not there yet, or not any more; run its job again, or wait for it")
+    rows = None if file is None else file.scan_for(job.name, manifest.input)
+    about = about_job(manifest, read_runs(job.output))
+    missing = f"No answer in {job.name} is affected; the report alone is missing"
     try:
-        with target.late_errors():
-            _Report(target, source, thumbnails, worker, max_rows).write()
+        with contextlib.ExitStack() as opened, place.late_errors():
+            # A running job may replace these files. What is open stays as it is, and lines added later are not read.
+            files = [opened.enter_context(open(path, "rb")) for path in job.files if path.exists()]
+            ends = [os.fstat(each.fileno()).st_size for each in files]
+            outputs = [Path(f"/proc/self/fd/{each.fileno()}") for each in files]
+            joined = Joined(file, rows, outputs, options.max_row_bytes, ends)
+            _write_page(place, joined, about, job.output.name, options, has_schema=RULE_OF_JOB in manifest.settings)
     except JobError as error:
         raise JobError(f"{error}. {missing}") from error
     except Exception as error:  # the border where a fault of the page becomes a reported failure
-        raise JobError(f"{target.title}: cannot be made ({type(error).__name__}: {error}). {missing}") from error
+        raise JobError(f"{place.title}: cannot be made ({type(error).__name__}: {error}). {missing}") from error
 
 
-class _Report:
-    """One report while it is written."""
+def _write_page(place: Place, joined: Joined, about: About, output: str, options: BatchOptions, *,
+                has_schema: bool) -> None:
+    found = survey(joined, has_schema=has_schema)
+    shown = spread(found, options.report_rows)
+    num_media = sum(found.num_media[number] for numbers in shown.values() for number in numbers)
+    most_pixels = int(about.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
+    thumbnails = ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes,
+                                side_for(num_media))  # fmt: skip
+    limits = PoolLimits(num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
+                        worker_memory_bytes=options.workers.worker_memory_bytes)
+    page = Page(output=output, joined=joined, found=found, shown=shown, about=about, has_schema=has_schema)
+    with ThumbnailPool(thumbnails, limits) as pool, place.writing() as target:
+        page.write(target, pool)
 
-    def __init__(self, target: Place, source: Source, thumbnails: ThumbnailMaker, worker: PoolLimits, max_rows: int):
-        self._target = target
-        self._source = source
-        self._thumbnails = thumbnails
-        self._worker = worker
-        self._max_rows = min(max_rows, MAX_CARDS_OF_ONE_FILE)
-        self._joined = Joined(source.file, source.rows, source.outputs, source.max_row_bytes, source.ends)
 
-    def write(self) -> None:
-        found = survey(self._joined, self._max_rows, has_schema=self._source.has_schema)
-        choice = choose(found, self._max_rows, MAX_MEDIA_PER_ROW)
-        leaves = cut(choice.sections, MAX_CARDS_OF_ONE_FILE)
-        self._near, addresses = self._neighbours(leaves) if found.vectors.num_of_length else ({}, {})
-        book = Book(output=self._source.name, num_rows=self._joined.num_rows, found=found, choice=choice,
-                    has_input=self._joined.has_input, leaves=leaves, about=self._source.about, version=None,
-                    addresses=addresses)
-        side = side_for(choice.num_media, PICTURE_BYTES)
-        with PictureMaker(replace(self._thumbnails, side=side), self._worker) as maker:
-            cards, pictures = self._cards(leaves[0], maker)
-            shown = {key: ShownPicture(data_url(picture.data), picture.width, picture.height)
-                     for key, picture in pictures.items()}
-            with self._target.writing() as file:
-                book.write(1, cards, shown, file)
-
-    def _cards(self, leaf: Leaf, maker: PictureMaker) -> tuple[dict[int, Card], dict[str, Picture]]:
-        """The cards by their places, in the order of the page, and their pictures."""
-        cards: dict[int, Card] = {}
-        places = places_of(leaf)
-        pictures = maker.make(self._lay_out(np.sort(np.array(places, dtype=np.int64)), cards))
-        return {place: cards[place] for place in places}, pictures
-
-    def _lay_out(self, places: np.ndarray, cards: dict[int, Card]) -> Iterator[Medium]:
-        """Make the cards on the way; yields the media whose pictures they lack."""
-        for place, (request, answer) in zip(places.tolist(), self._joined.pairs(places), strict=True):
-            card, asked = card_of(place, request, answer, has_schema=self._source.has_schema)
-            for vector, near in zip(card.vectors, self._near.get(place, ()), strict=False):
-                vector.neighbours.extend(near)
-            cards[place] = card
-            yield from asked.media[:MAX_MEDIA_PER_ROW]
-
-    def _neighbours(self, leaves: Sequence[Leaf]) -> tuple[Mapping[int, Any], Mapping[int, Address]]:
-        """By place, the vectors nearest to the row's first one; and where those rows are, by the vectors' numbers."""
-        leaf_of = {place: number for number, leaf in enumerate(leaves, 1) for place in places_of(leaf)}
-        vectors: list[np.ndarray] = []
-        owners: list[tuple[int, Address]] = []
-        places = np.array(sorted(leaf_of), dtype=np.int64)
-        for place, (_, answer) in zip(places.tolist(), self._joined.pairs(places), strict=True):
-            found = vectors_in(answer)
-            if found and len(vectors) < MAX_COMPARED:
-                vectors.append(found[0])
-                owners.append((place, Address(name_of_answer(answer), anchor_of(answer), leaf_of[place])))
-        near = neighbours(vectors)
-        return ({place: [near[number]] for number, (place, _) in enumerate(owners)},
-                {number: address for number, (_, address) in enumerate(owners)})
+def about_job(manifest: Manifest, runs: Sequence[Line]) -> About:
+    """`runs`: of the output, in the order in which they began."""
+    last: Line = runs[-1] if runs else {"platform": None, "devices": 0, "npu_runner": None}
+    return About(
+        model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
+        version=last["npu_runner"], num_runs=len(runs), settings=manifest.settings,
+        start_seconds=sum(run["seconds"]["start"] for run in runs),
+        serve_seconds=sum(run["seconds"]["serve"] for run in runs),
+        num_drafted=sum(run["computed"].get("draft_proposed", 0) for run in runs),
+        num_accepted=sum(run["computed"].get("draft_accepted", 0) for run in runs))

@@ -1,122 +1,170 @@
-"""One pass over all rows of a job: what there is to count, and which rows a page might show. Knows nothing of pages."""
+"""Counts all rows of a job in one pass, and chooses the rows that a page shows. Knows nothing of markup."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from npu_runner.batch.files.joined import Joined
-from npu_runner.batch.rows.endpoints import cells_of
-from npu_runner.batch.rows.openai_response import error_of, object_in
-from npu_runner.reports.fields import FieldTable
-from npu_runner.reports.reading import (
-    ANSWERED,
-    CUT_OFF,
-    EXPECTED,
+from npu_runner.batch.rows.endpoints import cells_of, texts_of
+from npu_runner.batch.rows.openai_response import object_in
+from npu_runner.reports.cards import (
     FAILED,
-    REPETITION,
-    UNEXPECTED,
+    MAX_MEDIA,
+    TITLES,
     UNKNOWN,
-    UNPARSED,
     WHOLE,
     asked_by,
+    code_of,
     flaws_of,
     metadata_of,
     outcome_of,
-    said_by,
 )
-from npu_runner.reports.vectors import VectorTable, vectors_in
 
-ORDER = (FAILED, UNKNOWN, UNEXPECTED, CUT_OFF, REPETITION, UNPARSED, EXPECTED, ANSWERED)
-"""Of what a row may be, worst first."""
 OTHER_CODES = "other codes"
 _MAX_CODES = 40
-_MAX_KINDS = 40
+_MAX_GROUPS = 40
+"""Values of the metadata's `kind` that are counted."""
+_MAX_FIELDS = 60
+_MAX_VALUES = 64
+"""Different values of a field that are counted, ..."""
+_MOST_SHOWN = 8
+"""... and the most frequent that are shown."""
+_MAX_NAME = 80
 
 
 class Kind(NamedTuple):
-    """Rows that stand together on a page: all that are `outcome` before they are anything else, and of failed ones
-    all with this `code`."""
+    """Rows that stand together: those with one outcome, or else with one flaw; failed ones by `code`."""
 
-    outcome: str
+    name: str
     code: str = ""
 
 
-class Candidate(NamedTuple):
-    """A row that might be shown. Texts are known by their hashes: of a huge job there are too many to keep."""
+@dataclass
+class FieldCounts:
+    """The values of one field of JSON answers. A list counts with each of its plain items."""
 
-    place: int
-    turns: tuple[int, ...]
-    message: int
-    """Of its error."""
-    num_media: int
+    num_rows: int = 0
+    values: Counter[str] = field(default_factory=Counter)
+    has_more_values: bool = False
+    num_numbers: int = 0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    total: float = 0.0
+
+    def add(self, value: object) -> None:
+        self.num_rows += 1
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, (int, float)) and not isinstance(item, bool) and abs(item) < 1e300:  # no NaN either
+                self.num_numbers += 1
+                self.total += item
+                self.lowest, self.highest = min(self.lowest, item), max(self.highest, item)
+            text = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+            if isinstance(item, (list, dict)) or len(text) > _MAX_NAME:
+                self.has_more_values = True
+            elif text in self.values or len(self.values) < _MAX_VALUES:
+                self.values[text] += 1
+            else:
+                self.has_more_values = True
+
+    def describe(self) -> str:
+        """The most frequent values with their counts, or the bounds and the mean of numbers that differ."""
+        shown = self.values.most_common(_MOST_SHOWN)
+        is_long = self.has_more_values or len(self.values) > _MOST_SHOWN
+        if is_long and self.num_numbers > 1:
+            mean = self.total / self.num_numbers
+            return f"{self.lowest:,.4g} to {self.highest:,.4g}, mean {mean:,.4g}"
+        if is_long and (not shown or shown[0][1] * _MOST_SHOWN < self.num_rows):
+            return "many different values"
+        texts = [f"{text or '(empty)'} {count:,}" for text, count in shown]
+        return "; ".join(texts + ["others"] * is_long)
 
 
 @dataclass
 class Survey:
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """By outcome and by flaw, or WHOLE: a row may be several."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rows by outcome, by flaw, and WHOLE; a row may have several of them."""
     kinds: Counter[Kind] = field(default_factory=Counter)
-    candidates: dict[Kind, list[Candidate]] = field(default_factory=dict)
-    by_metadata: dict[str, Counter[str]] = field(default_factory=dict)
-    """Outcomes by the `kind` of the rows' metadata."""
+    groups: dict[str, Counter[str]] = field(default_factory=dict)
+    """Outcomes by the `kind` in the rows' metadata."""
     tokens: Counter[str] = field(default_factory=Counter)
     """`prompt`, `completion`, `reasoning` of the answered rows."""
-    fields: FieldTable = field(default_factory=FieldTable)
-    vectors: VectorTable = field(default_factory=VectorTable)
+    num_objects: int = 0
+    """Answers that are JSON objects, ..."""
+    fields: dict[str, FieldCounts] = field(default_factory=dict)
+    """... and their fields."""
+    kind_of_row: list[Kind] = field(default_factory=list)
+    num_media: list[int] = field(default_factory=list)
+    """Images and videos of each row that a page may show."""
 
     @property
     def num_seen(self) -> int:
-        return self.kinds.total()
+        return len(self.kind_of_row)
 
+    def ordered_kinds(self) -> list[Kind]:
+        """Failures by their number of rows, then the other kinds, worst first."""
+        order = list(TITLES)
+        return sorted(self.kinds, key=lambda kind: (order.index(kind.name), -self.kinds[kind], kind.code))
 
-def survey(joined: Joined, max_rows: int, *, has_schema: bool) -> Survey:
-    """Candidates of each kind are its first `max_rows` rows."""
-    found = Survey()
-    for place, (request, answer) in zip(joined.places, joined.pairs(joined.places), strict=True):
+    def add(self, request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> None:
         outcome = outcome_of(request, answer)
         flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
         is_answered = outcome not in (FAILED, UNKNOWN)
-        found.outcomes.update((outcome, *flaws, *([WHOLE] if is_answered and not flaws else [])))
+        self.counts.update((outcome, *flaws, *([WHOLE] if is_answered and not flaws else [])))
         if is_answered:
-            _add_answer(found, answer)
-        _add_to_metadata(found, outcome, metadata_of(request).get("kind"))
-        kind = _kind(found, outcome, flaws, answer)
-        found.kinds[kind] += 1
-        same = found.candidates.setdefault(kind, [])
-        if len(same) < max_rows:
-            same.append(_candidate(int(place), request, answer))
+            self._add_answer(answer["response"]["body"])
+        group = metadata_of(request).get("kind")
+        if group is not None and (str(group)[:_MAX_NAME] in self.groups or len(self.groups) < _MAX_GROUPS):
+            self.groups.setdefault(str(group)[:_MAX_NAME], Counter())[outcome] += 1
+        kind = Kind(min((outcome, *flaws), key=list(TITLES).index), code_of(answer) if outcome == FAILED else "")
+        if kind not in self.kinds and len(self.kinds) >= _MAX_CODES:
+            kind = Kind(kind.name, OTHER_CODES if kind.code else "")
+        self.kinds[kind] += 1
+        self.kind_of_row.append(kind)
+        self.num_media.append(min(MAX_MEDIA, len(asked_by(request)[1])))
+
+    def _add_answer(self, body: Mapping[str, Any]) -> None:
+        counts = next(iter(cells_of(body)), {})
+        for name in ("prompt", "completion", "reasoning"):
+            self.tokens[name] += counts.get(f"{name}_tokens") or 0
+        for text in texts_of(body):
+            if value := object_in(text):
+                self.num_objects += 1
+                for name, item in list(value.items()):
+                    if name[:_MAX_NAME] in self.fields or len(self.fields) < _MAX_FIELDS:
+                        self.fields.setdefault(name[:_MAX_NAME], FieldCounts()).add(item)
+
+
+def survey(joined: Joined, *, has_schema: bool) -> Survey:
+    found = Survey()
+    for request, answer in joined.pairs(joined.places):
+        found.add(request, answer, has_schema=has_schema)
     return found
 
 
-def _kind(found: Survey, outcome: str, flaws: list[str], answer: dict[str, Any]) -> Kind:
-    if outcome != FAILED:
-        return Kind(min((outcome, *flaws), key=ORDER.index))
-    kind = Kind(FAILED, str(error_of(answer).get("code")))
-    num_codes = sum(other.outcome == FAILED for other in found.kinds)
-    return kind if kind in found.kinds or num_codes < _MAX_CODES else Kind(FAILED, OTHER_CODES)
+def spread(found: Survey, max_rows: int) -> dict[Kind, np.ndarray]:
+    """The numbers of the rows that are shown, by kind: each kind gets as many as the others, as far as it has them, and
+    they are taken at even distances."""
+    kinds = found.ordered_kinds()
+    number_of = {kind: number for number, kind in enumerate(kinds)}
+    kind_of_row = np.array([number_of[kind] for kind in found.kind_of_row], dtype=np.int16)
+    shown: dict[Kind, np.ndarray] = {}
+    for kind, num_shown in zip(kinds, evenly([found.kinds[kind] for kind in kinds], max_rows), strict=True):
+        rows = np.flatnonzero(kind_of_row == number_of[kind])
+        shown[kind] = rows[np.arange(num_shown) * len(rows) // max(num_shown, 1)]
+    return shown
 
 
-def _add_answer(found: Survey, answer: dict[str, Any]) -> None:
-    body = answer["response"]["body"]
-    counts = next(iter(cells_of(body)), {})
-    for name in ("prompt", "completion", "reasoning"):
-        found.tokens[name] += counts.get(f"{name}_tokens") or 0
-    for said in said_by(answer):
-        if value := object_in(said.text):
-            found.fields.add(value)
-    for vector_D in vectors_in(answer):
-        found.vectors.add(vector_D)
-
-
-def _add_to_metadata(found: Survey, outcome: str, kind: object) -> None:
-    name = None if kind is None else str(kind)[:80]
-    if name is not None and (name in found.by_metadata or len(found.by_metadata) < _MAX_KINDS):
-        found.by_metadata.setdefault(name, Counter())[outcome] += 1
-
-
-def _candidate(place: int, request: dict[str, Any], answer: dict[str, Any]) -> Candidate:
-    asked, message = asked_by(request), error_of(answer).get("message")
-    return Candidate(place, tuple(map(hash, asked.turns)), 0 if message is None else hash(str(message)),
-                     len(asked.media))
+def evenly(sizes: list[int], most: int) -> list[int]:
+    """`most` shared out: each size gets as much as the others, and what is too much for one goes to the larger ones."""
+    shares, left = [0] * len(sizes), most
+    for rank, place in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        shares[place] = min(sizes[place], left // (len(sizes) - rank))
+        left -= shares[place]
+    return shares

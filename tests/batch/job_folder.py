@@ -12,7 +12,7 @@ from typing import Any
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
-from npu_runner.reports.job_report import run_batch_and_report
+from npu_runner.reports.report import run_batch_and_report
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows
 
 LEFT = {"out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rows", "out.jsonl.runs.jsonl", "out.jsonl.status.json"}

@@ -23,7 +23,7 @@ from npu_runner.batch.job.summary import JobRecord
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
-from npu_runner.reports.job_report import report_job
+from npu_runner.reports.report import report_job
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, row, write_rows
 from tests.batch.test_run_record import STEPS, killed_before

@@ -32,7 +32,7 @@ from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
-from npu_runner.reports.job_report import report_job
+from npu_runner.reports.report import report_job
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
 from tests.replicas.jobs import PYTHONPATH

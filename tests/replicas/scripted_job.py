@@ -18,7 +18,7 @@ from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
-from npu_runner.reports.job_report import run_batch_and_report
+from npu_runner.reports.report import run_batch_and_report
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.replicas import fleet, process_replica
 from tests.batch.scripted import ScriptedEngine, ScriptedModel

@@ -43,7 +43,7 @@ CELLS: dict[str, dict[str, list[Any]]] = {
 }
 """The columns in which a table has the answers of `answered_by`."""
 SHOWN = {
-    "/v1/chat/completions": "text 1", "/v1/completions": "text 1", "/v1/embeddings": "2 vectors of 2 numbers",
+    "/v1/chat/completions": "text 1", "/v1/completions": "text 1", "/v1/embeddings": "2 numbers:",
     "/v1/score": "0.6225", "/v1/rerank": "document 1: 0.8808", "/v1/classify": "good",
 }  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_report_shows_what_is_said(url: str, folder: Path) -> None:
     outputs(folder, url)
     assert cli.main(["report", "two.jsonl", "-i", "in.jsonl", "-o", "page.html"]) == 0
     page = plain((folder / "page.html").read_text())
-    assert SHOWN[url] in page.replace("6 vectors", "2 vectors")
+    assert SHOWN[url] in page
     assert "a red" in page or "What is it?" in page
 
 

@@ -87,11 +87,11 @@ class BatchOptions:
     error ended it. While the run is under way the file says so. - writes standard output at the end, if nothing else
     does."""
     report: Path | None = field(default=None, metadata={"file": WRITTEN})
-    """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
-    output, if nothing else does."""
-    report_rows: int = 300
-    """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
-    unparsed, and always some good ones."""
+    """When the job has ended, write an HTML page of its rows (images, frames of videos, questions, answers) to this
+    file. - writes standard output, if nothing else does."""
+    report_rows: int = 2000
+    """Most rows in that report: an equal share of each failure's code, of answers that are unexpected, cut off,
+    repetitions or unparsed, and of good ones."""
     metrics_file: Path | None = field(default=None, metadata={"values": "FILE", "file": WRITTEN})
     """Write figures of the job in Prometheus' text form to this file, every 2 seconds. It is a file and no stream."""
     max_failures: str | None = field(default=None, metadata={"values": "N|P%"})

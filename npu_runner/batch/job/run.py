@@ -72,7 +72,7 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
     opened by its name.
     """
     if options.report is not None:
-        raise ConfigError("report: run_batch makes no report; call npu_runner.reports.job_report.run_batch_and_report")
+        raise ConfigError("report: run_batch makes no report; call npu_runner.reports.report.run_batch_and_report")
     start_time()  # raises ConfigError
     places = find_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
