@@ -268,13 +268,13 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from npu_runner.batch.job.past_job import NO_INPUT, PastJob
+    from npu_runner.batch.job.past_job import NO_INPUT
     from npu_runner.reports.report import report_job
 
-    report_job(BatchOptions(
+    said = report_job(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
         allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
-    print(f"report    {arguments.page}: {PastJob(arguments.output).totals(None).to_lines()[0]}", file=sys.stderr)
+    print(said, file=sys.stderr)
     return 0
 
 

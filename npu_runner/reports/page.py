@@ -89,25 +89,33 @@ class Page:
     about: About
     has_schema: bool
 
+    @property
+    def num_shown(self) -> int:
+        return sum(map(len, self.shown.values()))
+
+    @property
+    def num_media(self) -> int:
+        """Images and videos of the shown rows."""
+        return sum(self.found.num_media[number] for numbers in self.shown.values() for number in numbers)
+
     def write(self, file: BinaryIO, thumbnails: ThumbnailPool) -> None:
         found = self.found
-        num_shown = sum(map(len, self.shown.values()))
         page = _environment().get_template("page.html.jinja").stream(
             output=self.output, policy=_policy(), style=_asset("page.css"), script=_asset("page.js"),
-            num_rows=self.joined.num_rows, num_shown=num_shown, has_input=self.joined.has_input,
+            num_rows=self.joined.num_rows, num_shown=self.num_shown, has_input=self.joined.has_input,
             facts=self.about.facts(), figures=figures(self.joined.num_rows, found, self.about),
-            tables=self._tables(), filters=self._filters(num_shown),
+            tables=self._tables(), filters=self._filters(),
             sections=(self._section(number, kind, thumbnails) for number, kind in enumerate(self.shown)))
         # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
         page.enable_buffering(64)
         page.dump(file, encoding="utf-8", errors="replace")
 
-    def _filters(self, num_shown: int) -> list[tuple[str, str, int]]:
+    def _filters(self) -> list[tuple[str, str, int]]:
         """(token of a card, label, number of all rows)"""
         codes = [(f"code-{number}", f"failed: {kind.code}", self.found.kinds[kind])
                  for number, kind in enumerate(self.shown) if kind.code]
         labels = [(name, label, self.found.counts[name]) for name, label in _LABELS.items() if self.found.counts[name]]
-        return [("", "all rows of this page", num_shown), *labels[:1], *codes, *labels[1:]]
+        return [("", "all rows of this page", self.num_shown), *labels[:1], *codes, *labels[1:]]
 
     def _tables(self) -> list[tuple[str, list[str], list[list[str]], bool]]:
         """(title, heads of columns, lines, whether it is open) of each table of the head that has lines."""

@@ -6,9 +6,7 @@ Knows nothing of what stands on the page.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,15 +27,11 @@ from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.reports.page import About, Page
+from npu_runner.reports.priority import give_way
 from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits
-
-_LOWEST_PRIORITY = 19
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""The number of the system call ioprio_set, by machine: the standard library has no function for it."""
-_THIS_PROCESS, _IDLE_CLASS = 1, 3 << 13
 
 
 def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
@@ -57,38 +51,33 @@ def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: An
         summary = run_batch(config, replace(options, report=None), input=file, **more)
         if not summary.is_interrupted:
             try:
-                _write(place, PastJob(options.output), file, options)
+                said = _write(place, PastJob(options.output), file, options)
             except ConfigError as error:
                 raise JobError(f"{error}. The job has ended; the report alone is missing") from error
             if options.progress != "off":
-                print(f"report    {place.name}", file=sys.stderr)
+                print(f"report    {place.name}: {said}", file=sys.stderr)
     return summary
 
 
-def report_job(options: BatchOptions) -> None:
-    """Make `options.report` of an output, whose job may be at work. The input may be NO_INPUT: then it shows answers
-    without questions. Raises ConfigError and JobError."""
+def report_job(options: BatchOptions) -> str:
+    """Make `options.report` of an output, whose job may be at work. Returns a line that says what it shows.
+
+    The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
+    """
     job = PastJob(options.output)
     if job_at_work(job.output) is not None:
-        yield_to_others()
+        give_way()
     job.refuse_other_files()
     place = find_places(options).report
     assert place is not None, "the caller names a page"
     with place, contextlib.ExitStack() as opened:
         file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
-        _write(place, job, file, options)
+        return f"report    {place.name}: {_write(place, job, file, options)}"
 
 
-def yield_to_others() -> None:
-    """Give this process, and the worker that it starts, the lowest priority for the processor and for the disk."""
-    os.nice(_LOWEST_PRIORITY)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        ctypes.CDLL(None).syscall(number, _THIS_PROCESS, 0, _IDLE_CLASS)
-
-
-def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOptions) -> None:
-    """Raises ConfigError for files that are no job's, JobError for whatever else goes wrong."""
+def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOptions) -> str:
+    """Returns a sentence on what the page shows. Raises ConfigError for files of no job, JobError for any other fault.
+    """
     manifest = job.manifest
     if manifest is None or not job.output.is_file():
         raise ConfigError(f"output {job.name}: it is not there yet, or not any more; run its job again, or wait for it")
@@ -102,26 +91,29 @@ def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOpt
             ends = [os.fstat(each.fileno()).st_size for each in files]
             outputs = [Path(f"/proc/self/fd/{each.fileno()}") for each in files]
             joined = Joined(file, rows, outputs, options.max_row_bytes, ends)
-            _write_page(place, joined, about, job.output.name, options, has_schema=RULE_OF_JOB in manifest.settings)
+            page = _page(joined, about, job.output.name, options, has_schema=RULE_OF_JOB in manifest.settings)
+            with _thumbnails(page, options) as pool, place.writing() as target:
+                page.write(target, pool)
+            return f"{page.num_shown:,} of {joined.num_rows:,} rows are shown"
     except JobError as error:
         raise JobError(f"{error}. {missing}") from error
     except Exception as error:  # the border where a fault of the page becomes a reported failure
         raise JobError(f"{place.title}: cannot be made ({type(error).__name__}: {error}). {missing}") from error
 
 
-def _write_page(place: Place, joined: Joined, about: About, output: str, options: BatchOptions, *,
-                has_schema: bool) -> None:
+def _page(joined: Joined, about: About, output: str, options: BatchOptions, *, has_schema: bool) -> Page:
     found = survey(joined, has_schema=has_schema)
-    shown = spread(found, options.report_rows)
-    num_media = sum(found.num_media[number] for numbers in shown.values() for number in numbers)
-    most_pixels = int(about.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
-    thumbnails = ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes,
-                                side_for(num_media))  # fmt: skip
-    limits = PoolLimits(num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
-                        worker_memory_bytes=options.workers.worker_memory_bytes)
-    page = Page(output=output, joined=joined, found=found, shown=shown, about=about, has_schema=has_schema)
-    with ThumbnailPool(thumbnails, limits) as pool, place.writing() as target:
-        page.write(target, pool)
+    return Page(output=output, joined=joined, found=found, shown=spread(found, options.report_rows), about=about,
+                has_schema=has_schema)
+
+
+def _thumbnails(page: Page, options: BatchOptions) -> ThumbnailPool:
+    most_pixels = int(page.about.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
+    make = ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes,
+                          side_for(page.num_media))
+    return ThumbnailPool(make, PoolLimits(
+        num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
+        worker_memory_bytes=options.workers.worker_memory_bytes))
 
 
 def about_job(manifest: Manifest, runs: Sequence[Line]) -> About:

@@ -24,6 +24,7 @@ from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import load_media
 from npu_runner.prompts.media.video_files import VideoFile
 from npu_runner.reports.cards import Medium
+from npu_runner.reports.priority import lower_session
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
@@ -58,6 +59,7 @@ class ThumbnailMaker:
     """Most pixels of the longer side."""
 
     def __call__(self, medium: Medium) -> bytes | None:
+        lower_session()
         try:
             data = load_media(medium.url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
             image = _sheet(data, self.side) if medium.is_video else self._open(data)

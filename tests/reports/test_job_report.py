@@ -95,9 +95,17 @@ def test_a_report_reads_the_files_as_they_were_when_it_began(job: Job, monkeypat
     assert "Shown: 5 of 7 rows" in page
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ionice is Linux's")
-def test_a_report_beside_a_job_has_the_lowest_priority() -> None:
-    code = ("import os, subprocess; from npu_runner.reports.report import yield_to_others; yield_to_others(); "
-            "print(os.nice(0), flush=True); subprocess.run(['ionice', '-p', str(os.getpid())])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["19", "idle"]
+STATE = """
+import os, subprocess
+print(os.nice(0), os.getsid(0) == os.getpid(), open("/proc/self/autogroup").read().split()[-1], flush=True)
+subprocess.run(["ionice", "-p", str(os.getpid())])
+"""
+
+
+@pytest.mark.parametrize("is_leader", [False, True], ids=["of a program", "of a shell"])
+def test_a_report_beside_a_job_has_the_lowest_priority(is_leader: bool) -> None:
+    """Also among sessions, which Linux gives equal shares whatever the priorities of their processes."""
+    code = f"{'import os; os.setpgid(0, 0)' * is_leader}\nfrom npu_runner.reports.priority import give_way\ngive_way()"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{STATE}\nraise SystemExit(7)"], stdout=subprocess.PIPE)
+    assert done.stdout.split() == [b"19", b"True", b"19", b"idle"]
+    assert done.returncode == 7

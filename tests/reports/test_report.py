@@ -177,6 +177,26 @@ def test_half_a_surrogate_pair_is_shown_as_a_question_mark(tmp_path: Path) -> No
     assert "is ? it" in text
 
 
+def test_a_row_takes_a_bounded_part_of_the_page(tmp_path: Path) -> None:
+    turns = [{"role": "user" * 9, "content": f"turn {number} " + "x" * 5000} for number in range(200)]
+    metadata = {"expected": "e" * 9999, "kind": "k" * 9999, **{f"{number}" * 999: "m" * 9999 for number in range(99)}}
+    fields = json.dumps({f"{number}" * 999: "f" * 9999 for number in range(50)})
+    text = report(tmp_path, [row("a", messages=turns, metadata=metadata)], [answer("a", fields)],
+                  max_row_bytes=1 << 24)
+    assert len(text) < 200_000
+    assert "[176 turns are not shown]" in text
+    assert "turn 11 " in text
+    assert "turn 12 " not in text
+    assert "turn 199 " in text, "the last question counts most"
+
+
+def test_a_right_to_left_override_ends_where_its_text_ends(tmp_path: Path) -> None:
+    evil = "\u202e\u2067evil\0\x1b[31m"
+    text = report(tmp_path, [row(evil, evil, metadata={evil: evil})], [answer(evil, evil)])
+    for before in re.findall(r"<([^<>]*)>[^<>]*\u202e", text[text.index("<body>") :]):
+        assert 'dir="auto"' in before or before.startswith(("footer", "img")), before
+
+
 def test_malformed_rows_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     bodies: list[Any] = [
         5,
