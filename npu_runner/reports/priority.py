@@ -9,16 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import signal
 from functools import cache
 from pathlib import Path
 
 _LOWEST = 19
 _AUTOGROUP = Path("/proc/self/autogroup")
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""The number of the system call ioprio_set, by machine: the standard library has no function for it."""
-_THIS_PROCESS, _IDLE_CLASS = 1, 3 << 13
 _PR_SET_PDEATHSIG = 1
 
 
@@ -26,9 +22,8 @@ def give_way() -> None:
     """Give this process, and the processes that it starts, the lowest priority for the processor and for the disk. A
     command of an interactive shell goes on in a child process, whose exit status it returns."""
     os.nice(_LOWEST)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        ctypes.CDLL(None).syscall(number, _THIS_PROCESS, 0, _IDLE_CLASS)
+    # Whatever wakes up preempts a process of this policy, and Linux puts its reads into the idle class of the disk.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         os.setsid()
     except PermissionError:  # it leads the shell's process group
@@ -38,8 +33,8 @@ def give_way() -> None:
 
 @cache
 def lower_session() -> None:
-    """Give the session that this process leads the weight of its priority, if that is the lowest."""
-    if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST and os.getsid(0) == os.getpid():
+    """Give the session that this process leads the lowest weight, if the process gives way."""
+    if os.sched_getscheduler(0) == os.SCHED_IDLE and os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):  # a kernel without autogroup
             _AUTOGROUP.write_text(str(_LOWEST))
 

@@ -60,7 +60,8 @@ def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: An
 
 
 def report_job(options: BatchOptions) -> str:
-    """Make `options.report` of an output, whose job may be at work. Returns a line that says what it shows.
+    """Make `options.report` of an output. Returns a line that says what it shows. If the job is at work, this process
+    gives way to it from here on.
 
     The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
     """

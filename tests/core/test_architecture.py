@@ -42,7 +42,7 @@ MOST_ARROWS = 118
 MOST_LINES = {
     "platforms": 13359, "batch": 9298, "prompts": 5848, "runner": 4739, "serving": 3875, "checkpoint": 3858,
     "tables": 2614, "engine": 2489, "core": 2171, "grammars": 2003, "cli": 1947, "models": 1919, "layers": 1884,
-    "sampling": 1773, "request": 1718, "reports": 948, "strategies": 1600, "front": 1379, "processes": 748,
+    "sampling": 1773, "request": 1718, "reports": 944, "strategies": 1600, "front": 1379, "processes": 748,
     "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
@@ -69,23 +69,23 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 98, 39
 # Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {
-    r"\bso (many|much)\b": 69,
-    r"\bnobody\b": 47,
+    r"\bso (many|much)\b": 65,
+    r"\bnobody\b": 46,
     r"\bwhoever\b": 20,
-    r"\bsomebody\b": 12,
-    r"\bpictures?\b": 47,
+    r"\bsomebody\b": 11,
+    r"\bpictures?\b": 12,
     r"\bfew[_ ]rows\b": 24,
     r"(\b|_)products?(\b|_)": 436,
-    r"\bdef of\b": 23,
-    r"\bdef look\b": 7,
+    r"\bdef of\b": 22,
+    r"\bdef look\b": 6,
     r"\bdef begin\b": 14,
     r"\bdef note\b": 2,
     r"\b(_?settles?|settled)\b": 38,
     r"\bdef _?takes?\b|\btakes_\w+": 64,
-    r"\b(draws?|drawn?|drew)\b": 137,
+    r"\b(draws?|drawn?|drew)\b": 136,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 408, "Of": 209, "How": 86, "Those": 43, "That": 13, "So": 100, "Likewise": 9, "Such": 9}
+MOST_OF_AN_OPENING = {"What": 400, "Of": 191, "How": 82, "Those": 43, "That": 12, "So": 100, "Likewise": 9, "Such": 9}
 
 
 @functools.cache
