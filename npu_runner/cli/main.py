@@ -268,13 +268,15 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from npu_runner.reports.priority import give_way_to_job
+
+    give_way_to_job(arguments.output)  # before the imports below, which take a second
     from npu_runner.batch.job.past_job import NO_INPUT
     from npu_runner.reports.report import report_job
 
-    said = report_job(BatchOptions(
+    print(report_job(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
-        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
-    print(said, file=sys.stderr)
+        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows)), file=sys.stderr)
     return 0
 
 

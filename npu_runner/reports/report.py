@@ -16,7 +16,6 @@ from typing import Any
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
-from npu_runner.batch.files.output_file import job_at_work
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.run_record import Line, read_runs
 from npu_runner.batch.job.options import BatchOptions
@@ -27,7 +26,6 @@ from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.reports.page import About, Page
-from npu_runner.reports.priority import give_way
 from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
 from npu_runner.request.limits import LIMITS
@@ -60,14 +58,11 @@ def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: An
 
 
 def report_job(options: BatchOptions) -> str:
-    """Make `options.report` of an output. Returns a line that says what it shows. If the job is at work, this process
-    gives way to it from here on.
+    """Make `options.report` of an output, whose job may be at work. Returns a line that says what it shows.
 
     The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
     """
     job = PastJob(options.output)
-    if job_at_work(job.output) is not None:
-        give_way()
     job.refuse_other_files()
     place = find_places(options).report
     assert place is not None, "the caller names a page"

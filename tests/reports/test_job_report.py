@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -103,9 +104,16 @@ print(os.nice(0), session, os.getsid(0) == os.getpid(), os.sched_getscheduler(0)
 
 
 @pytest.mark.parametrize("is_leader", [False, True], ids=["of a program", "of a shell"])
-def test_a_report_beside_a_job_has_the_lowest_priority(is_leader: bool) -> None:
+def test_a_report_beside_a_job_has_the_lowest_priority(tmp_path: Path, is_leader: bool) -> None:
     """Also among sessions, which Linux gives equal shares whatever the priorities of their processes."""
-    code = f"{'import os; os.setpgid(0, 0)' * is_leader}\nfrom npu_runner.reports.priority import give_way\ngive_way()"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{STATE}\nraise SystemExit(7)"], stdout=subprocess.PIPE)
+    code = (f"import os, sys\nif {is_leader}: os.setpgid(0, 0)\n"
+            "from npu_runner.reports.priority import give_way_to_job\n"
+            f"give_way_to_job({str(tmp_path / 'out.jsonl')!r})\n"
+            f"assert 'numpy' not in sys.modules\n{STATE}\nsys.exit(7)")
+    with open(tmp_path / "out.jsonl.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert done.stdout.split() == [b"19", b"19", b"True", b"True"]
     assert done.returncode == 7
+    alone = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert alone.stdout.split()[-1] == b"False", "nobody holds the lock any more"
