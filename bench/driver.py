@@ -3,13 +3,15 @@
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
 
-    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5] [--fsync-ms 50]
+    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5]
+                           [--fsync-ms 50 | --report-seconds 60]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
 without and with the files that are replaced while a job runs (status, metrics), in turn,
 and which share of the driver's time these took. `--fsync-ms`: the pairs are without and with a slow disk instead, on
-which each fsync takes longer; both have the files that are replaced. `put_percent` is the share of time in which
+which each fsync takes longer; both have the files that are replaced. `--report-seconds`: the pairs are without and
+with `npu-runner report`, which starts with the run and then again after that time, one at a time. `put_percent` is the share of time in which
 the driver hands rows to the writer, and waits where that has no room.
 
 `--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
@@ -24,13 +26,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import functools
 import itertools
 import json
 import logging
 import os
 import resource
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -45,7 +51,9 @@ import npu_runner
 from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
+from npu_runner.batch.files.input_file import CarriedRows, InputFile, InputScan, SharedFile
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.driver import Delivery, Driver, hooks_for
@@ -75,6 +83,9 @@ from npu_runner.serving.replicas.process_replica import ProcessReplica
 
 MAX_ROWS = 512
 ROWS_A_STEP = 64
+ANSWER = (b'{"custom_id": "row-%d", "response": {"status_code": 200, "body": {"choices": [{"index": 0, "message": '
+          b'{"content": "Over the hill.", "request": %b}, "finish_reason": "stop"}]}}, "error": null}\n')
+"""A result row that holds its request, so that it has as many bytes to read and to write."""
 QUESTION = "Which of the three roads that lead out of the village is the shortest way to the mill by the river? " * 2
 
 
@@ -94,8 +105,9 @@ class EchoReplica(Replica):
 
     name, can_restart, num_rows_ahead = "echo", False, MAX_ROWS
 
-    def __init__(self, source: RowSource):
-        self._source = source
+    def __init__(self, source: RowSource, makes_answers: bool = False):
+        """`makes_answers`: a row comes back within a result row, so that a report can read it."""
+        self._source, self._makes_answers = source, makes_answers
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
         self._num_done = 0
@@ -127,7 +139,8 @@ class EchoReplica(Replica):
 
     def _answer(self, row: Any) -> FinishedRow:
         data = row.data or self._source.read(row)
-        return FinishedRow(row.number, Counts(num_answered=1, num_prompt_tokens=30, num_completion_tokens=30), data)
+        return FinishedRow(row.number, Counts(num_answered=1, num_prompt_tokens=30, num_completion_tokens=30),
+                           ANSWER % (row.number, data.rstrip()) if self._makes_answers else data)
 
 
 def main() -> None:
@@ -139,6 +152,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
     parser.add_argument("--report", type=int, metavar="N", help="measure a report of N rows instead")
     parser.add_argument("--fsync-ms", type=float, default=0.0, metavar="MS", help="a slow disk, in pairs")
+    parser.add_argument("--report-seconds", type=float, metavar="S", help="reports beside the job, in pairs")
     arguments = parser.parse_args()
     if arguments.report:
         measure_report(arguments.report, arguments)
@@ -151,10 +165,13 @@ def main() -> None:
         turns = [False, True] * arguments.pairs or [False] * arguments.repeats
         for count, is_second in itertools.product(arguments.replicas, turns):
             fsync_ms = arguments.fsync_ms if is_second else 0.0
+            is_reported = arguments.report_seconds is not None
             with slow_fsync(fsync_ms):
                 measured.append(measure(Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray,
-                                        is_watched=is_second or arguments.fsync_ms > 0))
-            measured[-1]["fsync_ms"] = fsync_ms
+                                        is_watched=is_second or arguments.fsync_ms > 0 or is_reported,
+                                        makes_answers=is_reported,
+                                        report_seconds=arguments.report_seconds if is_second else None))
+            measured[-1] |= {"fsync_ms": fsync_ms, "reported": is_reported and is_second}
             print("  ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
     print_result("driver", arguments, measured=measured)
 
@@ -220,24 +237,28 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool) -> list[Any]:
+def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool,
+                makes_answers: bool) -> list[Any]:
     """What makes each of them."""
     from bench.driver import EchoReplica  # by its name, so that replicas can import what they are sent
 
     names = [f"echo {number}" for number in range(num_replicas)]
     if not is_ray:
-        placement, make = Placement(platform="cpu", description="cpu"), functools.partial(EchoReplica, file.source)
+        placement = Placement(platform="cpu", description="cpu")
+        make = functools.partial(EchoReplica, file.source, makes_answers)
         return [functools.partial(ProcessReplica, name, make, placement, num_rows_ahead=MAX_ROWS,
                                   inherited=(file.source.descriptor,)) for name in names]  # fmt: skip
     from npu_runner.serving.replicas.ray_cluster import Demand
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
-    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name))
+    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name),
+                             makes_answers)  # fmt: skip
     demand = Demand(platform="cpu", resource="CPU", amount=1)
     return [functools.partial(RayReplica, name, make, demand, num_rows_ahead=MAX_ROWS) for name in names]
 
 
-def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool) -> dict[str, Any]:
+def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool, makes_answers: bool,
+            report_seconds: float | None) -> dict[str, Any]:
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
     tally, suspects = Counts(), Suspects({})
@@ -249,7 +270,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
         hooks = hooks_for(book, suspects, Progress("lines"), lambda settings: None)
         if is_carried:
             hooks = dataclasses.replace(hooks, make_run=book.run_with_data)
-        replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray)
+        replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray, makes_answers=makes_answers)
         with Fleet(replicas, RowQueue(book.num_rows), hooks) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
@@ -261,6 +282,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
             with (
                 Delivery(Writers(writer), tally) as delivery,
                 watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
+                nullcontext() if report_seconds is None else reported(scan, output, report_seconds),
             ):
                 driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
                                 should_stop=lambda: False)
@@ -305,6 +327,34 @@ def watched(summary: JobSummary, fleet: Fleet, output: Path, spent: Spent) -> It
 
     with live.told(output, output.with_suffix(".prom")):
         yield look
+
+
+@contextmanager
+def reported(scan: InputScan, output: Path, seconds: float) -> Iterator[None]:
+    """Make reports of the output, as beside a job that holds its lock: the first at once, one at a time."""
+    Manifest(created=1, model_name="echo", model_files={}, settings={}, input=scan.identity).save(output)
+    command = [sys.executable, "-m", "npu_runner", "report", str(output), "-o", str(output.with_suffix(".html")),
+               "-i", str(output.parent / "in.jsonl")]  # fmt: skip
+    ended = threading.Event()
+
+    def make_reports() -> None:
+        while not ended.is_set():
+            due = time.monotonic() + seconds
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+                while process.poll() is None:
+                    if ended.wait(0.2):
+                        process.kill()
+            ended.wait(max(0.0, due - time.monotonic()))
+
+    with open(lock_path(output), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=make_reports)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def peak_kib() -> int:

@@ -240,9 +240,9 @@ def _say_who_answers(config: RunnerConfig) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     config, options = from_keywords(given(arguments, RunnerConfig, BatchOptions), RunnerConfig, BatchOptions)
     _say_who_answers(config)
-    from npu_runner.batch.job.run import run_batch
+    from npu_runner.reports.report import run_batch_and_report
 
-    return run_batch(config, options).exit_status
+    return run_batch_and_report(config, options).exit_status
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -268,13 +268,15 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from npu_runner.reports.summary import NO_INPUT, PastJob
+    from npu_runner.reports.priority import give_way_to_job
 
-    job = PastJob(arguments.output)
-    job.report(BatchOptions(
+    give_way_to_job(arguments.output)  # before the imports below, which take a second
+    from npu_runner.reports.report import report_job
+    from npu_runner.reports.summary import NO_INPUT
+
+    print(report_job(BatchOptions(
         input=arguments.input or NO_INPUT, output=arguments.output, report=Path(arguments.page),
-        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows))
-    print(f"report    {arguments.page}: {arguments.output}: {job.totals(None).state}", file=sys.stderr)
+        allowed_media_dir=arguments.allowed_media_dir, report_rows=arguments.report_rows)), file=sys.stderr)
     return 0
 
 

@@ -56,7 +56,7 @@ class RowsOptions:
     expected: str | None = field(default=None, metadata=_COLUMN)
     """The column of right answers: the job compares its answers with them."""
     kind: str | None = field(default=None, metadata=_COLUMN)
-    """The column by which the report's page groups rows."""
+    """The column by which the report's page counts rows."""
     schema: Path | None = field(default=None, metadata={"file": READ})
     """Answers are JSON that fits the schema in this file."""
     max_tokens: int | None = None

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.run import run_batch
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
+from npu_runner.reports.report import run_batch_and_report
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows
 
 LEFT = {"out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rows", "out.jsonl.status.json"}
@@ -46,7 +46,8 @@ class Job:
 
         defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off"}
         config = RunnerConfig(model=str(self.model), seed=seed)
-        return run_batch(config, BatchOptions.from_keywords(**{**defaults, **options}), open_model=open_model)
+        asked = BatchOptions.from_keywords(**{**defaults, **options})
+        return run_batch_and_report(config, asked, open_model=open_model)
 
     def names(self) -> list[str]:
         return [item["custom_id"] for item in read_rows(self.output)]

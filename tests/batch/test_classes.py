@@ -98,7 +98,7 @@ def test_labels_are_compared_with_what_was_expected(answers: dict[str, dict[str,
     assert found == {"rows": 2, "as_expected": 1, "accuracy": 0.5}
     report = (folder / "report.html").read_text()
     assert response(answers["text"]).data[0].label in report
-    assert '<dt>other than expected</dt><dd>1 of 2</dd>' in report
+    assert '<dt>as expected</dt><dd class="">1 of 2<' in report
 
 
 def test_rows_that_are_for_something_else_fail_by_name(answers: dict[str, dict[str, Any]], tmp_path: Path,

@@ -19,6 +19,7 @@ from npu_runner.batch.job.signals import Interrupted
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError
+from npu_runner.reports.report import report_job
 from npu_runner.reports.summary import NO_INPUT, PastJob
 from tests.batch.job_folder import Job
 from tests.batch.killed_runs import kill, killed_within, told_in
@@ -173,7 +174,7 @@ def test_an_output_that_is_gone_has_no_report(job: Job) -> None:
     job.output.unlink()
     page = job.folder / "page.html"
     with pytest.raises(ConfigError, match="it is not there yet, or not any more"):
-        PastJob(str(job.output)).report(BatchOptions(input=NO_INPUT, output=str(job.output), report=page))
+        report_job(BatchOptions(input=NO_INPUT, output=str(job.output), report=page))
     assert not page.exists()
 
 

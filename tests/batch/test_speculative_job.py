@@ -62,7 +62,7 @@ def test_a_job_with_drafts_answers_as_one_without(tmp_path: Path, monkeypatch: p
     drafts = sums["this_run"]["drafts"]
     assert drafts["by_method"]["forced"]["accepted"] > 0
     assert drafts["proposed"] == sums["tokens"]["draft_proposed"] > sums["tokens"]["draft_accepted"] > 0
-    assert "drafted tokens kept" in (tmp_path / "page.html").read_text()
+    assert "accepted drafts" in (tmp_path / "page.html").read_text()
     settings = json.loads((tmp_path / "drafted.jsonl.manifest.json").read_text())["settings"]
     assert json.loads(settings["speculative_config"]) == {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "prompt_lookup_min": 1}

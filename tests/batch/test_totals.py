@@ -33,6 +33,7 @@ from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
+from npu_runner.reports.report import report_job
 from npu_runner.reports.status import status_of
 from npu_runner.reports.summary import PastJob, summary_lines
 from tests.batch.job_folder import Job
@@ -284,7 +285,7 @@ def test_a_page_made_afterwards_shows_no_image_that_the_job_would_have_refused(j
         fields["settings"]["prompts.max_source_pixels"] = most_pixels
         manifest_path(job.output).write_text(json.dumps(fields))
         page = job.folder / "page.html"
-        PastJob(str(job.output)).report(BatchOptions(input=str(job.input), output=str(job.output), report=page))
+        report_job(BatchOptions(input=str(job.input), output=str(job.output), report=page))
         num_shown.append(page.read_text().count("<img"))
     assert num_shown == [1, 0]
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.errors import ConfigError
 from npu_runner.reports.status import JobStatus, status_of
 from tests.batch.scripted import row, write_rows
 from tests.replicas.jobs import ended, num_rows, start_scripted, wait_for_rows, wait_until
 from tests.replicas.scripted_job import HOLD
+from tests.reports.report_pages import names
 
 NUM_ROWS = 200
 
@@ -93,3 +96,15 @@ def test_a_signal_is_said_as_the_end(folder: Path, held: Path) -> None:
     status = seen(folder)
     assert status is not None
     assert (status.state, status.status.end, status.status.exit_status) == ("ended early", "interrupted", 1)
+
+
+def test_a_report_is_made_beside_it_of_the_rows_that_are_there(folder: Path, held: Path) -> None:
+    page, command = folder / "page.html", [sys.executable, "-m", "npu_runner", "report", "out.jsonl", "-i", "in.jsonl"]
+    with start_scripted(folder, stage="watched") as process:
+        hold(process, folder, held)
+        subprocess.run([*command, "-o", "page.html", "--report-rows", "50"], cwd=folder, check=True)
+        assert job_at_work(folder / "out.jsonl") == str(process.pid)
+        assert len(names(page.read_text())) == 50
+        held.unlink()
+        status, said = ended(process)
+    assert status == 3, said

@@ -214,7 +214,7 @@ def test_without_pyav_a_video_is_refused_with_the_remedy_and_nothing_else_needs_
     (tmp_path / "a.mp4").write_bytes(video_of(MOVING[:2]))
     code = (
         "import sys; sys.modules['av'] = None\n"
-        "import npu_runner.prompts.processor, npu_runner.batch.job.report\n"
+        "import npu_runner.prompts.processor, npu_runner.reports.report\n"
         "from npu_runner.errors import RequestError\n"
         "from npu_runner.prompts.media.video_files import VideoFile\n"
         f"try: VideoFile(open({str(tmp_path / 'a.mp4')!r}, 'rb').read())\n"

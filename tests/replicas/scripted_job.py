@@ -16,9 +16,9 @@ from typing import Any
 
 from npu_runner.batch.job import live
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError, ModelError, NpuRunnerError
+from npu_runner.reports.report import run_batch_and_report
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.replicas import fleet, process_replica
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
@@ -91,7 +91,7 @@ def main(options: dict[str, Any]) -> int:
         live.BEAT_SECONDS = 0.05
     config = RunnerConfig(model=model, platform=platform)
     try:
-        summary = run_batch(config, BatchOptions.from_keywords(**options), open_model=open_model)
+        summary = run_batch_and_report(config, BatchOptions.from_keywords(**options), open_model=open_model)
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
         return {"ConfigError": 2, "ModelError": 2, "TooManyFailuresError": 4}.get(type(error).__name__, 1)

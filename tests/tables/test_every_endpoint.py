@@ -15,11 +15,11 @@ import pytest
 from npu_runner.batch.rows.endpoints import ENDPOINTS, answers_of
 from npu_runner.cli import main as cli
 from tests.batch.job_folder import Job
-from tests.batch.report_pages import plain
 from tests.batch.scripted import read_rows, write_rows
 from tests.batch.scripted import row as scripted_row
 from tests.full_set import only_full
 from tests.oracle.classifiers import make_classifier
+from tests.reports.report_pages import plain
 from tests.tables.made import FORMS, POOLED, answered_by, begun, failed
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
@@ -43,7 +43,7 @@ CELLS: dict[str, dict[str, list[Any]]] = {
 }
 """The columns in which a table has the answers of `answered_by`."""
 SHOWN = {
-    "/v1/chat/completions": "text 1", "/v1/completions": "text 1", "/v1/embeddings": "2 vectors of 2 numbers",
+    "/v1/chat/completions": "text 1", "/v1/completions": "text 1", "/v1/embeddings": "2 numbers:",
     "/v1/score": "0.6225", "/v1/rerank": "document 1: 0.8808", "/v1/classify": "good",
 }  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_report_shows_what_is_said(url: str, folder: Path) -> None:
     outputs(folder, url)
     assert cli.main(["report", "two.jsonl", "-i", "in.jsonl", "-o", "page.html"]) == 0
     page = plain((folder / "page.html").read_text())
-    assert SHOWN[url] in page.replace("6 vectors", "2 vectors")
+    assert SHOWN[url] in page
     assert "a red" in page or "What is it?" in page
 
 

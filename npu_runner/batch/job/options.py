@@ -86,11 +86,11 @@ class BatchOptions:
     """Write what all runs of the job add up to, and this run under `this_run`, to this file, as JSON, also when an
     error ended it. The file is written once, at the end. - writes standard output, if nothing else does."""
     report: Path | None = field(default=None, metadata={"file": WRITTEN})
-    """Write an HTML page of the rows (images, frames of videos, questions, answers) to this file. - writes standard
-    output, if nothing else does."""
-    report_rows: int = 300
-    """Most rows in that report: some of each failure's code, some that are unexpected, cut off, repetitions or
-    unparsed, and always some good ones."""
+    """When the job has ended, write an HTML page of its rows (images, frames of videos, questions, answers) to this
+    file. - writes standard output, if nothing else does."""
+    report_rows: int = 2000
+    """Most rows in that report: an equal share of each failure's code, of answers that are unexpected, cut off,
+    repetitions or unparsed, and of good ones."""
     metrics_file: Path | None = field(default=None, metadata={"values": "FILE", "file": WRITTEN})
     """Write figures of the job in Prometheus' text form to this file, every 2 seconds. It is a file and no stream."""
     max_failures: str | None = field(default=None, metadata={"values": "N|P%"})

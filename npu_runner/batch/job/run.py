@@ -33,7 +33,6 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
-from npu_runner.batch.job.report import about_job, make_report
 from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
 from npu_runner.batch.job.screening import RefusedRows
 from npu_runner.batch.job.signals import Interrupted, StopSignals
@@ -63,18 +62,22 @@ class _Work:
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
-              open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide) -> JobSummary:
+              open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
+              input: InputFile | None = None) -> JobSummary:
     """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
 
     Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
     command may simply be run again. Of a job that ended so after its input was read there is a summary as well.
-    `open_model` stands in for a checkpoint and LLMEngine.
+    `open_model` stands in for a checkpoint and LLMEngine. `input`: the opened input, which stays open; None: it is
+    opened by its name.
     """
+    if options.report is not None:
+        raise ConfigError("report: run_batch makes no report; call npu_runner.reports.report.run_batch_and_report")
     start_time()  # raises ConfigError
     places = find_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
         progress = Progress(options.progress, stderr)
-        job = _Job(config, options, places, progress, signals, open_model)
+        job = _Job(config, options, places, progress, signals, open_model, input)
         try:
             job.run()
         except NpuRunnerError as error:
@@ -97,13 +100,14 @@ class _Job:
     """`run` holds the output and does all of it, step by step; `summary` has what was done, wherever it ends."""
 
     def __init__(self, config: RunnerConfig, options: BatchOptions, places: Places, progress: Progress,
-                 signals: StopSignals, open_model: Callable[[RunnerConfig], ModelSide]):
+                 signals: StopSignals, open_model: Callable[[RunnerConfig], ModelSide], input: InputFile | None):
         self._config = config
         self._options = options
         self._places = places
         self._progress = progress
         self._signals = signals
         self._open_model = open_model
+        self._input = input
         self.summary = JobSummary()
         self.history = JobHistory(self.summary, progress.say)
         self.live = Live(self.summary, self.history, progress.say)
@@ -120,9 +124,6 @@ class _Job:
                 self.history.read(destination.state, destination.path, overwrite=options.overwrite)
                 with self.live.told(destination.path, metrics), self._signals.interrupting():
                     destination.scan()
-                    if places.report is not None and destination.path is None:
-                        raise ConfigError(
-                            "report: it is made from the output file, and this output cannot be read again")
                     with self._open_input(destination) as file:
                         work = self._plan(file, destination)
                         with self.history.ending():
@@ -147,7 +148,9 @@ class _Job:
             self.summary.num_resumed = self.summary.kept.num_done
             raise
 
-    def _open_input(self, destination: Destination) -> InputFile:
+    def _open_input(self, destination: Destination) -> AbstractContextManager[InputFile]:
+        if self._input is not None:
+            return contextlib.nullcontext(self._input)
         path = destination.path
         return InputFile(self._options.input, None if path is None else path.parent)
 
@@ -366,20 +369,12 @@ class _Job:
                            else line)
 
     def _finish(self, file: InputFile, work: _Work, destination: Destination) -> None:
-        """Every row is there: put them in order, and make the report."""
+        """Every row is there: put them in order."""
         file.refuse_changes()
         self.live.enter("ordering")
         if self._options.ordered:
             destination.sort(work.rows)
         self.history.is_complete = True
-        if self._places.report is not None:
-            self.live.enter("reporting")
-            most_pixels = self._config.prompts.max_source_pixels
-            assert destination.path is not None, "refused at the start"
-            make_report(self._places.report, self._options, most_pixels, file, work.rows, destination.paths,
-                        has_schema=self._options.response_schema is not None,
-                        about=about_job(destination.state.manifest, self.history.runs))
-            self._progress.say(f"report    {self._places.report.name}")
 
     def say_summary(self, error: NpuRunnerError | None = None) -> JobSummary:
         """Tell what was done, on the terminal and in the summary's file. After an `error` it raises no second one."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import html.parser
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 from npu_runner.batch.files.input_file import InputFile
-from npu_runner.batch.files.place import find_place
-from npu_runner.batch.report.head import About
-from npu_runner.batch.report.report import Source, write_report
-from npu_runner.batch.report.thumbnails import ThumbnailMaker
+from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.reports import page as reports
+from npu_runner.reports.page import About
+from npu_runner.reports.survey import spread, survey
+from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.serving.workers.pool import PoolLimits
 from tests.batch.scripted import write_rows
 
+ABOUT = About(model="m", created=1)
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
 
 
@@ -50,23 +54,22 @@ def report(
     maker: type[ThumbnailMaker] = ThumbnailMaker,
     timeout: float = 120.0,
     max_row_bytes: int = 1 << 20,
-    about: About | None = None,
+    about: About = ABOUT,
 ) -> str:
-    """The file report.html. `requests` None: made without an input."""
-    (folder / "out.jsonl").write_bytes(b"".join(results))
-    target = find_place("report", folder / "report.html")
-    options: dict[str, Any] = {
-        "thumbnails": maker(folder, LIMITS.max_source_pixels), "max_rows": max_rows,
-        "worker": PoolLimits(num_workers=1, task_timeout_seconds=timeout),
-    }  # fmt: skip
-    source: dict[str, Any] = {"outputs": [folder / "out.jsonl"], "max_row_bytes": max_row_bytes, "about": about}
-    if requests is None:
-        write_report(target, Source(file=None, rows=None, **source), **options)
-    else:
-        write_rows(folder / "in.jsonl", requests)
-        with InputFile(str(folder / "in.jsonl"), folder) as file:
-            write_report(target, Source(file=file, rows=file.scan(), **source), **options)
-    text = (folder / "report.html").read_text(encoding="utf-8")
+    """The page of these results. `requests` None: made without an input."""
+    output, page = folder / "out.jsonl", io.BytesIO()
+    output.write_bytes(b"".join(results))
+    with contextlib.ExitStack() as opened:
+        file = None
+        if requests is not None:
+            file = opened.enter_context(InputFile(str(write_rows(folder / "in.jsonl", requests)), folder))
+        joined = Joined(file, None if file is None else file.scan(), [output], max_row_bytes)
+        found = survey(joined, has_schema=False)
+        limits = PoolLimits(num_workers=1, task_timeout_seconds=timeout)
+        with ThumbnailPool(maker(folder, LIMITS.max_source_pixels, side=1024), limits) as pool:
+            reports.Page(output=output.name, joined=joined, found=found, shown=spread(found, max_rows), about=about,
+                         has_schema=False).write(page, pool)
+    text = page.getvalue().decode()
     Page(text)
     return text
 
@@ -79,7 +82,7 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.ids: list[str] = []
         self.links: list[str] = []
-        self.pictures: list[str] = []
+        self.images: list[str] = []
         self.scripts: list[tuple[str | None, str]] = []
         """Type and content."""
         self.policy = ""
@@ -103,11 +106,11 @@ class Page(html.parser.HTMLParser):
         if "id" in found:
             self.ids.append(found["id"])
         if tag == "img":
-            self.pictures.append(found["src"])
-            assert re.match(r"data:image/jpeg;base64,|(pages-\d+/)?[0-9a-f]{24}\.jpg$", found["src"])
+            self.images.append(found["src"])
+            assert found["src"].startswith("data:image/jpeg;base64,")
         elif tag == "a":
             self.links.append(found["href"])
-            assert re.match(r"(?:(\.\./index|(pages-\d+/)?\d+)\.html)?(#|$)", found["href"])
+            assert found["href"].startswith("#")
         else:
             assert not found.keys() & {"src", "href", "xlink:href", "action"}
         if tag == "script":
@@ -138,7 +141,7 @@ def digest(content: str) -> str:
 
 
 def names(text: str) -> list[str]:
-    return [html.unescape(name) for name in re.findall(r'class="name">(.*?)</a>', text)]
+    return [html.unescape(name) for name in re.findall(r'class="name" dir="auto">(.*?)</a>', text)]
 
 
 def figures(text: str) -> dict[str, str]:
@@ -153,5 +156,5 @@ def plain(markup: str) -> str:
 
 def sections(text: str) -> dict[str, list[str]]:
     """The names of the rows below each heading of rows, in order."""
-    parts = re.findall(r'<section class="kind".*?</section>', text, re.DOTALL)
+    parts = re.findall(r"<section .*?</section>", text, re.DOTALL)
     return {plain(re.findall(r"<h2.*?</h2>", part, re.DOTALL)[0]): names(part) for part in parts}

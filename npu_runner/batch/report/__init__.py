@@ -1,1 +1,0 @@
-"""Pages over the answers of a job, made for looking. Knows nothing of how a job runs."""

@@ -1,0 +1,120 @@
+"""Makes the report of a job from its files: after `batch --report`, or by `npu-runner report` at any time.
+
+Knows nothing of what stands on the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from typing import Any
+
+from npu_runner.batch.files.answer_file import AnswerFile
+from npu_runner.batch.files.durable import late_file_errors
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.joined import Joined
+from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.runs import Run, Runs
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.summary import JobSummary
+from npu_runner.config import RunnerConfig
+from npu_runner.errors import ConfigError, JobError
+from npu_runner.reports.page import About, Page
+from npu_runner.reports.summary import NO_INPUT, PastJob
+from npu_runner.reports.survey import spread, survey
+from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
+from npu_runner.request.limits import LIMITS
+from npu_runner.serving.workers.pool import PoolLimits
+
+
+def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
+    """Run the job, then make `options.report` if every row has its line. `more`: arguments of `run_batch`.
+
+    A report that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
+    """
+    if options.report is None:
+        return run_batch(config, options, **more)
+    places = find_places(options, config)
+    place, output = places.report, places.output.path
+    assert place is not None, "a report is named"
+    if output is None:
+        raise ConfigError("report: it is made from the output file, and this output cannot be read again")
+    # The job and the report read one opened input: standard input can be read only once.
+    with place, InputFile(options.input, output.parent) as file:
+        summary = run_batch(config, replace(options, report=None), input=file, **more)
+        if not summary.is_interrupted:
+            try:
+                said = _write(place, PastJob(options.output), file, options)
+            except ConfigError as error:
+                raise JobError(f"{error}. The job has ended; the report alone is missing") from error
+            if options.progress != "off":
+                print(f"report    {place.name}: {said}", file=sys.stderr)
+    return summary
+
+
+def report_job(options: BatchOptions) -> str:
+    """Make `options.report` of an output, whose job may be at work. Returns a line that says what it shows.
+
+    The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
+    """
+    job = PastJob(options.output)
+    place = find_places(options).report
+    assert place is not None, "the caller names a page"
+    with place, contextlib.ExitStack() as opened:
+        file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
+        return f"report    {place.name}: {_write(place, job, file, options)}"
+
+
+def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOptions) -> str:
+    """Returns a sentence on what the page shows. Raises ConfigError for files of no job, JobError for any other fault.
+    """
+    manifest = job.manifest
+    if manifest is None or not job.output.is_file():
+        raise ConfigError(f"output {job.name}: it is not there yet, or not any more; run its job again, or wait for it")
+    rows = None if file is None else file.scan_for(job.name, manifest.input)
+    about = about_job(manifest, job.runs)
+    missing = f"No answer in {job.name} is affected; the report alone is missing"
+    try:
+        with AnswerFile(job.files, file_errors=late_file_errors) as answers, place.late_errors():
+            answers.scan().refuse_other_files()
+            joined = Joined(file, rows, answers, options.max_row_bytes)
+            page = _page(joined, about, job.output.name, options, has_schema=RULE_OF_JOB in manifest.settings)
+            with _thumbnails(page, options) as pool, place.writing() as target:
+                page.write(target, pool)
+            return f"{page.num_shown:,} of {joined.num_rows:,} rows are shown"
+    except ConfigError:
+        raise
+    except JobError as error:
+        raise JobError(f"{error}. {missing}") from error
+    except Exception as error:  # the border where a fault of the page becomes a reported failure
+        raise JobError(f"{place.title}: cannot be made ({type(error).__name__}: {error}). {missing}") from error
+
+
+def _page(joined: Joined, about: About, output: str, options: BatchOptions, *, has_schema: bool) -> Page:
+    found = survey(joined, has_schema=has_schema)
+    return Page(output=output, joined=joined, found=found, shown=spread(found, options.report_rows), about=about,
+                has_schema=has_schema)
+
+
+def _thumbnails(page: Page, options: BatchOptions) -> ThumbnailPool:
+    most_pixels = int(page.about.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
+    make = ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes,
+                          side_for(page.num_media))
+    return ThumbnailPool(make, PoolLimits(
+        num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
+        worker_memory_bytes=options.workers.worker_memory_bytes))
+
+
+def about_job(manifest: Manifest, runs: Runs) -> About:
+    """The facts of the page's head."""
+    last: Run = runs.last[-1] if runs.last else {"platform": None, "devices": 0, "npu_runner": None}
+    seconds, computed = runs.sums("seconds"), runs.sums("computed")
+    return About(
+        model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
+        version=last["npu_runner"], num_runs=len(runs), settings=manifest.settings,
+        start_seconds=seconds.get("start", 0.0), serve_seconds=seconds.get("serve", 0.0),
+        num_drafted=computed.get("draft_proposed", 0), num_accepted=computed.get("draft_accepted", 0))
