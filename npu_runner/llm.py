@@ -22,6 +22,7 @@ from npu_runner.errors import ConfigError, EngineDeadError, RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
 from npu_runner.request.limits import shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
@@ -41,7 +42,6 @@ from npu_runner.serving.calls.call_options import (
     parse_prompt,
     prompt_or_chat_parser,
 )
-from npu_runner.serving.calls.prompt_server import Request
 from npu_runner.serving.calls.prompt_service import make_service
 from npu_runner.serving.calls.requests import (
     AnyParams,
@@ -50,7 +50,7 @@ from npu_runner.serving.calls.requests import (
     is_one_conversation,
     is_one_prompt,
     params_of,
-    requests_of,
+    tasks_of,
     with_index,
     with_task,
 )
@@ -380,15 +380,15 @@ class LLM:
         params = params_of(sampling_params, SamplingParams(**self.generation_defaults), total)
         if isinstance(items, Sequence) and not return_errors:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
-            for index, request in enumerate(requests_of(items, params, parse, limit, self.processor)):
-                if isinstance(request.prompt, RequestError):
-                    raise with_index(index, request.prompt)
-        requests = requests_of(items, params, parse, limit, self.processor)
+            for index, task in enumerate(tasks_of(items, params, parse, limit, self.processor)):
+                if isinstance(task, MadeTask) and isinstance(task.made, RequestError):
+                    raise with_index(index, task.made)
+        tasks = tasks_of(items, params, parse, limit, self.processor)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
             use_tqdm = not stream_results and shows_progress(sys.stderr)
-        results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors, limit)
+        results = self._results(call, tasks, read_seconds, total, use_tqdm, return_errors, limit)
         call.follow(results)
         if stream_results:
             return results
@@ -398,7 +398,7 @@ class LLM:
             results.close()
         return [finished[index] for index in range(len(finished))]
 
-    def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: Bar,
+    def _results(self, call: Call, tasks: Iterator[PromptTask], read_seconds: float, total: int | None, use_tqdm: Bar,
                  return_errors: bool, limit: UnsaidLimit) -> Generator[tuple[int, RequestOutput]]:
         self._turns.take(call)
         if self._is_torn:
@@ -408,7 +408,7 @@ class LLM:
             first = self.num_requests
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, found in self._service.answers(requests, read_seconds):
+                for index, found in self._service.answers(tasks, read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
                         raise with_index(index, found)
                     bar.update()

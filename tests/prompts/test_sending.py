@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,13 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import RawPrompt
-from npu_runner.prompts.sending import unread_file
+from npu_runner.prompts.tasks import PromptTask, chat_task, text_task, unread_file
 from npu_runner.request.limits import LIMITS
-from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.prompt_server import PromptEndpoint, Request
+from npu_runner.serving.endpoint import Endpoint, name_of_prompt, prepare_prompt
+from npu_runner.serving.replica import FinishedRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
-from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask, chat_task, text_task
 
-Workers = WorkerPool[NumberedTask]
+Workers = WorkerPool[PromptTask]
 ORIENTATION = 0x0112
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 
@@ -110,16 +111,16 @@ IMAGES: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def workers(qwen: ChatProcessor) -> Iterator[Workers]:
-    with WorkerPool(Preparation(qwen), PoolLimits(num_workers=1, task_timeout_seconds=120.0)) as pool:
+    with WorkerPool(partial(prepare_prompt, qwen), PoolLimits(num_workers=1, task_timeout_seconds=120.0)) as pool:
         yield pool
 
 
 def from_worker(workers: Workers, task: PromptTask) -> Any:
     assert task.is_worth_a_worker
-    workers.submit(NumberedTask(0, task.sendable(LIMITS.max_source_pixels)))
+    workers.submit(task.sendable(LIMITS.max_source_pixels))
     while (finished := workers.get(1.0)) is None:
         """The test's own timeout ends this."""
-    return finished.result
+    return finished.result.error or finished.result.prompt
 
 
 def asks(*images: Any) -> list[dict[str, Any]]:
@@ -209,12 +210,13 @@ def test_a_bad_image_is_named_by_its_place(image: Any, code: str, workers: Worke
 def test_what_is_recalled_never_reaches_a_worker(qwen: ChatProcessor) -> None:
     """Asked back before the worker is there: what it would have been given is counted, and is nothing in the end."""
     limits = PoolLimits(num_workers=1, task_timeout_seconds=120.0)
-    endpoint = PromptEndpoint(qwen, limits, max_source_pixels=LIMITS.max_source_pixels, pack=lambda answer: answer)
+    endpoint = Endpoint(partial(prepare_prompt, qwen), lambda prepared, answer: FinishedRow(0, None, b""), limits,
+                        name_of=name_of_prompt)
     try:
         long, short = (text_task(RawPrompt(prompt="word " * count)) for count in (10_000, 1))
-        endpoint.submit([(n, Request(SamplingParams(), short if n == 3 else long)) for n in range(5)])
+        endpoint.submit(replace(short if n == 3 else long, number=n) for n in range(5))
         assert endpoint.pool.pending_bytes == 4 * long.num_chars
-        assert endpoint.recall(3) == [4, 3, 2]
+        assert set(endpoint.recall(3)) == {4, 3, 2}
         assert endpoint.pool.pending_bytes == 2 * long.num_chars
         assert endpoint.recall(9) == [1, 0]
         assert endpoint.pool.pending_bytes == 0

@@ -25,7 +25,7 @@ from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.prompt_forms import raw_prompt
-from npu_runner.serving.workers.prompt_tasks import text_task
+from npu_runner.prompts.tasks import text_task
 from tests.full_set import examples, only_full
 from tests.videos import moving_frames, video_of
 

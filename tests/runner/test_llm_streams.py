@@ -11,8 +11,8 @@ import pytest
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.options import PreprocessingOptions
+from npu_runner.serving.replicas.inline_replica import max_waiting_requests
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
 

@@ -11,7 +11,7 @@ from typing import Any
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.delivery import EarlyRows
 from npu_runner.batch.job.row_server import RowServer, ServerPlan
-from npu_runner.serving.engine_loop import Prepared
+from npu_runner.serving.endpoint import Prepared
 
 _IDLE_SECONDS = 0.2
 
@@ -28,9 +28,9 @@ def all_are_refused(plan: ServerPlan, book: RowBook, refused: EarlyRows,
         server.start(lambda: None, lambda event: None)
         check(server.known_settings())
         for prepared in prepared_rows(server, book):
-            if prepared.failure is None:
+            if prepared.error is None:
                 return False
-            refused.add(prepared.failure)
+            refused.add(server.endpoint.finish(prepared, prepared.error))
     return True
 
 

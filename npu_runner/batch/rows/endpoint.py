@@ -182,6 +182,8 @@ class AnswerForm:
 
     model: str | None = None
     """What the row calls the model."""
+    expected: str | None = None
+    """The right answer, where the row knows it."""
     places: tuple[str, ...] = ()
     """Of a row with several prompts, the field that each stands in; () where errors need no such name."""
 

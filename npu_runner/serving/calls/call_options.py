@@ -15,15 +15,15 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import raw_prompt
+from npu_runner.prompts.tasks import MadeTask, PromptTask, chat_task, pair_task, text_task
 from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import plain_template_kwargs, shown
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.workers.prompt_tasks import PromptTask, chat_task, pair_task, text_task
 
-Parse = Callable[[Any], PromptTask | PromptInputs]
+Parse = Callable[[Any], PromptTask]
 """Raises RequestError for an item that is no prompt."""
 _UNSERVED: dict[str, tuple[Any, str]] = {
     "lora_request": (None, "LLM(lora=PATH) merges one adapter for all requests"),
@@ -122,7 +122,7 @@ def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: 
     the last message, as in vLLM."""
     chat = chat_parser(processor, rules, **{"add_generation_prompt": False, **options})
 
-    def parse(item: Any) -> PromptTask | PromptInputs:
+    def parse(item: Any) -> PromptTask:
         if is_conversation(item):
             return chat(item)
         for name in options:
@@ -132,9 +132,9 @@ def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: 
     return parse
 
 
-def parse_prompt(item: Any) -> PromptTask | PromptInputs:
+def parse_prompt(item: Any) -> PromptTask:
     """Of a raw prompt."""
-    return item if isinstance(item, PromptInputs) else text_task(raw_prompt(item))
+    return MadeTask(made=item) if isinstance(item, PromptInputs) else text_task(raw_prompt(item))
 
 
 def is_conversation(item: Any) -> bool:

@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number
+from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.request.limits import shown
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.calls.call_options import Parse
-from npu_runner.serving.calls.prompt_server import Request
-from npu_runner.serving.workers.prompt_tasks import PromptTask
 
 logger = logging.getLogger(__name__)
 _NO_MORE = object()
@@ -149,8 +148,8 @@ class UnsaidLimit:
                 _say_once()
 
 
-def requests_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: UnsaidLimit,
-                processor: ChatProcessor) -> Iterator[Request]:
+def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: UnsaidLimit,
+             processor: ChatProcessor) -> Iterator[PromptTask]:
     """Each item with its settings, the errors among them as such. Raises RequestError where there are fewer params."""
     wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
     last = resolved = None
@@ -163,10 +162,7 @@ def requests_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: Un
                 raise no_params(one)
             if one is not last or resolved is None:
                 last, resolved = one, processor.resolve_params(limit.bounded(one))
-            prompt: PromptTask | PromptInputs | RequestError = parse(item)
-            most = processor.most_prompt_tokens(resolved)
-            if most is not None and isinstance(prompt, PromptTask):
-                prompt = replace(prompt, truncate_prompt_tokens=most)
+            processor.most_prompt_tokens(resolved)  # raises for more than the model takes
+            yield replace(parse(item), params=resolved)
         except RequestError as error:
-            prompt = error
-        yield Request(resolved or SamplingParams(), prompt)
+            yield MadeTask(made=error, params=resolved or SamplingParams())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from npu_runner.errors import JobError
+from npu_runner.errors import JobError, RequestError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.processes.child import Child, describe_exit
@@ -34,13 +34,9 @@ _PATIENCE_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 86_400.0
 
 
-@dataclass(frozen=True)
-class WorkerFailure:
-    """Why a task has no result. `code`: preprocessing_crashed, preprocessing_timeout, preprocessing_out_of_memory or
-    internal_error."""
-
-    code: str
-    message: str
+class WorkerFailure(RequestError):
+    """A task has no result, by no fault of its caller. `code`: preprocessing_crashed, preprocessing_timeout,
+    preprocessing_out_of_memory or internal_error."""
 
 
 @dataclass(frozen=True)
@@ -285,13 +281,13 @@ class WorkerPool(Generic[Task]):
                 self._deliver(item, self._out_of_memory(), num_bytes)
             return
         worker.is_used = True
-        self._deliver(item, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
+        self._deliver(item, value if outcome == RESULT else WorkerFailure(value, "internal_error"), num_bytes)
 
     def _out_of_memory(self) -> WorkerFailure:
         limit = self._limits.worker_memory_bytes
         allowed = "this host has" if limit is None else f"the {limit} bytes it may take (worker_memory_bytes)"
         message = f"preparing this row needs more memory than {allowed}; make the row or its images smaller"
-        return WorkerFailure("preprocessing_out_of_memory", message)
+        return WorkerFailure(message, "preprocessing_out_of_memory")
 
     def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker died: try its task once more, in another one."""
@@ -305,7 +301,7 @@ class WorkerPool(Generic[Task]):
             if status == -signal.SIGABRT and self._limits.worker_memory_bytes is not None:
                 # Libraries that are not Python's abort where their memory ends.
                 how += f", as more than {self._limits.worker_memory_bytes} bytes of memory do (worker_memory_bytes)"
-            self._deliver(worker.item, WorkerFailure("preprocessing_crashed", how), 0)
+            self._deliver(worker.item, WorkerFailure(how, "preprocessing_crashed"), 0)
 
     def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker is stuck: its task has had its time and is not tried again."""
@@ -313,7 +309,7 @@ class WorkerPool(Generic[Task]):
         if worker.item is not None:
             limit = f"{self._limits.task_timeout_seconds:g} s"
             message = f"preprocessing this row took longer than {limit}; raise --preprocessing-timeout if it may"
-            self._deliver(worker.item, WorkerFailure("preprocessing_timeout", message), 0)
+            self._deliver(worker.item, WorkerFailure(message, "preprocessing_timeout"), 0)
 
     def _remove(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> int:
         selector.unregister(worker.channel)
