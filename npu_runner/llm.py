@@ -351,7 +351,7 @@ class LLM:
 
     def _media_rules(self, allowed_dir: Path | str | None) -> MediaRules:
         return MediaRules(
-            allowed_dir=allowed_dir or self.allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
+            allowed_dir=allowed_dir or self.allowed_media_dir,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
     def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[..., _T], use_tqdm: Bar,

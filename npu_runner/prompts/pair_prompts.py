@@ -20,9 +20,10 @@ from tokenizers import Encoding, Tokenizer
 from npu_runner.checkpoint.model_config import PairSettings
 from npu_runner.checkpoint.pooling_files import PAIR_FILES
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.media.media import Addresses
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import named_template_file, read_chat_template, read_named_template
-from npu_runner.prompts.text.messages import Conversation, checked_text, parse_content
+from npu_runner.prompts.text.messages import Conversation, MediaLimits, Seen, checked_text, parse_content
 from npu_runner.prompts.text.pair_template import (
     DOCUMENT,
     INSTRUCTION,
@@ -32,7 +33,7 @@ from npu_runner.prompts.text.pair_template import (
     pair_template,
 )
 from npu_runner.prompts.text.tokenizer import TextLength
-from npu_runner.prompts.vision_prompts import Known, VisionPrompts, check_kinds, not_cut
+from npu_runner.prompts.vision_prompts import Known, VisionPrompts, not_cut
 from npu_runner.request.limits import shown
 from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -48,12 +49,11 @@ class Side:
     """A query or a document: what the template sees, and (image or video, where it stood) in order."""
 
     content: str | list[dict[str, str]]
-    seen: list[tuple[Any, str]] = field(default_factory=list)
+    seen: list[tuple[Seen, str]] = field(default_factory=list)
 
 
-def parse_side(content: Any, where: str, *, has_vision: bool) -> Side:
-    """Of text, or of vLLM's {"content": parts}, whose addresses are Media already. Raises RequestError naming the
-    field."""
+def parse_side(content: Any, where: str, limits: MediaLimits, addresses: Addresses | None = None) -> Side:
+    """A query or a document of text, or of vLLM's {"content": parts}. Raises RequestError naming the field."""
     if isinstance(content, Mapping):
         if list(content) != ["content"]:
             message = f'{where}: an object is {{"content": parts}}, and this one has {shown(list(content))}'
@@ -62,8 +62,10 @@ def parse_side(content: Any, where: str, *, has_vision: bool) -> Side:
     elif not isinstance(content, str):
         message = f'{where}: text or an object {{"content": parts}} is needed, not {type(content).__name__}'
         raise RequestError(message, "invalid_type", where)
-    seen: list[tuple[Any, str]] = []
-    return Side(parse_content(content, where, has_vision=has_vision, seen=seen), seen)
+    seen: list[tuple[Seen, str]] = []
+    side = Side(parse_content(content, where, limits, seen, addresses), seen)
+    limits.check(seen, seen[-1][1] if seen else where)
+    return side
 
 
 def pairs_of(queries: Any, documents: Any) -> Iterable[tuple[Any, Any]]:
@@ -132,13 +134,12 @@ class PairPrompts:
     """Prompts of one checkpoint. `template_kwargs`: the settings', under those of a request."""
 
     def __init__(self, *, chat: ChatPrompts, vision: VisionPrompts, text_length: TextLength, settings: PairSettings,
-                 template_kwargs: Mapping[str, Any], max_images: int, limits: Mapping[str, int] | None = None):
-        """`limits`: of images and of videos, as `limit_mm_per_prompt` has them."""
+                 template_kwargs: Mapping[str, Any], limits: MediaLimits):
         assert isinstance(chat.template, PairTemplate), "prompts of pairs need a template that renders them"
         self._chat, self._vision, self._text_length = chat, vision, text_length
         self._settings = settings
         self._template_kwargs = {**chat.template.kept(settings.template_kwargs), **template_kwargs}
-        self._max_images, self._limits = max_images, limits
+        self._limits = limits
         self._is_published = chat.template.is_published
         self._order = chat.template.probe(settings)
         self._reads_variable = _VARIABLE in chat.template.variables
@@ -180,11 +181,8 @@ class PairPrompts:
     def _check(self, conversation: Conversation, *, is_cut: bool) -> None:
         texts = [text for _, text in conversation.texts()]
         self._text_length.check(texts, is_cut=is_cut)
-        if len(conversation.seen) > self._max_images:
-            raise RequestError(
-                f"{len(conversation.seen)} images and videos in query and document, at most {self._max_images} are "
-                "allowed (max_images_per_prompt)", "too_many_images", conversation.seen[-1][1])
-        check_kinds(conversation.seen, self._limits)
+        if conversation.seen:
+            self._limits.check(conversation.seen, conversation.seen[-1][1])
         if not conversation.seen and not any(text.strip() for text in texts[-2:]):
             raise RequestError("query and document are both empty; give text or an image", "empty_prompt")
 

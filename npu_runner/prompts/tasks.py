@@ -18,7 +18,7 @@ from PIL import Image, ImageFile
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.images import FORMATS, exif_orientation, open_image
-from npu_runner.prompts.media.media import Media, MediaRules, resolve_media
+from npu_runner.prompts.media.media import Addresses, Media, MediaRules
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
@@ -34,16 +34,20 @@ _LEAST_CHARS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
-    """A prompt to be prepared. `images`: and videos, each with where it stands, in order."""
+    """A prompt to be prepared."""
 
     number: int = 0
     """Its index among the requests of a service."""
     params: SamplingParams | PoolingParams = field(default_factory=SamplingParams)
     """As `ChatProcessor.resolve_params` has made them."""
-    images: Sequence[tuple[Any, str]] = ()
     num_chars: int = 0
     is_plain: bool = True
     """All of it but the images is of Python's own types, so any process can unpickle it."""
+
+    @property
+    def images(self) -> Sequence[tuple[Any, str]]:
+        """The images and videos, each with where it stands, in order."""
+        return ()
 
     @property
     def is_worth_a_worker(self) -> bool:
@@ -57,7 +61,11 @@ class PromptTask(ABC):
 
     def sendable(self, max_source_pixels: int) -> PromptTask:
         """The same, picklable. Raises RequestError for an image that cannot be sent."""
-        return replace(self, images=_sendable_images(self.images, max_source_pixels)) if self.images else self
+        return self.with_images(_sendable_images(self.images, max_source_pixels)) if self.images else self
+
+    def with_images(self, images: list[tuple[Any, str]]) -> PromptTask:
+        """The same, with these in the places of its images and videos."""
+        raise NotImplementedError
 
     @abstractmethod
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
@@ -70,10 +78,6 @@ class MadeTask(PromptTask):
 
     made: PromptInputs | RequestError
 
-    @property
-    def is_worth_a_worker(self) -> bool:
-        return False
-
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
         if isinstance(self.made, RequestError):
             raise self.made
@@ -82,36 +86,41 @@ class MadeTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(PromptTask):
-    """A conversation that was parsed: `messages` hold text and, where an image stands, a part that says so."""
+    """A conversation that was parsed. `options`: ChatProcessor's, as far as they ask for anything."""
 
-    messages: Sequence[Mapping[str, Any]]
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    conversation: Conversation
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of ChatProcessor: tools, add_generation_prompt, continue_final_message, mm_processor_kwargs, chat_template, as
-    far as they ask for anything."""
+
+    @property
+    def images(self) -> Sequence[tuple[Any, str]]:
+        return self.conversation.seen
+
+    def with_images(self, images: list[tuple[Any, str]]) -> PromptTask:
+        return replace(self, conversation=Conversation(self.conversation.messages, images))
 
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
-        images = (image for image, _ in self.images)
-        messages = [
-            {**message, "content": [
-                {"type": kind, kind: next(images)} if (kind := part["type"]) in ("image", "video") else part
-                for part in message["content"]
-            ]} if isinstance(message["content"], list) else message
-            for message in self.messages
-        ]
-        return processor(messages, self.chat_template_kwargs, **self.options,
-                         truncate_prompt_tokens=processor.most_prompt_tokens(self.params))
+        most = processor.most_prompt_tokens(self.params)
+        return processor(self.conversation, truncate_prompt_tokens=most, **self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(PromptTask):
-    """A raw prompt: text or token ids. Its videos stand behind its images, wherever their placeholders do."""
+    """A raw prompt: text or token ids. `seen`: its images, and behind them its videos, wherever their placeholders
+    are."""
 
     prompt: Any
+    seen: Sequence[tuple[Any, str]] = ()
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def images(self) -> Sequence[tuple[Any, str]]:
+        return self.seen
+
+    def with_images(self, images: list[tuple[Any, str]]) -> PromptTask:
+        return replace(self, seen=images)
+
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
-        seen = [each for each, _ in self.images]
+        seen = [each for each, _ in self.seen]
         images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
         return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs,
                                    truncate_prompt_tokens=processor.most_prompt_tokens(self.params))
@@ -119,59 +128,59 @@ class TextTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask(PromptTask):
-    """A query and a document that were parsed. `options`: PairPrompts' own; `num_of_query`: of the images."""
+    """A query and a document that were parsed. `options`: PairPrompts' own."""
 
-    query: str | list[dict[str, str]]
-    document: str | list[dict[str, str]]
-    num_of_query: int
+    query: Side
+    document: Side
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def images(self) -> Sequence[tuple[Any, str]]:
+        return [*self.query.seen, *self.document.seen]
+
+    def with_images(self, images: list[tuple[Any, str]]) -> PromptTask:
+        num_of_query = len(self.query.seen)
+        return replace(self, query=replace(self.query, seen=images[:num_of_query]),
+                       document=replace(self.document, seen=images[num_of_query:]))
 
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
         assert processor.pairs is not None, "the task was checked before"
-        seen = list(self.images)
-        query = Side(self.query, seen[: self.num_of_query])
-        document = Side(self.document, seen[self.num_of_query :])
-        return processor.pairs(query, document, **self.options,
-                               truncate_prompt_tokens=processor.most_prompt_tokens(self.params))
+        most = processor.most_prompt_tokens(self.params)
+        return processor.pairs(self.query, self.document, truncate_prompt_tokens=most, **self.options)
 
 
-def pair_task(pair: tuple[Any, Any], rules: MediaRules, *, has_vision: bool, options: Mapping[str, Any]) -> PairTask:
+def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules,
+              options: Mapping[str, Any]) -> PairTask:
     """Raises RequestError for what can be seen without reading an address or decoding an image."""
-    query, document = checked_pair(pair, ("data_1", "data_2"), rules, has_vision=has_vision)
-    contents = query.content, document.content
-    num_chars = sum(len(part["text"] if isinstance(part, dict) else part) for content in contents
-                    for part in ([content] if isinstance(content, str) else content)
-                    if isinstance(part, str) or part["type"] == "text")
-    return PairTask(query=query.content, document=document.content, num_of_query=len(query.seen), num_chars=num_chars,
-                    images=[*query.seen, *document.seen], options=options)
+    addresses = Addresses(media)
+    query, document = (parse_side(side, name, processor.media_limits, addresses)
+                       for side, name in zip(pair, ("data_1", "data_2"), strict=True))
+    addresses.check_sizes("data_2")
+    texts = Conversation([{"role": "user", "content": side.content} for side in (query, document)]).texts()
+    return PairTask(query=query, document=document, num_chars=sum(len(text) for _, text in texts), options=options)
 
 
-def chat_task(messages: Any, chat_template_kwargs: Mapping[str, Any] | None, rules: MediaRules, *, has_vision: bool,
-              tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool | None = None,
-              continue_final_message: bool = False, mm_processor_kwargs: Mapping[str, Any] | None = None,
-              chat_template: str | None = None) -> ChatTask:
-    """Raises RequestError for what can be seen without reading an address or decoding an image."""
-    conversation = checked_conversation(messages, rules, has_vision=has_vision)
-    check_ending(conversation, add_generation_prompt, continue_final_message)
-    asked = {"tools": tools, "add_generation_prompt": add_generation_prompt,
-             "continue_final_message": continue_final_message or None, "mm_processor_kwargs": mm_processor_kwargs,
-             "chat_template": chat_template}
-    return ChatTask(
-        messages=conversation.messages, chat_template_kwargs=chat_template_kwargs, images=conversation.seen,
-        options={name: value for name, value in asked.items() if value is not None},
-        num_chars=sum(len(text) for _, text in conversation.texts()))
+def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **options: Any) -> ChatTask:
+    """`options`: ChatProcessor's; None asks for nothing. Raises RequestError for what can be seen without reading an
+    address or decoding an image."""
+    conversation = parse_messages(messages, processor.media_limits, media)
+    check_ending(conversation, options.get("add_generation_prompt"), options.get("continue_final_message", False))
+    # A string of a class of its own may be one that no worker knows.
+    conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
+    return ChatTask(conversation=conversation, num_chars=sum(len(text) for _, text in conversation.texts()),
+                    options={name: value for name, value in options.items() if value is not None})
 
 
 def text_task(raw: RawPrompt) -> TextTask:
     """Where its prompt is neither text nor token ids, preparing it says so."""
-    prompt = raw.prompt
-    images = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
-    images += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
-    settings: dict[str, Any] = {"images": images, "mm_processor_kwargs": raw.mm_processor_kwargs}
+    prompt, kwargs = raw.prompt, raw.mm_processor_kwargs
+    seen = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
+    seen += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
     if isinstance(prompt, str):
-        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **settings)
+        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), seen=seen, mm_processor_kwargs=kwargs)
     is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
-    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **settings)
+    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, seen=seen,
+                    mm_processor_kwargs=kwargs)
 
 
 # -- images on their way to a worker -----------------------------------------------------------------------------------
@@ -185,29 +194,6 @@ class _Pixels:
 
     def __reduce__(self) -> tuple[Any, tuple[np.ndarray]]:
         return Image.fromarray, (self.pixels_HWC,)
-
-
-def checked_conversation(messages: Any, rules: MediaRules, *, has_vision: bool) -> Conversation:
-    """The conversation, its addresses not read yet, all text in it plain strings.
-
-    Raises RequestError for whatever can be seen without reading an address or decoding an image.
-    """
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
-    conversation = parse_messages(
-        resolve_media(messages, rules) if is_list else messages, has_vision=has_vision, max_images=rules.max_images)
-    # A string of a class of its own may be one that no worker knows.
-    conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
-    return conversation
-
-
-def checked_pair(pair: tuple[Any, Any], names: tuple[str, str], rules: MediaRules, *,
-                 has_vision: bool) -> tuple[Side, Side]:
-    """A query and a document, their addresses not read yet. `names`: of the fields that errors name. Raises
-    RequestError for whatever can be seen without reading an address or decoding an image."""
-    resolved = resolve_media(pair, rules, names=names)
-    query, document = (parse_side(side, name, has_vision=has_vision)
-                       for side, name in zip(resolved, names, strict=True))
-    return query, document
 
 
 def _sendable_images(images: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:

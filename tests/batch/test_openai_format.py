@@ -82,7 +82,7 @@ def test_served_bodies_are_openai_bodies_and_keep_their_values(body: dict[str, A
     parsed = parse_row({**row("a"), "body": json.loads(json.dumps(body))}).body
     assert isinstance(parsed, ChatBody)
     params = parsed.to_params({}, fallback_seed=7)
-    assert [message["role"] for message in parsed.to_conversation()] == [m["role"] for m in body["messages"]]
+    assert [message["role"] for message in parsed.messages] == [m["role"] for m in body["messages"]]
     for name in ("max_tokens", "temperature", "top_p", "n", "presence_penalty", "frequency_penalty"):
         if name in body:
             assert getattr(params, name) == body[name]

@@ -137,7 +137,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: Workers) -> None:
-    task = chat_task(asks(IMAGES[name]()), None, MediaRules(), has_vision=True)
+    task = chat_task(qwen, asks(IMAGES[name]()), MediaRules())
     assert_same(from_worker(workers, task), qwen(asks(IMAGES[name]())))
     raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[IMAGES[name]()]))
     assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [IMAGES[name]()]))
@@ -146,13 +146,13 @@ def test_an_image_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, worker
 def test_files_are_decoded_by_the_worker_and_only_once(qwen: ChatProcessor, workers: Workers,
                                                       tmp_path: Path) -> None:
     image = on_disk(tmp_path)
-    task = chat_task(asks(image, image), None, MediaRules(), has_vision=True).sendable(LIMITS.max_source_pixels)
+    task = chat_task(qwen, asks(image, image), MediaRules()).sendable(LIMITS.max_source_pixels)
     (first, _), (second, _) = task.images
     assert first == (tmp_path / "photo.png").read_bytes()
     assert first is second
     assert image.tile, "the caller's image is still unread ..."
     assert image.load() is not None, "... and can be read"
-    assert_same(from_worker(workers, chat_task(asks(image, image), None, MediaRules(), has_vision=True)),
+    assert_same(from_worker(workers, chat_task(qwen, asks(image, image), MediaRules())),
                 qwen(asks(image, image)))
 
 
@@ -165,7 +165,7 @@ def test_addresses_are_read_by_the_worker(qwen: ChatProcessor, workers: Workers,
     photo().save(tmp_path / "photo.png")
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "photo.png"}},
                                              {"type": "text", "text": "Which?"}]}]
-    task = chat_task(messages, None, MediaRules(allowed_dir=tmp_path), has_vision=True)
+    task = chat_task(qwen, messages, MediaRules(allowed_dir=tmp_path))
     expected = qwen(asks((tmp_path / "photo.png").read_bytes()))
     assert_same(from_worker(workers, task), expected)
     (tmp_path / "photo.png").unlink()
@@ -188,7 +188,7 @@ def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers
     long = "colour " * 1000
     for messages in ([{"role": "user", "content": Text(long)}],
                      [{"role": "user", "content": [{"type": "text", "text": Text(long)}]}]):
-        task = chat_task(messages, None, MediaRules(), has_vision=True)
+        task = chat_task(qwen, messages, MediaRules())
         assert_same(from_worker(workers, task), qwen([{"role": "user", "content": long}]))
     assert_same(from_worker(workers, text_task(RawPrompt(prompt=Text(long)))), qwen.from_text(long))
 

@@ -109,7 +109,7 @@ def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSourc
         config=config,
         source=source,
         media=MediaRules(
-            allowed_dir=None if folder is None else folder.resolve(), max_images=config.prompts.max_images_per_prompt,
+            allowed_dir=None if folder is None else folder.resolve(),
             max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes),
         limits=PoolLimits(
             num_workers=num_workers,

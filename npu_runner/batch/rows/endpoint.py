@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WrapValidator, field_validator
 
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, to_json
 from npu_runner.errors import RequestError
@@ -48,6 +48,15 @@ class Strict(BaseModel):
     """No conversions, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _keep_json(value: Any, validate: Callable[[Any], Any]) -> Any:
+    validate(value)
+    return value
+
+
+AS_JSON = WrapValidator(_keep_json)
+"""The field is validated and stays the JSON that it is: the processor parses it."""
 
 
 class JsonSchema(Strict):

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Discriminator, Tag
 
-from npu_runner.batch.rows.chat import Message, check_messages, refuse_messages
+from npu_runner.batch.rows.chat import Messages, check_messages
 from npu_runner.batch.rows.endpoint import AnswerForm, Prompts, RowBody
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.pooling_params import PoolingParams
@@ -44,7 +44,7 @@ class PooledBody(RowBody):
             _tag_of_input, custom_error_type="input_type",
             custom_error_message="input is text, a list of token ids, or a list of either"),
     ] | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -53,7 +53,6 @@ class PooledBody(RowBody):
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         super().check_counts(body)
-        check_messages(body)
         given = body.get("input")
         if isinstance(given, list) and not all(type(item) is int for item in given):
             check_count("input", "prompts", given, LIMITS.max_embedding_inputs)
@@ -66,7 +65,7 @@ class PooledBody(RowBody):
             raise RequestError("input: missing; give it, or messages", "missing_required_parameter", "input")
         if has_input and has_messages:
             raise RequestError("input: there are messages as well; give one of the two", "invalid_value", "input")
-        refuse_messages(body)
+        check_messages(body)
         for name in _OF_MESSAGES if has_input else ():
             if body.get(name) is not None:
                 raise RequestError(f"{name}: belongs to messages; input is taken as it is", "invalid_value", name)
@@ -88,9 +87,9 @@ class PooledBody(RowBody):
         form = self.form(processor)
         most = processor.most_prompt_tokens(params)
         if self.messages is not None:
-            conversation = resolve_media([message.model_dump(exclude_none=True) for message in self.messages], media)
+            messages: Any = self.messages  # as JSON
             prompt = processor(
-                conversation, self.chat_template_kwargs, truncate_prompt_tokens=most,
+                messages, self.chat_template_kwargs, media=media, truncate_prompt_tokens=most,
                 # vLLM's default here: a conversation is looked at, not answered.
                 add_generation_prompt=bool(self.add_generation_prompt),
                 continue_final_message=bool(self.continue_final_message),

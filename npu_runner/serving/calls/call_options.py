@@ -91,7 +91,7 @@ def pair_parser(processor: ChatProcessor, rules: MediaRules, *, instruction: str
     """Of a query and a document. Raises RequestError for options that cannot be."""
     options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
                "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
-    return lambda pair: pair_task(pair, rules, has_vision=processor.has_vision, options=options)
+    return lambda pair: pair_task(processor, pair, rules, options)
 
 
 def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -110,7 +110,7 @@ def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwa
 
     def parse(messages: Any) -> PromptTask:
         return chat_task(
-            messages, kwargs_and_effort, rules, has_vision=processor.has_vision, tools=checked_tools,
+            processor, messages, rules, chat_template_kwargs=kwargs_and_effort, tools=checked_tools,
             add_generation_prompt=add_generation_prompt, chat_template=template,
             continue_final_message=continue_final_message, mm_processor_kwargs=mm_processor_kwargs)
 
