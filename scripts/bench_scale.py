@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import dataclasses
 import functools
 import itertools
 import json
@@ -49,7 +48,7 @@ from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.delivery import Delivery
-from npu_runner.batch.job.driver import Driver, hooks_for
+from npu_runner.batch.job.driver import Driver
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.summary import JobRecord, Outcome, Tally
@@ -195,11 +194,9 @@ def measure(
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        hooks = hooks_for(book, suspects, Progress("lines"), lambda settings: None)
-        if is_carried:
-            hooks = dataclasses.replace(hooks, make_run=book.run_with_data)
+        driver = Driver(book, suspects, Progress("off"), rows_carry_data=is_carried)
         replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray)
-        with Fleet(replicas, RowQueue(book.num_rows), hooks) as fleet:
+        with Fleet(replicas, RowQueue(book.num_rows), driver) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
@@ -210,12 +207,11 @@ def measure(
                 Delivery(Writers(AnswerWriter(descriptor, str(output), path=output)), tally) as delivery,
                 watched(record, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
             ):
-                driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
-                                should_stop=lambda: False)
+                serve = functools.partial(driver.run, fleet, delivery, tally, lambda: False, look)
                 if profiler is None:
-                    driver.run(look)
+                    serve()
                 else:
-                    profiler.runcall(driver.run, look)
+                    profiler.runcall(serve)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"

@@ -58,7 +58,7 @@ class Prepared:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the engine will have of it."""
+        """The engine makes this number of sequences of it."""
         if isinstance(self.prompt, tuple):
             return len(self.prompt)
         return 0 if self.params is None else self.params.n

@@ -40,8 +40,8 @@ class ReplicaPlan:
     max_restarts: int = 0
     rows_carry_data: bool = False
     """They do not see the driver's descriptor of the input, nor the input by its path."""
-    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None
-    """As in FleetHooks."""
+    scale_up: Callable[[int], Sequence[MakeReplica]] = lambda num_places: ()
+    """Fleet's."""
     notice: str | None = None
     """What the user should know of them before the first row."""
 

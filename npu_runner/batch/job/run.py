@@ -28,7 +28,7 @@ from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.accounts import Accounts
 from npu_runner.batch.job.delivery import Delivery, EarlyRows, delivery_for, window_of
-from npu_runner.batch.job.driver import Driver, hooks_for, known_suspects
+from npu_runner.batch.job.driver import Driver, engine_stats, stats_of
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.live_report import LiveReport
 from npu_runner.batch.job.options import BatchOptions
@@ -249,11 +249,11 @@ class _Job:
             window = window_of(len(plan.replicas))
             if options.ordered and destination.path is None:
                 queue.allow(window)
-            hooks = hooks_for(book, suspects, self._progress, self._check(destination),
-                              loading=functools.partial(self._while_loading, len(plan.replicas)),
-                              rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)
-            given_up = known_suspects(queue, book, suspects)
-            with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
+            driver = Driver(book, suspects, self._progress, check=self._check(destination),
+                            loading=functools.partial(self._while_loading, len(plan.replicas)),
+                            rows_carry_data=plan.rows_carry_data)
+            with Fleet(plan.replicas, queue, driver, max_restarts=plan.max_restarts, scale_up=plan.scale_up,
+                       given_up=driver.known_suspects(queue)) as fleet:
                 self.live.fleet = fleet
                 manifest = self._load(fleet, work, destination, manifest_check.loading(given, taken, destination))
                 # From here on a signal lets the step under way end, and then the job.
@@ -264,7 +264,8 @@ class _Job:
                 fleet.begin(self._stamp(manifest))
                 delivery = delivery_for(writers, record.tally, queue.allow, is_ordered=options.ordered, window=window)
                 try:
-                    self._drive(fleet, book, suspects, delivery, file)
+                    with self._serving(fleet, delivery, suspects, file) as look:
+                        driver.run(fleet, delivery, record.tally, functools.partial(self._should_stop, fleet), look)
                 finally:
                     record.num_workers = round(plan.workers_each * len(fleet.states))
 
@@ -302,34 +303,34 @@ class _Job:
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens)
 
-    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery, file: InputFile) -> None:
+    @contextlib.contextmanager
+    def _serving(self, fleet: Fleet, delivery: Delivery, suspects: Suspects,
+                 file: InputFile) -> Iterator[Callable[[], None]]:
+        """Within, rows are served. Gives what is to be called now and then meanwhile."""
         record = self.record
         record.serve_began = time.monotonic()
-        driver = Driver(
-            fleet, book, delivery, tally=record.tally, progress=self._progress,
-            should_stop=functools.partial(self._should_stop, fleet), suspects=suspects)
         try:
             with self._live_report(delivery, file) as report, delivery:
-                self._measure(fleet, driver)
+                self._measure(fleet)
                 self.accounts.begin()
                 self._progress.start(record.num_rows or 0, record.num_resumed)
                 self.live.enter("serving")
-                driver.run(functools.partial(self._look, fleet, driver, report))
-            self._progress.update(record.tally, driver.engine_stats, is_last=True)
+                yield functools.partial(self._look, fleet, report)
+            self._progress.update(record.tally, functools.partial(engine_stats, fleet), is_last=True)
             if not record.is_cut_short:
                 suspects.clear()
             elif self._fails_too_often:
                 raise self._too_many_failures()
         finally:
             record.serve_ended = time.monotonic()
-            self._measure(fleet, driver)
+            self._measure(fleet)
             record.replicas = tuple(map(report_of, fleet.states)) if len(fleet.states) > 1 else ()
             self._progress.close()
 
-    def _look(self, fleet: Fleet, driver: Driver, report: LiveReport | None) -> None:
+    def _look(self, fleet: Fleet, report: LiveReport | None) -> None:
         """Now and then while rows are served."""
         if self.accounts.is_due():
-            self._measure(fleet, driver)
+            self._measure(fleet)
             self.accounts.keep()
         self.live.beat()
         if report is not None:
@@ -373,8 +374,8 @@ class _Job:
             self._hold(num_replicas)
             self.accounts.keep()
 
-    def _measure(self, fleet: Fleet, driver: Driver) -> None:
-        self.record.stats = driver.stats()
+    def _measure(self, fleet: Fleet) -> None:
+        self.record.stats = stats_of(fleet)
         self._hold(num_present(fleet.states))
 
     def _hold(self, num_replicas: int) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, Re
 from npu_runner.processes.log_level import show_log
 from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.request.outputs import EngineStats, RequestOutput
-from npu_runner.serving.blame import LoneDeaths
+from npu_runner.serving.blame import GivenUp, LoneDeaths
 from npu_runner.serving.calls.prompt_server import (
     Answer,
     PromptServer,
@@ -39,8 +39,8 @@ from npu_runner.serving.calls.prompt_server import (
 from npu_runner.serving.endpoint import prepare_prompt
 from npu_runner.serving.loading_line import on_terminal
 from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.replica import ReplicaFacts
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replica import Loading, Opened, ReplicaFacts
+from npu_runner.serving.replicas.fleet import Fleet, Owner
 from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process_replica import ProcessReplica
@@ -54,7 +54,7 @@ MAX_AHEAD_BYTES = 1 << 29
 _EXIT_SECONDS = 30.0
 
 
-class PromptService(ABC):
+class PromptService(Owner):
     """Used by one thread at a time. Raises what loading an engine raises."""
 
     engine: LLMEngine | None = None
@@ -130,15 +130,26 @@ class PromptService(ABC):
             raise self._failure
 
     def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float, progress: Progress = silent) -> Fleet:
+        self._progress, self._deaths = progress, LoneDeaths()
         self._rows = RowQueue(sys.maxsize)
         self._rows.allow(0)
         self._rows.drop_before(self.num_requests)
-        hooks = FleetHooks(make_run=self._run_of, say=logger.warning, isolate=_remember_nothing,
-                           record_death=LoneDeaths().record_death, loading=progress)
-        return Fleet(replicas, self._rows, hooks, max_restarts=max_restarts)
+        return Fleet(replicas, self._rows, self, max_restarts=max_restarts)
 
-    def _run_of(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._requests[number] for number in numbers]
+    def hear(self, news: Opened | Loading | str) -> None:
+        if isinstance(news, str):
+            logger.warning(news)
+        elif isinstance(news, Loading):
+            self._progress(news.phase)
+
+    def isolate(self, indices: Sequence[int]) -> None:
+        """The queue runs them alone; there is no later run to record them for."""
+
+    def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
+        return self._deaths.record_death(index, error)
+
+    def make_run(self, indices: Sequence[int]) -> list[Any]:
+        return [self._requests[number] for number in indices]
 
     def _sendable(self, task: PromptTask) -> PromptTask:
         """The same for a worker. An image that cannot be sent is an error, which takes the way of an answer."""
@@ -233,12 +244,12 @@ class LocalService(PromptService):
         self.num_requests = task.number + 1
         return 0
 
-    def _run_of(self, numbers: Sequence[int]) -> list[Any]:
+    def make_run(self, indices: Sequence[int]) -> list[Any]:
         pool = self._server.pool
         has_workers = pool is not None and pool.num_workers > 0
-        run = super()._run_of(numbers)
+        run = super().make_run(indices)
         if not self.max_restarts:  # they are asked for once: their images are not kept
-            self._requests.update(dict.fromkeys(numbers, True))
+            self._requests.update(dict.fromkeys(indices, True))
         return [self._sendable(task) if has_workers and task.is_worth_a_worker else task for task in run]
 
     def _has_room(self, unanswered: dict[int, int]) -> bool:
@@ -399,10 +410,6 @@ def make_service(config: RunnerConfig, options: PreprocessingOptions, several: R
         if service is not None:
             service.close()
         raise
-
-
-def _remember_nothing(numbers: Sequence[int]) -> None:
-    """The queue runs them alone; there is no later run to record them for."""
 
 
 def _plan_replicas(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:
