@@ -111,7 +111,7 @@ def test_a_slow_iterator_does_not_keep_what_is_there_waiting(llm: LLM) -> None:
 
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_runner.serving.calls.prompt_service.time", clock)
+        patch.setattr("npu_runner.llm.prompt_service.time", clock)
         for index, _ in llm.chat(source(), GREEDY.replace(max_tokens=2), stream_results=True):
             finished.append(index)
     assert len(finished) == 50

@@ -25,17 +25,17 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.executor import CLOSED, Progress, silent
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
-from npu_runner.processes.log_level import show_log
-from npu_runner.prompts.tasks import MadeTask, PromptTask
-from npu_runner.request.outputs import EngineStats, RequestOutput
-from npu_runner.serving.blame import GivenUp, LoneDeaths
-from npu_runner.serving.calls.prompt_server import (
+from npu_runner.llm.prompt_server import (
     Answer,
     PromptServer,
     load_engine,
     pack_answer,
     unpack_answer,
 )
+from npu_runner.processes.log_level import show_log
+from npu_runner.prompts.tasks import MadeTask, PromptTask
+from npu_runner.request.outputs import EngineStats, RequestOutput
+from npu_runner.serving.blame import GivenUp, LoneDeaths
 from npu_runner.serving.endpoint import prepare_prompt
 from npu_runner.serving.loading_line import on_terminal
 from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions

@@ -19,18 +19,7 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.checked_format import check_format
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
-from npu_runner.prompts.media.media import MediaRules
-from npu_runner.prompts.pair_prompts import pairs_of
-from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.tasks import MadeTask, PromptTask
-from npu_runner.prompts.text.tokenizer import transformers_tokenizer
-from npu_runner.request.limits import shown
-from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
-from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from npu_runner.serving.calls.call_options import (
+from npu_runner.llm.call_options import (
     ChatOptions,
     PairOptions,
     Parse,
@@ -42,8 +31,8 @@ from npu_runner.serving.calls.call_options import (
     parse_prompt,
     prompt_or_chat_parser,
 )
-from npu_runner.serving.calls.prompt_service import make_service
-from npu_runner.serving.calls.requests import (
+from npu_runner.llm.prompt_service import make_service
+from npu_runner.llm.requests import (
     AnyParams,
     RawPlaces,
     UnsaidLimit,
@@ -54,8 +43,19 @@ from npu_runner.serving.calls.requests import (
     with_index,
     with_task,
 )
-from npu_runner.serving.calls.turns import Call, Turns
-from npu_runner.serving.calls.vllm_settings import own_settings
+from npu_runner.llm.turns import Call, Turns
+from npu_runner.llm.vllm_settings import own_settings
+from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.pair_prompts import pairs_of
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.tasks import MadeTask, PromptTask
+from npu_runner.prompts.text.tokenizer import transformers_tokenizer
+from npu_runner.request.limits import shown
+from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
+from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
+from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from npu_runner.serving.loading_line import shows_progress
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 

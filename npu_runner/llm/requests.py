@@ -12,6 +12,7 @@ from itertools import islice, repeat
 from typing import Any, TypeVar
 
 from npu_runner.errors import RequestError
+from npu_runner.llm.call_options import Parse
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.prompt_forms import plain_number
 from npu_runner.prompts.tasks import MadeTask, PromptTask
@@ -20,7 +21,6 @@ from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.call_options import Parse
 
 logger = logging.getLogger(__name__)
 _NO_MORE = object()
