@@ -78,7 +78,7 @@ def resident_bytes() -> int:
 def run_engine(llm: LLM, asked: dict[str, Any], number: int) -> dict[str, float]:
     """255 plain sequences and a row with what is asked for, to their end."""
     engine = llm.engine
-    special = PLAIN.replace(**asked)
+    special = engine.processor.resolve_params(PLAIN.replace(**asked))
     prompts = [PromptInputs([5 + (index * 7 + place * (index + number)) % 400 for place in range(12)])
                for index in range(NUM_SEQS - special.n + 1)]
     memory = resident_bytes()

@@ -185,7 +185,7 @@ def measure_in_step(plain: LLM, drafted: LLM, workload: Workload, repeats: int) 
     for repeat in range(repeats):
         for number, (row, params) in enumerate(zip(*workload.requests(repeat), strict=True)):
             for llm in (plain, drafted):
-                llm.engine.add_request(f"{repeat}-{number}", llm.engine.processor(row), params)
+                llm.engine.add_request(f"{repeat}-{number}", llm.processor(row), llm.processor.resolve_params(params))
         answers: dict[str, dict[str, list[int]]] = {"plain": {}, "drafted": {}}
         pairs: list[dict[str, float]] = []
         while plain.engine.has_unfinished_requests() or drafted.engine.has_unfinished_requests():

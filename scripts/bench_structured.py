@@ -97,7 +97,7 @@ def seconds_beside(llm: LLM, name: str, rule: dict[str, Any]) -> float:
     prompts = decode_prompts(9, 32, engine.model_config.vocab_size)
     free = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     ruled = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=rule)
-    engine.add_request(f"{name}-ruled", PromptInputs(prompts[8]), ruled)
+    engine.add_request(f"{name}-ruled", PromptInputs(prompts[8]), engine.processor.resolve_params(ruled))
     for index in range(8):
         engine.add_request(f"{name}-{index}", PromptInputs(prompts[index]), free)
     started, left = time.perf_counter(), 8
@@ -117,7 +117,7 @@ def steps_of(llm: LLM, arguments: argparse.Namespace, name: str, *, has_schema: 
         rules: dict[str, Any] = {"structured_outputs": {"json": schema(index)}} if has_schema else {}
         params = SamplingParams(temperature=0.6, seed=index, ignore_eos=not has_schema,
                                 max_tokens=_WARM_UP_STEPS + count + _MARGIN, **rules)
-        engine.add_request(f"{name}-{index}", PromptInputs(prompt), params)
+        engine.add_request(f"{name}-{index}", PromptInputs(prompt), engine.processor.resolve_params(params))
     while engine.stats().num_waiting:
         engine.step()
     for _ in range(_WARM_UP_STEPS):

@@ -34,7 +34,6 @@ from npu_runner.llm.call_options import (
 from npu_runner.llm.prompt_service import make_service
 from npu_runner.llm.requests import (
     AnyParams,
-    RawPlaces,
     UnsaidLimit,
     is_one_conversation,
     is_one_prompt,
@@ -321,9 +320,8 @@ class LLM:
                                "invalid_type", "pooling_params")
         asked = checked_options("score", options, PairOptions)
         parse = pair_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
-        results = self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors)
-        of = partial(ScoringRequestOutput.of, is_raw=params.use_activation is False)
-        return list(map(of, results)) if isinstance(results, list) else ((index, of(one)) for index, one in results)
+        return self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors,
+                         of=ScoringRequestOutput.of)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
@@ -357,22 +355,17 @@ class LLM:
     def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[..., _T], use_tqdm: Bar,
               stream_results: bool, return_errors: bool,
               parse: Parse = parse_prompt) -> list[_T] | Iterator[tuple[int, _T]]:
-        """A request for `task` of each prompt; `of` makes what the caller gets of its output, and of whether that is to
-        be raw."""
+        """A request for `task` of each prompt. `of`: as in `_run`."""
         is_one = is_one_prompt(prompts) or is_conversation(prompts)
         self.processor.check_task(task)
         given = PoolingParams() if params is None else params
-        raw = RawPlaces(given)
-        results = self._run([prompts] if is_one else prompts, raw.params, parse, use_tqdm, stream_results,
-                            return_errors)
-        if isinstance(results, list):
-            return [of(output, is_raw=raw.takes(index)) for index, output in enumerate(results)]
-        return ((index, of(output, is_raw=raw.takes(index))) for index, output in results)
+        return self._run([prompts] if is_one else prompts, given, parse, use_tqdm, stream_results, return_errors, of=of)
 
-    def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse,
-             use_tqdm: Bar, stream_results: bool, return_errors: bool,
-             max_tokens: int | None = None) -> list[RequestOutput] | Results:
-        """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length."""
+    def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse, use_tqdm: Bar,
+             stream_results: bool, return_errors: bool, max_tokens: int | None = None,
+             of: Callable[..., Any] = lambda output, is_raw: output) -> Any:
+        """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length. `of` makes what the
+        caller gets of an output; `is_raw`: the request asks for numbers as they are (`use_activation` False)."""
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
@@ -388,7 +381,7 @@ class LLM:
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
             use_tqdm = not stream_results and shows_progress(sys.stderr)
-        results = self._results(call, tasks, read_seconds, total, use_tqdm, return_errors, limit)
+        results = self._results(call, tasks, read_seconds, total, use_tqdm, return_errors, limit, of)
         call.follow(results)
         if stream_results:
             return results
@@ -399,23 +392,24 @@ class LLM:
         return [finished[index] for index in range(len(finished))]
 
     def _results(self, call: Call, tasks: Iterator[PromptTask], read_seconds: float, total: int | None, use_tqdm: Bar,
-                 return_errors: bool, limit: UnsaidLimit) -> Generator[tuple[int, RequestOutput]]:
+                 return_errors: bool, limit: UnsaidLimit, of: Callable[..., _T]) -> Generator[tuple[int, _T]]:
         self._turns.take(call)
         if self._is_torn:
             self._reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
         try:
-            first = self.num_requests
+            first, raw = self.num_requests, set[int]()
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, found in self._service.answers(tasks, read_seconds):
+                for index, found in self._service.answers(_with_raw_noted(tasks, raw), read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
                         raise with_index(index, found)
                     bar.update()
                     if isinstance(found, RequestError):
                         found = RequestOutput.failed(f"request-{first + index}", found)
                     limit.look_at(found)
-                    yield index, found
+                    yield index, of(found, is_raw=index in raw)
+                    raw.discard(index)
                     if not self._turns.is_current(call):
                         raise RequestError("these results ended when the LLM was called again, or closed",
                                            code="results_ended")
@@ -434,3 +428,11 @@ class LLM:
         """Whatever is under way is aborted. Nothing is repaired, all is made again."""
         self._service.reset()
         self._is_torn = False
+
+
+def _with_raw_noted(tasks: Iterator[PromptTask], raw: set[int]) -> Iterator[PromptTask]:
+    """`tasks`; those that ask for numbers as they are get into `raw`."""
+    for index, task in enumerate(tasks):
+        if isinstance(task.params, PoolingParams) and task.params.use_activation is False:
+            raw.add(index)
+        yield task

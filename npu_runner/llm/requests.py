@@ -81,35 +81,6 @@ def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyPara
     return list(islice(given, count))  # an iterator can be read only once
 
 
-class RawPlaces:
-    """Which prompts of a call ask for numbers as they are (`use_activation` False). `params`: those of the call, to be
-    read in the place of the given ones, which may come from an iterator."""
-
-    def __init__(self, given: Any):
-        self.params = given
-        self._found: set[int] = set()
-        self._are_all = _is_raw(given)
-        if not isinstance(given, (PoolingParams, type(None), str, bytes, Mapping)) and isinstance(given, Iterable):
-            # A list is read more than once, before anything runs.
-            self.params = list(self._noted(given)) if isinstance(given, Sequence) else self._noted(given)
-
-    def takes(self, index: int) -> bool:
-        """Whether that prompt asks so. It is forgotten then: an iterator may be of any length."""
-        is_found = index in self._found
-        self._found.discard(index)
-        return self._are_all or is_found
-
-    def _noted(self, given: Iterable[Any]) -> Iterator[Any]:
-        for index, one in enumerate(given):
-            if _is_raw(one):
-                self._found.add(index)
-            yield one
-
-
-def _is_raw(one: Any) -> bool:
-    return isinstance(one, PoolingParams) and one.use_activation is False
-
-
 def with_index(index: int, error: RequestError) -> RequestError:
     """`error`, with the number of the prompt in its call."""
     return RequestError(f"prompt {index}: {error.message}", error.code, error.param)
@@ -134,12 +105,12 @@ class UnsaidLimit:
         self._given: set[int] = set()
 
     def bounded(self, params: _Params) -> _Params:
-        """With a limit, where there is one; min_tokens raises it, as in rows."""
+        """With a limit, where there is one."""
         if not isinstance(params, SamplingParams) or params.max_tokens is not None or self._most is None:
             return params
-        most = max(self._most, params.min_tokens)
-        self._given.add(most)
-        return params.replace(max_tokens=most)
+        limited = params.with_limit(self._most)
+        self._given.add(limited.max_tokens or 0)
+        return limited
 
     def look_at(self, output: RequestOutput) -> None:
         """Log the first answer of this process that such a limit has cut off."""

@@ -24,8 +24,8 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.endpoint import Prepared
 
-CheckRequest = Callable[[PromptInputs, Any], Any]
-"""What the engine asks of a prompt and its settings: returns these as they will be served, or raises RequestError."""
+CheckRequest = Callable[[PromptInputs, Any], None]
+"""Raises RequestError for a prompt and settings that the engine would refuse."""
 _EXAMPLES = 3
 _QUANTILES = (0.0, 0.5, 0.95, 1.0)
 
@@ -127,7 +127,8 @@ class Survey:
             return
         prompts = [prepared.prompt] if isinstance(prepared.prompt, PromptInputs) else list(prepared.prompt)
         try:
-            params = [check(prompt, prepared.params) for prompt in prompts]
+            for prompt in prompts:
+                check(prompt, prepared.params)
         except RequestError as error:
             self._fail(error.code, Example(prepared.name, line, error.message))
             return
@@ -138,8 +139,8 @@ class Survey:
         self.images.append(sum(len(prompt.spans) for prompt in prompts))
         self.num_image_tokens += sum(span.num_tokens for prompt in prompts for span in prompt.spans)
         self.num_sequences += prepared.num_sequences
-        if isinstance(params[0], SamplingParams):
-            self._add_answers(prompts[0], params[0])
+        if isinstance(prepared.params, SamplingParams):
+            self._add_answers(prompts[0], prepared.params)
 
     def _fail(self, code: str, example: Example) -> None:
         self.failures[code] += 1

@@ -177,13 +177,13 @@ class ChatBody(RequestBody):
         super().refuse_unserved(body)
         check_messages(body)
 
-    def most_tokens(self, default: int | None) -> int | None:
-        """As for every endpoint, under the field's old name or its new one."""
+    def asked_tokens(self) -> int | None:
+        """Under the field's old name or its new one."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
             raise RequestError(message, "invalid_value", "max_completion_tokens")
-        return super().most_tokens(default) if new is None else new
+        return old if new is None else new
 
     def num_logprobs(self) -> int | None:
         if self.logprobs:

@@ -345,17 +345,20 @@ class RequestBody(RowBody, AnswerRules):
             defaults = {name: value for name, value in defaults.items() if not name.startswith("no_repeat_ngram_")}
         if self.said_rules():
             asked["structured_outputs"] = self.answer_rule()
-        asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
+        asked["max_tokens"] = self.asked_tokens()
         asked["logprobs"] = self.num_logprobs()
         asked["prompt_logprobs"] = self.num_prompt_logprobs()
         asked.setdefault("seed", fallback_seed)
-        return SamplingParams(**{**defaults, **asked})
+        return SamplingParams(**{**defaults, **asked}).with_limit(self.default_tokens(defaults))
 
-    def most_tokens(self, default: int | None) -> int | None:
-        """max_tokens of the row, or the checkpoint's default, which gives way to what the row asks for."""
-        if self.max_tokens is None and default is not None:
-            return max(default, self.min_tokens or 0)
+    def asked_tokens(self) -> int | None:
+        """The row's own max_tokens."""
         return self.max_tokens
+
+    def default_tokens(self, defaults: Mapping[str, Any]) -> int | None:
+        """max_tokens of rows that have none: the checkpoint's. None: what the model's length leaves."""
+        most: int | None = defaults.get("max_tokens")
+        return most
 
     def num_prompt_logprobs(self) -> int | None:
         """SamplingParams' prompt_logprobs."""

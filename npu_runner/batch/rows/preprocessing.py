@@ -50,19 +50,19 @@ class RowPreprocessor:
     def _prepare(self, line: bytes, custom_id: str | None) -> Prepared:
         fields = read_json(line)
         refuse_half_characters(line, fields)
-        row = parse_row(fields)
-        if row.custom_id != custom_id:
+        body = parse_row(fields)
+        if custom_id is None or fields["custom_id"] != custom_id:
             message = "the row's outermost object is too large to be searched for its name; leave out the spaces in it"
             raise RequestError(message, "custom_id_not_found", "custom_id")
         # Settings first: a wrong number must not cost the decoding of sixty images.
-        self.processor.check_task(row.body.task)
-        params: Any = row.body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
-        params = self.processor.resolve_params(row.body.with_forced_calls(params, self.processor))
-        made, form = row.body.prepare(self.processor, self.media, params)
+        self.processor.check_task(body.task)
+        params: Any = body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
+        params = self.processor.resolve_params(body.with_forced_calls(params, self.processor))
+        made, form = body.prepare(self.processor, self.media, params)
         # An answer does not repeat its prompt, so the text does not travel.
         prompt: Prompts = made.without_text() if isinstance(made, PromptInputs) else tuple(
             each.without_text() for each in made)
-        return Prepared(name=custom_id, form=replace(form, expected=row.body.expected), params=params, prompt=prompt)
+        return Prepared(name=custom_id, form=replace(form, expected=body.expected), params=params, prompt=prompt)
 
 
 def _seed_of(job_seed: int, custom_id: str) -> int:
