@@ -19,25 +19,23 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.checked_format import check_format
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
-from npu_runner.llm.call_options import (
+from npu_runner.llm.prompt_service import make_service
+from npu_runner.llm.requests import (
+    AnyParams,
     ChatOptions,
     PairOptions,
     Parse,
     PromptOptions,
+    UnsaidLimit,
     chat_parser,
     checked_options,
     is_conversation,
-    pair_parser,
-    parse_prompt,
-    prompt_or_chat_parser,
-)
-from npu_runner.llm.prompt_service import make_service
-from npu_runner.llm.requests import (
-    AnyParams,
-    UnsaidLimit,
     is_one_conversation,
     is_one_prompt,
+    pair_parser,
     params_of,
+    parse_prompt,
+    prompt_or_chat_parser,
     tasks_of,
     with_index,
     with_task,

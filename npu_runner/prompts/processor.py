@@ -35,7 +35,6 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, TextPairs, pair_files, read_pair_template, why_no_scores
-from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
 from npu_runner.prompts.request_checks import RequestChecks
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template, read_tool_template
@@ -49,7 +48,13 @@ from npu_runner.prompts.text.messages import (
     parse_messages,
 )
 from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
-from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer
+from npu_runner.prompts.text.tokenizer import (
+    TextLength,
+    checked_ids,
+    plain_ids,
+    read_special_tokens,
+    read_tokenizer,
+)
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
 from npu_runner.prompts.vision_prompts import (

@@ -17,19 +17,21 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.images import FORMATS, exif_orientation, open_image
+from npu_runner.prompts.media.images import FORMATS, as_image, exif_orientation, open_image
 from npu_runner.prompts.media.media import Addresses, Media, MediaRules
+from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.text.messages import Conversation, check_ending, parse_messages
+from npu_runner.prompts.text.tokenizer import plain_ids
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 
 # To tokenize this many characters takes about as long as to send them to a worker and to take the tokens back.
 _LEAST_CHARS = 4096
+_FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data", "mm_processor_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +173,81 @@ def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **opti
                     options={name: value for name, value in options.items() if value is not None})
 
 
-def text_task(raw: RawPrompt) -> TextTask:
-    """Where its prompt is neither text nor token ids, preparing it says so."""
-    prompt, kwargs = raw.prompt, raw.mm_processor_kwargs
-    seen = [(image, f"images[{number}]") for number, image in enumerate(raw.images)]
-    seen += [(video, f"videos[{number}]") for number, video in enumerate(raw.videos)]
+# -- raw prompts, in our shapes and vLLM's -----------------------------------------------------------------------------
+
+
+def text_task(item: Any) -> TextTask:
+    """Of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or "multi_modal_data":
+    {"image": one or several, "video": one or several}, "mm_processor_kwargs"}. None asks for nothing.
+
+    Raises RequestError naming the field. Where the prompt is neither text nor token ids, preparing it says so.
+    """
+    if not isinstance(item, Mapping):
+        return _text_task(plain_ids(item))
+    given = {name: value for name, value in item.items() if value is not None}
+    for name in given:
+        if name not in _FIELDS:
+            shown = str(name)[:60]
+            message = f"{shown}: not supported; a prompt has {', '.join(_FIELDS)}"
+            raise RequestError(message, "unsupported_field", shown)
+    kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
+    prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
+    images, where_images, videos, where_videos = _media(given)
+    seen: list[tuple[Any, str]] = [
+        (Video.of(video, where_videos), f"videos[{number}]")
+        for number, video in enumerate(_several(videos, where_videos, "the encoded bytes of videos"))]
+    seen = [(as_image(image, where_images), f"images[{number}]") for number, image in enumerate(
+        _several(images, where_images, "PIL images, arrays or encoded bytes"))] + seen
+    return _text_task(prompt, seen=seen, mm_processor_kwargs=kwargs)
+
+
+def _text_task(prompt: Any, **shown: Any) -> TextTask:
     if isinstance(prompt, str):
-        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), seen=seen, mm_processor_kwargs=kwargs)
+        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **shown)
     is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
-    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, seen=seen,
-                    mm_processor_kwargs=kwargs)
+    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **shown)
+
+
+def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:
+    if first not in given and second not in given:
+        raise RequestError(f"{second}: missing; give it as text or token ids", "missing_field", second)
+    # vLLM's prompts of ids may bring their text along; the ids count, there as here.
+    if isinstance(given.get(first), str):
+        raise RequestError(f"{first}: a list of token ids is needed, not text", "invalid_type", first)
+    return given.get(first, given.get(second))
+
+
+def _media(given: Mapping[str, Any]) -> tuple[Any, str, Any, str]:
+    """Images and where they stood, videos and where they stood."""
+    if "multi_modal_data" not in given:
+        return given.get("images", ()), "images", given.get("videos", ()), "videos"
+    name, data = "multi_modal_data", given["multi_modal_data"]
+    for own in ("images", "videos"):
+        if own in given:
+            raise RequestError(f"{own}: there is {name} as well; give one of the two", "invalid_value", own)
+    if not isinstance(data, Mapping):
+        raise RequestError(f"{name}: an object is needed, not {type(data).__name__}", "invalid_type", name)
+    for kind, value in data.items():
+        if kind not in ("image", "video") and value is not None:
+            where = f"{name}.{str(kind)[:60]}"
+            raise RequestError(f"{where}: not supported; image and video are", "unsupported_field", where)
+    return _listed(data.get("image")), f"{name}.image", _listed(data.get("video")), f"{name}.video"
+
+
+def _listed(value: Any) -> Any:
+    """vLLM's: one stands alone; an array of four axes is several."""
+    if value is None:
+        return ()
+    if getattr(value, "ndim", None) == 4:
+        return list(value)
+    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
+    return value if is_list else [value]
+
+
+def _several(given: Any, name: str, what: str) -> Sequence[Any]:
+    if isinstance(given, (str, bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
+        raise RequestError(f"{name}: {what} are needed, not {type(given).__name__}", "invalid_type", name)
+    return given
 
 
 # -- images on their way to a worker -----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from PIL import Image
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.prompt_forms import RawPrompt
 from npu_runner.prompts.tasks import PromptTask, chat_task, text_task, unread_file
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.endpoint import Endpoint, name_of_prompt, prepare_prompt
@@ -139,7 +138,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_an_image_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: Workers) -> None:
     task = chat_task(qwen, asks(IMAGES[name]()), MediaRules())
     assert_same(from_worker(workers, task), qwen(asks(IMAGES[name]())))
-    raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[IMAGES[name]()]))
+    raw = text_task({"prompt": "<|image_pad|> x", "images": [IMAGES[name]()]})
     assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [IMAGES[name]()]))
 
 
@@ -190,14 +189,14 @@ def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers
                      [{"role": "user", "content": [{"type": "text", "text": Text(long)}]}]):
         task = chat_task(qwen, messages, MediaRules())
         assert_same(from_worker(workers, task), qwen([{"role": "user", "content": long}]))
-    assert_same(from_worker(workers, text_task(RawPrompt(prompt=Text(long)))), qwen.from_text(long))
+    assert_same(from_worker(workers, text_task(Text(long))), qwen.from_text(long))
 
 
 @pytest.mark.parametrize(("image", "code"), [
     (b"junk", "image_not_recognised"), (b"", "image_empty"), ("a.png", "invalid_type"), (photo("F"), "image_mode"),
 ])  # fmt: skip
 def test_a_bad_image_is_named_by_its_place(image: Any, code: str, workers: Workers) -> None:
-    task = text_task(RawPrompt(prompt="<|image_pad|> x", images=[image]))
+    task = text_task({"prompt": "<|image_pad|> x", "images": [image]})
     try:
         found = from_worker(workers, task)
     except RequestError as error:
@@ -213,7 +212,7 @@ def test_what_is_recalled_never_reaches_a_worker(qwen: ChatProcessor) -> None:
     endpoint = Endpoint(partial(prepare_prompt, qwen), lambda prepared, answer: FinishedRow(0, None, b""), limits,
                         name_of=name_of_prompt)
     try:
-        long, short = (text_task(RawPrompt(prompt="word " * count)) for count in (10_000, 1))
+        long, short = (text_task("word " * count) for count in (10_000, 1))
         endpoint.submit(replace(short if n == 3 else long, number=n) for n in range(5))
         assert endpoint.pool.pending_bytes == 4 * long.num_chars
         assert set(endpoint.recall(3)) == {4, 3, 2}
