@@ -3,7 +3,8 @@
 shapes-vl on the CPU over the image files of bench_cpu.py; every way in a process of its own, in turn, with the same
 answers. Time counts from when the model stands ready to the last answer, preparing included. The job prepares rows
 while its model loads: what those take is measured by itself and added to its time (bench_cpu.py). LLM.chat and Ray
-Data's actor have answered one row before, so that their workers run. Prints a table, then one JSON line.
+Data's actor have answered one row before, so that their workers run. Of LLM.chat it also says how long one short call
+takes on the warm model. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from bench_common import commit, versions
 from npu_runner.ray_data import LLMPredictor
 
 WAYS = ("batch", "chat", "stream", "ray")
+SHORT_CALLS = 50
 
 
 def main() -> None:
@@ -79,8 +81,22 @@ def measure_llm(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> di
         else:
             outputs = llm.chat(conversations, params, use_tqdm=False, allowed_media_dir=arguments.folder)
         seconds = time.perf_counter() - started
-    return {"serve_seconds": seconds, "answers": {row["custom_id"]: output.text for row, output in
+        short_ms = {
+            "generate": milliseconds(lambda: llm.generate("which", params.replace(max_tokens=4), use_tqdm=False)),
+            "chat": milliseconds(lambda: llm.chat([{"role": "user", "content": "which"}],
+                                                  params.replace(max_tokens=4), use_tqdm=False))}
+    return {"serve_seconds": seconds, "short_ms": short_ms, "answers": {row["custom_id"]: output.text for row, output in
                                                   zip(rows, outputs, strict=True)}}
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """The median of SHORT_CALLS calls."""
+    spent = []
+    for _ in range(SHORT_CALLS):
+        started = time.perf_counter()
+        call()
+        spent.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(spent)
 
 
 class Clocked(LLMPredictor):
@@ -133,13 +149,16 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
     base = rates[arguments.ways[0]]
     ratios = {way: statistics.median(ours / other for ours, other in zip(values, base, strict=True))
               for way, values in rates.items()}
+    short = [run["short_ms"] for run in runs.get("chat", [])]
+    for name in short[0] if short else ():
+        print(f"one short {name} on the warm LLM: {statistics.median(each[name] for each in short):.2f} ms")
     for way in arguments.ways[1:]:
         print(f"{way} is {ratios[way]:.3f} times as fast as {arguments.ways[0]} (median of pairs)")
     print(json.dumps({"bench": "bench_ways_in", "questions": arguments.questions, "commit": commit(),
                       "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
                       "versions": versions("torch", "ray", "pillow"), "repeats": arguments.repeats,
                       "num_pictures": count, "batch_size": arguments.batch_size, "rates": rates, "ratios": ratios,
-                      "same_answers": same}))
+                      "same_answers": same, "short_ms": short}))
 
 
 if __name__ == "__main__":

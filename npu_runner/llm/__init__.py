@@ -72,12 +72,11 @@ Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 Bar = bool | Callable[..., Any] | None
 Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
-Results = Iterator[tuple[int, RequestOutput]]
-EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
-PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
-ClassificationResults = Iterator[tuple[int, ClassificationRequestOutput]]
-ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _T = TypeVar("_T")
+Stream = Iterator[tuple[int, _T]]
+"""Results as they finish, each with the index of its prompt."""
+Results = Stream[RequestOutput]
+Answers = list[_T] | Stream[_T]
 _TASKS = {TOKEN_EMBED: TOKEN_EMBED, "embed": None, CLASSIFY: None}
 """What PoolingParams call the tasks of `encode`."""
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -169,7 +168,7 @@ class LLM:
                  **options: Unpack[PromptOptions]) -> Results: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
                  stream_results: bool = False, return_errors: bool = False,
-                 **options: Unpack[PromptOptions]) -> list[RequestOutput] | Results:
+                 **options: Unpack[PromptOptions]) -> Answers[RequestOutput]:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
 
         Without max_tokens a completion has the checkpoint's max_new_tokens, or 16, as rows of /v1/completions. Where
@@ -190,7 +189,7 @@ class LLM:
              **options: Unpack[ChatOptions]) -> Results: ...
     def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
              use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
-             **options: Unpack[ChatOptions]) -> list[RequestOutput] | Results:
+             **options: Unpack[ChatOptions]) -> Answers[RequestOutput]:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
         Options, which are for all conversations:
@@ -232,10 +231,10 @@ class LLM:
     @overload
     def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
               use_tqdm: Bar = None, *, stream_results: Literal[True], return_errors: bool = False,
-              **options: Unpack[ChatOptions]) -> EmbeddingResults: ...
+              **options: Unpack[ChatOptions]) -> Stream[EmbeddingRequestOutput]: ...
     def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
               use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
-              **options: Unpack[ChatOptions]) -> list[EmbeddingRequestOutput] | EmbeddingResults:
+              **options: Unpack[ChatOptions]) -> Answers[EmbeddingRequestOutput]:
         """A vector of each raw prompt or conversation, of a model that was loaded for that (setting `runner`).
 
         Prompts are those of `generate`, instructions and template included. A conversation goes through the chat
@@ -253,10 +252,11 @@ class LLM:
                return_errors: bool = False) -> list[PoolingRequestOutput]: ...
     @overload
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
-               *, pooling_task: str, stream_results: Literal[True], return_errors: bool = False) -> PoolingResults: ...
+               *, pooling_task: str, stream_results: Literal[True],
+               return_errors: bool = False) -> Stream[PoolingRequestOutput]: ...
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
                *, pooling_task: str, stream_results: bool = False,
-               return_errors: bool = False) -> list[PoolingRequestOutput] | PoolingResults:
+               return_errors: bool = False) -> Answers[PoolingRequestOutput]:
         """Arrays of raw prompts, of a model that was loaded for numbers. `pooling_task`, as vLLM calls them:
 
         - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
@@ -280,10 +280,10 @@ class LLM:
     @overload
     def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
                  use_tqdm: Bar = None, *, stream_results: Literal[True],
-                 return_errors: bool = False) -> ClassificationResults: ...
+                 return_errors: bool = False) -> Stream[ClassificationRequestOutput]: ...
     def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
                  use_tqdm: Bar = None, *, stream_results: bool = False,
-                 return_errors: bool = False) -> list[ClassificationRequestOutput] | ClassificationResults:
+                 return_errors: bool = False) -> Answers[ClassificationRequestOutput]:
         """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification). With
         `use_activation` False in `pooling_params` `probs` are the logits.
 
@@ -299,11 +299,11 @@ class LLM:
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, stream_results: Literal[True],
-              return_errors: bool = False, **options: Unpack[PairOptions]) -> ScoringResults: ...
+              return_errors: bool = False, **options: Unpack[PairOptions]) -> Stream[ScoringRequestOutput]: ...
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, stream_results: bool = False,
               return_errors: bool = False,
-              **options: Unpack[PairOptions]) -> list[ScoringRequestOutput] | ScoringResults:
+              **options: Unpack[PairOptions]) -> Answers[ScoringRequestOutput]:
         """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
         (setting `task`). One query serves all documents.
 

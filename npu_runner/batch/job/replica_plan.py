@@ -17,7 +17,7 @@ from pathlib import Path
 
 from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, num_rows_ahead, server_plan
+from npu_runner.batch.job.row_server import CheckpointSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.batch.job.summary import ReplicaReport
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
@@ -48,7 +48,7 @@ class ReplicaPlan:
 
 @contextlib.contextmanager
 def planned_replicas(config: RunnerConfig, options: BatchOptions, source: RowFile,
-                     open_model: Callable[[RunnerConfig], ModelSide]) -> Iterator[ReplicaPlan]:
+                     open_model: Callable[[RunnerConfig], CheckpointSide]) -> Iterator[ReplicaPlan]:
     """No replica is started yet. Raises ConfigError where the devices do not suffice, or no cluster answers.
 
     With Ray this process is a driver of the cluster within.
@@ -70,7 +70,7 @@ def planned_replicas(config: RunnerConfig, options: BatchOptions, source: RowFil
 
 
 def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
-                  open_model: Callable[[RunnerConfig], ModelSide]) -> ReplicaPlan:
+                  open_model: Callable[[RunnerConfig], CheckpointSide]) -> ReplicaPlan:
     """Nothing is started yet. Raises ConfigError where the devices do not suffice."""
     if options.replicas.data_parallel_size == 1:
         plan = local_plan(config, options, source, open_model)
@@ -91,7 +91,7 @@ def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
 
 
 def local_plan(config: RunnerConfig, options: BatchOptions, source: RowFile,
-               open_model: Callable[[RunnerConfig], ModelSide], num_workers: int | None = None) -> ServerPlan:
+               open_model: Callable[[RunnerConfig], CheckpointSide], num_workers: int | None = None) -> ServerPlan:
     """For a server of this host, which reads rows through the driver's descriptor. `num_workers`: None for one that has
     all cores."""
     count = options.workers.num_workers(num_cpus()) if num_workers is None else num_workers
@@ -114,7 +114,7 @@ def report_of(state: ReplicaState) -> ReplicaReport:
 
 
 def _actors(config: RunnerConfig, options: BatchOptions, source: RowFile,
-            open_model: Callable[[RunnerConfig], ModelSide], resources: Mapping[str, float],
+            open_model: Callable[[RunnerConfig], CheckpointSide], resources: Mapping[str, float],
             shared: SharedInput | None) -> ReplicaPlan:
     from npu_runner.serving.replicas.ray_cluster import demand, resources_now
     from npu_runner.serving.replicas.ray_replica import RayReplica

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
@@ -36,27 +36,10 @@ from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waitin
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
 
 
-class ModelSide(Protocol):
-    """A checkpoint that is about to be served: its processor is there at once, the engine takes its time to load."""
-
-    @property
-    def processor(self) -> Any:
-        """A ChatProcessor, or what does as one does; picklable."""
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]:
-        """SamplingParams fields that the checkpoint sets."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """The part of what the engine's `describe` will say that is known before it loads."""
-
-    def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`, `progress`:
-        LLMEngine's."""
-
-
 class CheckpointSide:
-    """A checkpoint folder and LLMEngine, which is given what was opened here."""
+    """A checkpoint that is about to be served: its processor, which can be pickled, is there at once, and LLMEngine
+    loads later. `generation_defaults`: SamplingParams fields that the checkpoint sets. Tests put another class in its
+    place."""
 
     def __init__(self, config: RunnerConfig):
         # torch comes with it: not before everything else is checked
@@ -66,13 +49,13 @@ class CheckpointSide:
         self.processor, self.generation_defaults = self.checkpoint.processor, self.checkpoint.generation_defaults
 
     def describe(self) -> Mapping[str, Any]:
-        """See ModelSide."""
+        """The part of the engine's `describe` that is known before it loads."""
         from npu_runner.engine.bounds import settings_before_loading
 
         return settings_before_loading(self.checkpoint)
 
     def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """See ModelSide."""
+        """The engine, once it can serve. `wants_grammars`, `progress`: LLMEngine's."""
         from npu_runner.engine.llm_engine import LLMEngine
 
         return LLMEngine(self.checkpoint, wants_grammars=wants_grammars, progress=progress)
@@ -90,7 +73,7 @@ class ServerPlan:
     max_row_bytes: int
     answer_defaults: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the job sets for rows that leave them open."""
-    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide
+    open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide
     inherited: tuple[int, ...] = ()
     """Descriptors that `source` reads through: of processes of this host that have inherited them."""
     digest_threads: int = 0
@@ -98,7 +81,7 @@ class ServerPlan:
 
 
 def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
-                open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
+                open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
                 inherited: tuple[int, ...] = ()) -> ServerPlan:
     """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
     that cannot be served."""

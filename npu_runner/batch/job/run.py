@@ -36,7 +36,7 @@ from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas, report_of
 from npu_runner.batch.job.report import about_job, make_report
-from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
+from npu_runner.batch.job.row_server import CheckpointSide
 from npu_runner.batch.job.screening import all_are_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobRecord, JobSummary, Tally
@@ -64,7 +64,7 @@ class _Work:
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
-              open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide) -> JobSummary:
+              open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide) -> JobSummary:
     """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
 
     Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
@@ -100,7 +100,7 @@ class _Job:
     """`run` holds the output and does all of it, step by step; `record` has what was done, wherever it ends."""
 
     def __init__(self, config: RunnerConfig, options: BatchOptions, places: Places, progress: Progress,
-                 signals: StopSignals, open_model: Callable[[RunnerConfig], ModelSide]):
+                 signals: StopSignals, open_model: Callable[[RunnerConfig], CheckpointSide]):
         self._config = config
         self._options = options
         self._places = places
