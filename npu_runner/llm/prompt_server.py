@@ -21,7 +21,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.endpoint import Endpoint, Prepared, name_of_prompt, prepare_prompt
+from npu_runner.serving.endpoint import Endpoint, Prepared, failed_prompt, prepare_prompt
 from npu_runner.serving.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.replica import FinishedRow, ReplicaFacts
 from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
@@ -88,7 +88,7 @@ class PromptServer(InlineReplica):
             num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
             worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting)
         self.endpoint = Endpoint(functools.partial(prepare_prompt, engine.processor), self._write, limits,
-                                 name_of=name_of_prompt)
+                                 failed=failed_prompt)
         self.pool = self.endpoint.pool
         self._open.callback(self.pool.close)
         return ReplicaFacts(
@@ -96,7 +96,7 @@ class PromptServer(InlineReplica):
             max_rows=engine.max_num_seqs + 2 * max_waiting + limits.num_workers)
 
     def _write(self, prepared: Prepared, answer: Answer) -> FinishedRow:
-        return FinishedRow(prepared.task.number, None, self._pack(answer))
+        return FinishedRow(prepared.number, None, self._pack(answer))
 
 
 def load_engine(config: RunnerConfig, progress: Progress = silent) -> LLMEngine:

@@ -43,17 +43,18 @@ class Task(Protocol):
 class Prepared:
     """A request as the engine takes it, or the error that keeps it from there.
 
-    `name`: its request_id; None for a row without a usable one. `form`: how its answer is written. `num_bytes`: size
-    of the prompt where a worker made it.
+    `number`: its task's. `name`: its request_id; None for a row without a usable one. `line`: of a row in its file.
+    `form`: how its answer is written. `num_bytes`: size of the prompt where a worker made it. The task itself is not
+    kept: it may hold images.
     """
 
+    number: int
     name: str | None
+    line: int = 0
     prompt: PromptInputs | tuple[PromptInputs, ...] = ()
     params: SamplingParams | PoolingParams | None = None
     form: Any = None
     error: RequestError | None = None
-    task: Any = None
-    """The endpoint sets it."""
     num_bytes: int = 0
 
     @property
@@ -66,32 +67,32 @@ class Prepared:
 
 def prepare_prompt(processor: ChatProcessor, task: PromptTask) -> Prepared:
     """Prepare a prompt of `LLM`."""
-    name = name_of_prompt(task)
     try:
-        return Prepared(name=name, prompt=task.prepare(processor), params=task.params)
+        made = task.prepare(processor)
     except RequestError as error:
-        return Prepared(name=name, error=error)
+        return failed_prompt(task, error)
+    return Prepared(number=task.number, name=f"request-{task.number}", prompt=made, params=task.params)
 
 
-def name_of_prompt(task: Task) -> str:
-    """The request_id of a prompt of `LLM`."""
-    return f"request-{task.number}"
+def failed_prompt(task: Task, error: RequestError) -> Prepared:
+    """A prompt of `LLM` that cannot be served."""
+    return Prepared(number=task.number, name=f"request-{task.number}", error=error)
 
 
 class Endpoint:
     """Takes tasks, gives prepared requests and writes answers. Its caller bounds what it holds.
 
     `prepare`: picklable; makes Prepared of a task, in a worker or here. `write` makes the bytes of an answer, or of an
-    error. `name_of`: the request_id of a task that no worker could prepare. `inherited`: descriptors that workers have.
+    error. `failed` makes Prepared of a task that no worker could prepare. `inherited`: descriptors that workers have.
     """
 
     def __init__(self, prepare: Callable[[Any], Prepared], write: Callable[[Prepared, Any], FinishedRow],
-                 limits: PoolLimits, inherited: Sequence[int] = (), *, name_of: Callable[[Any], str | None]):
+                 limits: PoolLimits, inherited: Sequence[int] = (), *, failed: Callable[[Any, RequestError], Prepared]):
         self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record)
         """Closed by the maker of the endpoint."""
         self._prepare = prepare
         self._write = write
-        self._name_of = name_of
+        self._failed = failed
         self._here: deque[Task] = deque()
         """Tasks that this process prepares."""
         self._in_pool: dict[int, Task] = {}
@@ -127,16 +128,16 @@ class Endpoint:
     def next(self, timeout_seconds: float) -> Prepared | None:
         """The next prepared request; None where there is none within the time."""
         if self._here:
-            task = self._here.popleft()
-            return replace(self._prepare(task), task=task)
+            return self._prepare(self._here.popleft())
         while (finished := self.pool.get(timeout_seconds)) is not None:
             task, result = finished.task, finished.result
-            if self._in_pool.get(task.number) is not task:  # it was recalled while a worker had it
+            known = self._in_pool.get(task.number)
+            if known is None or known is not task:  # it was recalled while a worker had it
                 continue
             del self._in_pool[task.number]
             if isinstance(result, WorkerFailure):
-                return Prepared(name=self._name_of(task), error=result, task=task)
-            return replace(result, task=task, num_bytes=finished.num_bytes)
+                return self._failed(task, result)
+            return replace(result, num_bytes=finished.num_bytes)
         return None
 
     def finish(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:

@@ -14,7 +14,7 @@ from npu_runner.prompts.tasks import MadeTask
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.endpoint import Endpoint, Prepared, name_of_prompt
+from npu_runner.serving.endpoint import Endpoint, Prepared, failed_prompt
 from npu_runner.serving.replica import FinishedRow, ReplicaFacts
 from npu_runner.serving.replicas.inline_replica import InlineReplica
 from npu_runner.serving.workers.pool import PoolLimits
@@ -74,13 +74,14 @@ class Replica(InlineReplica):
         self.rows_left = num_rows
         self._engine = engine
         limits = PoolLimits(num_workers=0, task_timeout_seconds=1.0)
-        self.endpoint = Endpoint(self.prepare, lambda prepared, output: FinishedRow(prepared.task.number, None, b""),
-                                 limits, name_of=name_of_prompt)
+        self.endpoint = Endpoint(self.prepare, lambda prepared, output: FinishedRow(prepared.number, None, b""),
+                                 limits, failed=failed_prompt)
         self.submit([MadeTask(number=n, made=PromptInputs([n % 97, 2, 3])) for n in range(num_rows)])
 
     def prepare(self, task: MadeTask) -> Prepared:
         self.rows_left -= 1
-        return Prepared(name=str(task.number), prompt=cast(PromptInputs, task.made), params=task.params)
+        prompt = cast(PromptInputs, task.made)
+        return Prepared(number=task.number, name=str(task.number), prompt=prompt, params=task.params)
 
     def _load(self) -> ReplicaFacts:
         raise AssertionError("it is loaded")

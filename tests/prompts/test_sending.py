@@ -19,7 +19,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask, chat_task, text_task, unread_file
 from npu_runner.request.limits import LIMITS
-from npu_runner.serving.endpoint import Endpoint, name_of_prompt, prepare_prompt
+from npu_runner.serving.endpoint import Endpoint, failed_prompt, prepare_prompt
 from npu_runner.serving.replica import FinishedRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 
@@ -210,7 +210,7 @@ def test_what_is_recalled_never_reaches_a_worker(qwen: ChatProcessor) -> None:
     """Asked back before the worker is there: what it would have been given is counted, and is nothing in the end."""
     limits = PoolLimits(num_workers=1, task_timeout_seconds=120.0)
     endpoint = Endpoint(partial(prepare_prompt, qwen), lambda prepared, answer: FinishedRow(0, None, b""), limits,
-                        name_of=name_of_prompt)
+                        failed=failed_prompt)
     try:
         long, short = (text_task("word " * count) for count in (10_000, 1))
         endpoint.submit(replace(short if n == 3 else long, number=n) for n in range(5))

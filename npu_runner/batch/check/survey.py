@@ -121,7 +121,7 @@ class Survey:
 
     def add(self, prepared: Prepared, check: CheckRequest) -> None:
         """One row."""
-        line, number = prepared.task.line, prepared.task.number
+        line, number = prepared.line, prepared.number
         if prepared.error is not None:
             self._fail(prepared.error.code, Example(prepared.name, line, encoded(prepared.error.message).decode()))
             return

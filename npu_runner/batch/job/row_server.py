@@ -122,8 +122,8 @@ class RowAnswers:
     def __call__(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
         error = self._error_of(prepared.form, result)
         if error is not None:
-            data = error_row(error, custom_id=prepared.name, line=prepared.task.line)
-            return FinishedRow(prepared.task.number, Outcome(failure_code=error.code), data)
+            data = error_row(error, custom_id=prepared.name, line=prepared.line)
+            return FinishedRow(prepared.number, Outcome(failure_code=error.code), data)
         assert isinstance(result, RequestOutput), "it has no error"
         assert self.stamp is not None, "no row is answered before the job begins"
         assert prepared.name is not None, "only a row that cannot be served has no name"
@@ -133,7 +133,7 @@ class RowAnswers:
         outcome = answered(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
         data = answer_row(result, custom_id=prepared.name, form=form, stamp=self.stamp,
                           is_unparsed=Flaw.UNPARSED in outcome.flaws)
-        return FinishedRow(prepared.task.number, outcome, data)
+        return FinishedRow(prepared.number, outcome, data)
 
     def _error_of(self, form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
         if isinstance(result, RequestOutput):
@@ -169,7 +169,7 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
         self.endpoint = Endpoint(preprocessor, self._answers, self._plan.limits, self._plan.inherited,
-                                 name_of=self._plan.source.name)
+                                 failed=preprocessor.failed)
         self._open.callback(self.endpoint.pool.close)
 
     def begin(self, terms: JobStamp) -> None:

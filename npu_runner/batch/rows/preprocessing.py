@@ -38,16 +38,20 @@ class RowPreprocessor:
         """Raises JobError when the row is not the one any more that the job began with."""
         if row.num_bytes > self.max_row_bytes:
             message = f"the row has {row.num_bytes} bytes, at most {self.max_row_bytes} are allowed (max_row_bytes)"
-            return Prepared(name=self.source.name(row), error=RequestError(message, "row_too_long"))
+            return self.failed(row, RequestError(message, "row_too_long"))
         line = self.source.read(row)
         # The name is settled before the row is parsed: whatever comes out of that, this is the row that it is said of.
         custom_id = name_of(line)
         try:
-            return self._prepare(line, custom_id)
+            return self._prepare(row, line, custom_id)
         except RequestError as error:
-            return Prepared(name=custom_id, error=error)
+            return Prepared(number=row.number, line=row.line, name=custom_id, error=error)
 
-    def _prepare(self, line: bytes, custom_id: str | None) -> Prepared:
+    def failed(self, row: RawRow, error: RequestError) -> Prepared:
+        """A row that could not be parsed; its name is looked for nevertheless."""
+        return Prepared(number=row.number, line=row.line, name=self.source.name(row), error=error)
+
+    def _prepare(self, row: RawRow, line: bytes, custom_id: str | None) -> Prepared:
         fields = read_json(line)
         refuse_half_characters(line, fields)
         body = parse_row(fields)
@@ -62,7 +66,8 @@ class RowPreprocessor:
         # An answer does not repeat its prompt, so the text does not travel.
         prompt: Prompts = made.without_text() if isinstance(made, PromptInputs) else tuple(
             each.without_text() for each in made)
-        return Prepared(name=custom_id, form=replace(form, expected=body.expected), params=params, prompt=prompt)
+        return Prepared(number=row.number, line=row.line, name=custom_id, prompt=prompt, params=params,
+                        form=replace(form, expected=body.expected))
 
 
 def _seed_of(job_seed: int, custom_id: str) -> int:

@@ -166,7 +166,7 @@ class InlineReplica(Replica):
         assert name is not None, "only a request that cannot be served has no name"
         self._in_flight[name] = prepared
         self._sizes.append(prepared.num_bytes)
-        self._begun.append(prepared.task.number)
+        self._begun.append(prepared.number)
         return prepared.num_sequences
 
     def _wait(self, seconds: float) -> None:
@@ -191,7 +191,7 @@ class InlineReplica(Replica):
         dropped: list[int] = []
         while len(dropped) < num_rows and (prepared := self.endpoint.next(0.0)) is not None:
             if prepared.error is None:
-                dropped.append(prepared.task.number)
+                dropped.append(prepared.number)
             else:
                 self._finished.append(self.endpoint.finish(prepared, prepared.error))
         num_waiting = self._engine.num_waiting
@@ -202,12 +202,12 @@ class InlineReplica(Replica):
             self._engine.abort_request(name)
             self._given_back.add(name)
             del self._in_flight[name]
-            dropped.append(prepared.task.number)
+            dropped.append(prepared.number)
         return dropped
 
     def _numbers_of(self, request_ids: tuple[str, ...]) -> tuple[int, ...] | None:
         """The numbers of those that are under way; None where none of them is."""
-        found = tuple(self._in_flight[name].task.number for name in request_ids if name in self._in_flight)
+        found = tuple(self._in_flight[name].number for name in request_ids if name in self._in_flight)
         return found or None
 
     def _add_events(self) -> None:
