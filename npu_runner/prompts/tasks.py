@@ -31,6 +31,7 @@ from npu_runner.request.sampling_params import SamplingParams
 
 # To tokenize this many characters takes about as long as to send them to a worker and to take the tokens back.
 _LEAST_CHARS = 4096
+_PARAMS = SamplingParams()  # made once: it is checked field by field
 _FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data", "mm_processor_kwargs")
 
 
@@ -40,7 +41,7 @@ class PromptTask(ABC):
 
     number: int = 0
     """Its index among the requests of a service."""
-    params: SamplingParams | PoolingParams = field(default_factory=SamplingParams)
+    params: SamplingParams | PoolingParams = _PARAMS
     """As `ChatProcessor.resolve_params` has made them."""
     num_chars: int = 0
     is_plain: bool = True
