@@ -281,6 +281,8 @@ def _size(image: Any) -> int:
         image = image.source
     if isinstance(image, _Pixels):
         return int(image.pixels_HWC.nbytes)
+    if isinstance(image, Image.Image):  # pixels that came from another process
+        return image.width * image.height * len(image.getbands())
     return len(image.url) if isinstance(image, Media) else len(image)
 
 
