@@ -11,8 +11,8 @@ for it on this host (without `--carry` they read the input, as with --shared-inp
 without and with the files that are replaced while a job runs (status, metrics), in turn,
 and which share of the driver's time these took. `--fsync-ms`: the pairs are without and with a slow disk instead, on
 which each fsync takes longer; both have the files that are replaced. `--report-seconds`: the pairs are without and
-with `npu-runner report`, which starts with the run and then again after that time, one at a time. `put_percent` is the share of time in which
-the driver hands rows to the writer, and waits where that has no room.
+with `npu-runner report`, which starts with the run and then again after that time, one at a time. `put_percent` is the
+share of time in which the driver hands rows to the writer, and waits where that has no room.
 
 `--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
 characters and answers of 64 tokens of shapes-vl, without images.
@@ -25,7 +25,6 @@ are there before).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fcntl
 import functools
 import itertools
@@ -56,7 +55,7 @@ from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.driver import Delivery, Driver, hooks_for
+from npu_runner.batch.job.driver import Delivery, Driver
 from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
@@ -267,11 +266,9 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        hooks = hooks_for(book, suspects, Progress("lines"), lambda settings: None)
-        if is_carried:
-            hooks = dataclasses.replace(hooks, make_run=book.run_with_data)
+        driver = Driver(book, suspects, Progress("off"), rows_carry_data=is_carried)
         replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray, makes_answers=makes_answers)
-        with Fleet(replicas, RowQueue(book.num_rows), hooks) as fleet:
+        with Fleet(replicas, RowQueue(book.num_rows), driver) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
@@ -284,9 +281,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
                 watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
                 nullcontext() if report_seconds is None else reported(scan, output, report_seconds),
             ):
-                driver = Driver(fleet, book, delivery, tally=tally, progress=Progress("off"), suspects=suspects,
-                                should_stop=lambda: False)
-                driver.run(look)
+                driver.run(fleet, delivery, tally, lambda: False, look)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"

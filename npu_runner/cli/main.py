@@ -45,53 +45,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status; argparse itself exits with 2."""
     hold_standard_descriptors()
     with plain_stdout(), patient_stderr():
-        return _run(arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    try:
-        parsed = _parser().parse_args(arguments)
-        wait_briefly()
-        if getattr(parsed, "log_level", None) is not None:
-            os.environ[VARIABLE] = parsed.log_level  # for the processes that this one starts, too
         try:
-            show_log()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        status = int(parsed.run(parsed))
-        print(end="", flush=True)  # a full device is named here, and not when Python ends
-        return status
-    except (ConfigError, RequestError) as error:
-        print(f"npu-runner: {error}", file=sys.stderr)
-        return 2
-    except NpuRunnerError as error:
-        print(f"npu-runner: {error}", file=sys.stderr)
-        return 4 if isinstance(error, TooManyFailuresError) else 1
-    except ModuleNotFoundError as error:
-        from npu_runner.platforms.examination import RUNNER_NEEDS
+            parsed = _parser().parse_args(arguments)
+            wait_briefly()
+            if getattr(parsed, "log_level", None) is not None:
+                os.environ[VARIABLE] = parsed.log_level  # for the processes that this one starts, too
+            try:
+                show_log()
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            status = int(parsed.run(parsed))
+            print(end="", flush=True)  # a full device is named here, and not when Python ends
+            return status
+        except (ConfigError, RequestError) as error:
+            print(f"npu-runner: {error}", file=sys.stderr)
+            return 2
+        except NpuRunnerError as error:
+            print(f"npu-runner: {error}", file=sys.stderr)
+            return 4 if isinstance(error, TooManyFailuresError) else 1
+        except ModuleNotFoundError as error:
+            from npu_runner.platforms.examination import RUNNER_NEEDS
 
-        if error.name not in {"PIL" if name == "pillow" else name for name in RUNNER_NEEDS}:
-            raise
-        print(f"npu-runner: {error}; npu-runner doctor lists every package that is missing", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        # What torch says when an accelerator's extension is installed and cannot be loaded; it helps on no platform.
-        if "Failed to load the backend extension" not in str(error):
-            raise
-        print(f"npu-runner: torch does not load ({error.__cause__ or error}); npu-runner doctor says what to do",
-              file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 1
-    except BrokenPipeError:
-        _lead_standard_output_to_null()  # its reader has gone
-        return 1
-    except OSError as error:
-        if not has_given_out(error):
-            raise
-        _lead_standard_output_to_null()
-        print(f"npu-runner: {explain_file_error(error.filename or 'standard output', error)}", file=sys.stderr)
-        return 1
+            if error.name not in {"PIL" if name == "pillow" else name for name in RUNNER_NEEDS}:
+                raise
+            print(f"npu-runner: {error}; npu-runner doctor lists every package that is missing", file=sys.stderr)
+            return 2
+        except RuntimeError as error:
+            # Torch says so when an accelerator's extension is installed and cannot be loaded; it helps on no platform.
+            if "Failed to load the backend extension" not in str(error):
+                raise
+            print(f"npu-runner: torch does not load ({error.__cause__ or error}); npu-runner doctor says what to do",
+                  file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 1
+        except BrokenPipeError:
+            _lead_standard_output_to_null()  # its reader has gone
+            return 1
+        except OSError as error:
+            if not has_given_out(error):
+                raise
+            _lead_standard_output_to_null()
+            print(f"npu-runner: {explain_file_error(error.filename or 'standard output', error)}", file=sys.stderr)
+            return 1
 
 
 def _lead_standard_output_to_null() -> None:

@@ -5,7 +5,6 @@ step, and the prompts that it accepts. Knows nothing of callers or of running re
 from __future__ import annotations
 
 import logging
-from typing import overload
 
 from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
 from npu_runner.checkpoint.quantization import arithmetic
@@ -121,22 +120,15 @@ def most_cached_tokens(checkpoint: OpenedCheckpoint, settings: Settings) -> int 
                                        platform)
 
 
-@overload
-def check_request(prompt: PromptInputs, params: SamplingParams, processor: ChatProcessor, model_config: ModelConfig,
-                  max_model_len: int) -> SamplingParams: ...
-@overload
-def check_request(prompt: PromptInputs, params: PoolingParams, processor: ChatProcessor, model_config: ModelConfig,
-                  max_model_len: int) -> PoolingParams: ...
 def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, processor: ChatProcessor,
-                  model_config: ModelConfig, max_model_len: int) -> SamplingParams | PoolingParams:
-    """`params` as they will be served. Raises RequestError when this cannot be."""
-    params = processor.resolve_params(params)
+                  model_config: ModelConfig, max_model_len: int) -> None:
+    """Raises RequestError when the request cannot be served. `params`: as `ChatProcessor.resolve_params` made them."""
     processor.check_length(prompt, params)
     _check_prompt(prompt, model_config, max_model_len)
     if isinstance(params, SamplingParams):
+        assert params.is_resolved, "ChatProcessor.resolve_params comes first"
         processor.check_thinking(prompt, params)
         check_sampling_ids(params, model_config.vocab_size)
-    return params
 
 
 def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:

@@ -32,7 +32,7 @@ class FirstMasks:
     def check(self, prompt: PromptInputs, params: SamplingParams) -> None:
         """Raises RequestError where the rule cannot be followed, and with code no_token_left where no token is left.
 
-        params: as `check_request` returns them.
+        params: as `resolve_params` returns them.
         """
         if params.structured_outputs is None and params.allowed_token_ids is None and not params.bad_words_token_ids:
             return

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
-from typing import overload
 
 import numpy as np
 
@@ -97,21 +96,25 @@ class LLMEngine:
 
     def add_request(self, request_id: str, prompt: PromptInputs | SequenceOf[PromptInputs],
                     params: SamplingParams | PoolingParams) -> None:
-        """Queue a prompt, or with PoolingParams one or several. Raises RequestError, and queues nothing, when it cannot
-        be served."""
+        """Queue a prompt, or with PoolingParams one or several. `params`: as `ChatProcessor.resolve_params` made them.
+        Raises RequestError, and queues nothing, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         prompts = [prompt] if isinstance(prompt, PromptInputs) else list(prompt)
         if isinstance(params, PoolingParams):
             for index, each in enumerate(prompts):
                 try:
-                    self.check_request(each, params)
+                    self._check(each, params)
                 except RequestError as error:
                     raise RequestError(error.message, error.code, error.param, prompt_index=index) from error
             self._add_poolings(request_id, prompts, params)
             return
         (only,) = prompts
-        self._add_generations(request_id, only, self.check_request(only, params))
+        self._check(only, params)
+        self._add_generations(request_id, only, params)
+
+    def _check(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
+        bounds.check_request(prompt, params, self.processor, self.model_config, self.max_model_len)
 
     def _add_generations(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
         room = self.max_model_len - len(prompt.token_ids)
@@ -341,15 +344,6 @@ class LLMEngine:
             tokenizer=self.processor.tokenizer, skip_special_tokens=sequence.params.skip_special_tokens)
 
     # -- checks, figures, end --------------------------------------------------------------------------------------
-
-    @overload
-    def check_request(self, prompt: PromptInputs, params: SamplingParams) -> SamplingParams: ...
-    @overload
-    def check_request(self, prompt: PromptInputs, params: PoolingParams) -> PoolingParams: ...
-    def check_request(self, prompt: PromptInputs,
-                      params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
-        """`params` as they will be served. Raises RequestError when this cannot be; nothing is queued yet."""
-        return bounds.check_request(prompt, params, self.processor, self.model_config, self.max_model_len)
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
         if params.seed is not None:

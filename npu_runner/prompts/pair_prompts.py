@@ -1,7 +1,9 @@
 """Prompts of a query and a document, for a model that scores: parsed, shown, cut where that is asked for, with images
 in their places. Knows nothing of rows, nor of what is made of a prompt.
 
-A reranker is shown both by a template. A classifier of one label takes both texts as the checkpoint's tokenizer puts
+A reranker is shown both by the checkpoint's chat template, if it renders both, else by the text that Qwen's rerankers
+are published with. A template is given one message of each role, and one of role system in front for an instruction, as
+sentence-transformers and vLLM do. A classifier of one label takes both texts as the checkpoint's tokenizer puts
 pairs together: sentence-transformers' CrossEncoder and vLLM make the same ones, and where they would differ, scores are
 refused.
 """
@@ -20,25 +22,49 @@ from tokenizers import Encoding, Tokenizer
 from npu_runner.checkpoint.model_config import PairSettings
 from npu_runner.checkpoint.pooling_files import PAIR_FILES
 from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.media.media import Addresses
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
-from npu_runner.prompts.text.chat_template import named_template_file, read_chat_template, read_named_template
-from npu_runner.prompts.text.messages import Conversation, checked_text, parse_content
-from npu_runner.prompts.text.pair_template import (
-    DOCUMENT,
-    INSTRUCTION,
-    PUBLISHED_TOKENS,
-    QUERY,
-    PairTemplate,
-    pair_template,
+from npu_runner.prompts.text.chat_template import (
+    ChatTemplate,
+    named_template_file,
+    read_chat_template,
+    read_named_template,
 )
+from npu_runner.prompts.text.messages import Conversation, MediaLimits, Seen, checked_text, parse_content
 from npu_runner.prompts.text.tokenizer import TextLength
-from npu_runner.prompts.vision_prompts import Known, VisionPrompts, check_kinds, not_cut
+from npu_runner.prompts.vision_prompts import Known, VisionPrompts, not_cut
 from npu_runner.request.limits import shown
 from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
 
 logger = logging.getLogger(__name__)
 
+QUERY, DOCUMENT, INSTRUCTION = "query", "document", "system"
+"""The roles."""
+_PUBLISHED_TOKENS = ("<|im_start|>", "<|im_end|>")
+"""What a tokenizer must have for the published text."""
+
+_JUDGE = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that '
+          'the answer can only be "yes" or "no".')
+_START = "<|im_start|>system\n" + _JUDGE + "<|im_end|>\n<|im_start|>user\n<Instruct>: "
+_OF_ROLE = "{{{{ (messages | selectattr('role', 'equalto', '{role}') | first).content }}}}"
+_TOLD = ("{{% set told = messages | selectattr('role', 'equalto', 'system') | list %}}"
+         "{{{{ told[0].content if told else '{default}' }}}}")
+# Model cards of Qwen3-Reranker and Qwen3-VL-Reranker.
+_PUBLISHED = (
+    _START
+    + _TOLD.format(default="Given a web search query, retrieve relevant passages that answer the query")
+    + "\n<Query>: " + _OF_ROLE.format(role=QUERY) + "\n<Document>: " + _OF_ROLE.format(role=DOCUMENT)
+    + "{{ '<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"
+)
+_PUBLISHED_VISION = (
+    _START
+    + _TOLD.format(default="Given a search query, retrieve relevant candidates that answer the query.")
+    + "<Query>:" + _OF_ROLE.format(role=QUERY) + "\n<Document>:" + _OF_ROLE.format(role=DOCUMENT)
+    + "{{ '<|im_end|>\n<|im_start|>assistant\n' }}"
+)
+# No template writes these by itself.
+_PROBES = {QUERY: "qprobeq", DOCUMENT: "dprobed", INSTRUCTION: "iprobei"}
 _VARIABLE = "instruction"
 _SECOND = 1  # sequence id of a document's tokens
 
@@ -48,12 +74,11 @@ class Side:
     """A query or a document: what the template sees, and (image or video, where it stood) in order."""
 
     content: str | list[dict[str, str]]
-    seen: list[tuple[Any, str]] = field(default_factory=list)
+    seen: list[tuple[Seen, str]] = field(default_factory=list)
 
 
-def parse_side(content: Any, where: str, *, has_vision: bool) -> Side:
-    """Of text, or of vLLM's {"content": parts}, whose addresses are Media already. Raises RequestError naming the
-    field."""
+def parse_side(content: Any, where: str, limits: MediaLimits, addresses: Addresses | None = None) -> Side:
+    """A query or a document of text, or of vLLM's {"content": parts}. Raises RequestError naming the field."""
     if isinstance(content, Mapping):
         if list(content) != ["content"]:
             message = f'{where}: an object is {{"content": parts}}, and this one has {shown(list(content))}'
@@ -62,8 +87,10 @@ def parse_side(content: Any, where: str, *, has_vision: bool) -> Side:
     elif not isinstance(content, str):
         message = f'{where}: text or an object {{"content": parts}} is needed, not {type(content).__name__}'
         raise RequestError(message, "invalid_type", where)
-    seen: list[tuple[Any, str]] = []
-    return Side(parse_content(content, where, has_vision=has_vision, seen=seen), seen)
+    seen: list[tuple[Seen, str]] = []
+    side = Side(parse_content(content, where, limits, seen, addresses), seen)
+    limits.check(seen, seen[-1][1] if seen else where)
+    return side
 
 
 def pairs_of(queries: Any, documents: Any) -> Iterable[tuple[Any, Any]]:
@@ -106,9 +133,9 @@ def read_pair_template(folder: Path, settings: PairSettings, config: Mapping[str
         own = read_chat_template(folder, has_vision=has_vision, given=given)
     else:
         own = read_named_template(folder, settings.template_name, has_vision=has_vision)
-    template = pair_template(own, settings, has_vision=has_vision, placeholders=_placeholders(config, tokenizer))
+    template = _pair_template(own, settings, has_vision=has_vision, placeholders=_placeholders(config, tokenizer))
     if template.is_published:
-        missing = [token for token in PUBLISHED_TOKENS if tokenizer.token_to_id(token) is None]
+        missing = [token for token in _PUBLISHED_TOKENS if tokenizer.token_to_id(token) is None]
         if missing:
             raise ModelError(f"{folder}: its chat template renders no query and document, and the text that Qwen's "
                              f"rerankers are published with needs {missing[0]!r}, no token of this model; give it a "
@@ -128,17 +155,78 @@ def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
     return {kind: f"{start}{text(f'{kind}_token_id')}{end}" for kind in ("image", "video")}
 
 
+class PairTemplate(ChatTemplate):
+    """A template that renders a query and a document.
+
+    `takes_parts`: it is given each message's content as a list of parts, else as one string. There `placeholders`
+    ("image", "video") stand for what is seen. `is_published`: it is the published text, not the checkpoint's.
+    """
+
+    def __init__(self, source: str, token_variables: Mapping[str, str], *, takes_parts: bool,
+                 placeholders: Mapping[str, str], is_published: bool = False):
+        super().__init__(source, token_variables)
+        self.is_published = is_published
+        self._takes_parts = takes_parts
+        self._placeholders = placeholders
+
+    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
+               tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
+        """See ChatTemplate."""
+        shaped = [{**message, "content": self._shaped(message["content"])} for message in messages]
+        return super().render(shaped, kwargs, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _shaped(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+        if self._takes_parts:
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if isinstance(content, str):
+            return content
+        return "".join(part["text"] if part["type"] == "text" else self._placeholders[part["type"]] for part in content)
+
+    def probe(self, settings: PairSettings) -> list[str]:
+        """The roles that reach the prompt, in the order in which they stand there."""
+        messages = [{"role": role, "content": _PROBES[role]} for role in (INSTRUCTION, QUERY, DOCUMENT)]
+        try:
+            text = self.render(messages, self.kept(settings.template_kwargs),
+                               add_generation_prompt=settings.add_generation_prompt)
+        except RequestError:
+            return []
+        # A template for strings that is given parts writes them out as Python does.
+        found = {role: text.find(probe) for role, probe in _PROBES.items() if f"'{probe}'" not in text}
+        return sorted((role for role, place in found.items() if place >= 0), key=found.__getitem__)
+
+    def kept(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that the template reads."""
+        return {name: value for name, value in kwargs.items() if name in self.variables}
+
+
+def _pair_template(own: ChatTemplate | None, settings: PairSettings, *, has_vision: bool,
+                  placeholders: Mapping[str, str]) -> PairTemplate:
+    """The checkpoint's template if it renders both roles, else the published text.
+
+    A template that hands every role on, as ChatML does, renders them too; it is meant for pairs only where the
+    checkpoint was saved as one that scores.
+    """
+    is_meant = own is not None and (settings.is_saved or {QUERY, DOCUMENT} <= set(own.literals()))
+    if own is not None and is_meant:
+        # Text models are given strings first, models with vision parts, as transformers does.
+        for takes_parts in (has_vision, not has_vision):
+            found = PairTemplate(own.source, own.token_variables, takes_parts=takes_parts, placeholders=placeholders)
+            if {QUERY, DOCUMENT} <= set(found.probe(settings)):
+                return found
+    return PairTemplate(_PUBLISHED_VISION if has_vision else _PUBLISHED, {}, takes_parts=False,
+                        placeholders=placeholders, is_published=True)
+
+
 class PairPrompts:
     """Prompts of one checkpoint. `template_kwargs`: the settings', under those of a request."""
 
     def __init__(self, *, chat: ChatPrompts, vision: VisionPrompts, text_length: TextLength, settings: PairSettings,
-                 template_kwargs: Mapping[str, Any], max_images: int, limits: Mapping[str, int] | None = None):
-        """`limits`: of images and of videos, as `limit_mm_per_prompt` has them."""
+                 template_kwargs: Mapping[str, Any], limits: MediaLimits):
         assert isinstance(chat.template, PairTemplate), "prompts of pairs need a template that renders them"
         self._chat, self._vision, self._text_length = chat, vision, text_length
         self._settings = settings
         self._template_kwargs = {**chat.template.kept(settings.template_kwargs), **template_kwargs}
-        self._max_images, self._limits = max_images, limits
+        self._limits = limits
         self._is_published = chat.template.is_published
         self._order = chat.template.probe(settings)
         self._reads_variable = _VARIABLE in chat.template.variables
@@ -180,11 +268,8 @@ class PairPrompts:
     def _check(self, conversation: Conversation, *, is_cut: bool) -> None:
         texts = [text for _, text in conversation.texts()]
         self._text_length.check(texts, is_cut=is_cut)
-        if len(conversation.seen) > self._max_images:
-            raise RequestError(
-                f"{len(conversation.seen)} images and videos in query and document, at most {self._max_images} are "
-                "allowed (max_images_per_prompt)", "too_many_images", conversation.seen[-1][1])
-        check_kinds(conversation.seen, self._limits)
+        if conversation.seen:
+            self._limits.check(conversation.seen, conversation.seen[-1][1])
         if not conversation.seen and not any(text.strip() for text in texts[-2:]):
             raise RequestError("query and document are both empty; give text or an image", "empty_prompt")
 

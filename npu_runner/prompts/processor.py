@@ -31,25 +31,35 @@ from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
+from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, TextPairs, pair_files, read_pair_template, why_no_scores
-from npu_runner.prompts.prompt_forms import checked_ids, plain_ids
 from npu_runner.prompts.request_checks import RequestChecks
 from npu_runner.prompts.text.chat_prompt import ChatPrompts
 from npu_runner.prompts.text.chat_template import ChatTemplate, read_chat_template, read_tool_template
 from npu_runner.prompts.text.control_tokens import ControlTokens
-from npu_runner.prompts.text.messages import check_ending, checked_text, parse_messages
+from npu_runner.prompts.text.messages import (
+    Conversation,
+    MediaLimits,
+    Seen,
+    check_ending,
+    checked_text,
+    parse_messages,
+)
 from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thinking_after
-from npu_runner.prompts.text.tokenizer import TextLength, read_special_tokens, read_tokenizer
+from npu_runner.prompts.text.tokenizer import (
+    TextLength,
+    checked_ids,
+    plain_ids,
+    read_special_tokens,
+    read_tokenizer,
+)
 from npu_runner.prompts.text.tool_parsers import find_tool_parser, forced_calls
 from npu_runner.prompts.text.tools import parse_tools, strings_in
 from npu_runner.prompts.vision_prompts import (
-    Seen,
     VisionPrompts,
     asks_for_mrope,
-    check_kinds,
-    check_seen,
     read_image_token,
     read_video_prompts,
     read_vision_tokens,
@@ -111,6 +121,8 @@ class ChatProcessor(RequestChecks):
         self.max_model_len = settings.max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
         self.has_vision = isinstance(config.get("vision_config"), dict)
+        self.media_limits = MediaLimits(has_vision=self.has_vision, max_images=settings.max_images_per_prompt,
+                                        by_kind=settings.limit_mm_per_prompt or {})
         self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
         self.image_settings: ImageSettings | None = read_image_settings(
             folder, config, default=settings.image_defaults, min_pixels=settings.image_min_pixels,
@@ -146,10 +158,8 @@ class ChatProcessor(RequestChecks):
             return TextPairs(tokenizer=self.tokenizer, vision=self._vision, text_length=self._text_length)
         if scores is None:
             return None
-        settings = self.settings
         return PairPrompts(chat=self._chat, vision=self._vision, text_length=self._text_length,
-                           settings=scores.pairs, template_kwargs=self._template_kwargs,
-                           max_images=settings.max_images_per_prompt, limits=settings.limit_mm_per_prompt)
+                           settings=scores.pairs, template_kwargs=self._template_kwargs, limits=self.media_limits)
 
     def _chat_with(self, template: ChatTemplate | None) -> ChatPrompts:
         control = ControlTokens(self.tokenizer, template.literals() if template else (), self._vision_tokens,
@@ -224,16 +234,18 @@ class ChatProcessor(RequestChecks):
         template = self._template if chat_template is None else self._chat_of(chat_template).template
         return template is not None and name in template.variables
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None, *,
+    def __call__(self, messages: Sequence[Mapping[str, Any]] | Conversation,
+                 chat_template_kwargs: Mapping[str, Any] | None = None, *, media: MediaRules | None = None,
                  tools: Sequence[Mapping[str, Any]] | None = None, is_call_forced: bool = False,
                  add_generation_prompt: bool | None = None, continue_final_message: bool = False,
                  truncate_prompt_tokens: int | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
                  chat_template: str | None = None) -> PromptInputs:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
-        `messages` are OpenAI's, {"role", "content", ...}. Content is text, or parts {"type": "text", "text"} and
-        {"type": "image", "image": encoded bytes or a PIL image}. Control tokens typed in the text are encoded as
-        ordinary characters. `chat_template_kwargs`: what the template reads beside them, over the settings' own. With
+        `messages` are OpenAI's, {"role", "content", ...}, or were parsed before. Content is text, or parts {"type":
+        "text", "text"} and {"type": "image", "image": encoded bytes or a PIL image}; with `media` images and videos may
+        be addresses that it allows. Control tokens typed in the text are encoded as ordinary characters.
+        `chat_template_kwargs`: what the template reads beside them, over the settings' own. With
         `continue_final_message` it ends where the last message, the assistant's, does; with `add_generation_prompt`
         False after it, without the next role. `truncate_prompt_tokens`: keep the last so many tokens, as
         `most_prompt_tokens` says. `mm_processor_kwargs`: how videos are sampled, by `fps`, `num_frames` or
@@ -247,9 +259,8 @@ class ChatProcessor(RequestChecks):
             chat = self._chat_of_tools
             own = {name: value for name, value in own.items() if chat.template and name in chat.template.variables}
         kwargs = {**own, **chat.checked_kwargs(chat_template_kwargs or {})}
-        conversation = parse_messages(messages, has_vision=self.has_vision,
-                                      max_images=self.settings.max_images_per_prompt)
-        check_kinds(conversation.seen, self.settings.limit_mm_per_prompt)
+        conversation = messages if isinstance(messages, Conversation) else parse_messages(
+            messages, self.media_limits, media)
         check_ending(conversation, add_generation_prompt, continue_final_message)
         checked_tools = None if tools is None else parse_tools(tools, is_call_forced=is_call_forced)
         texts = [text for _, text in conversation.texts()] + strings_in(checked_tools)
@@ -283,8 +294,7 @@ class ChatProcessor(RequestChecks):
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
         located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
-        check_seen(located, has_vision=self.has_vision, most=self.settings.max_images_per_prompt)
-        check_kinds(located, self.settings.limit_mm_per_prompt)
+        self.media_limits.check(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
         made = self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)
         return replace(made, text=prompt) if isinstance(prompt, str) else made

@@ -161,8 +161,8 @@ class RequestChecks:
     @overload
     def resolve_params(self, params: PoolingParams) -> PoolingParams: ...
     def resolve_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
-        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. May be
-        called twice.
+        """`params` as the engine takes them: bad words as token ids, structured_outputs as a grammar. Rows are resolved
+        in their worker, prompts of `LLM` where they are read; the engine takes nothing else.
 
         Raises RequestError for token ids that the model lacks, and for more log probabilities than an answer may hold.
         The same for a schema, expression or grammar that cannot be served or forces too long a text, and for params

@@ -27,6 +27,7 @@ from npu_runner.prompts.media.processor_kwargs import FIELD, OF_IMAGES, bounded,
 from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
+from npu_runner.prompts.text.messages import Seen
 from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
@@ -35,8 +36,6 @@ _STEPS_PER_SECOND = 4
 _AROUND_ALL = ("vision_start_token_id", "vision_end_token_id")
 _AROUND_IMAGES = ("image_start_token_id", "image_end_token_id")
 _AROUND_VIDEOS = ("video_start_token_id", "video_end_token_id")
-Seen = bytes | Image.Image | Media | Video
-"""An image or a video."""
 
 
 @dataclass(frozen=True)
@@ -298,25 +297,6 @@ class VisionPrompts:
                                f"{len(token_ids)} tokens; show more frames of each second "
                                "(mm_processor_kwargs.fps)", "video_positions")
         return PromptInputs(token_ids, images, spans, positions_3T, delta)
-
-
-def check_seen(located: Sequence[tuple[Seen, str]], *, has_vision: bool, most: int) -> None:
-    """Raises RequestError for what a raw prompt shows to a model without vision, and for more than `most`."""
-    if located and not has_vision:
-        where = located[0][1].partition("[")[0]
-        raise RequestError(f"this model reads text only; remove the {where}", "model_has_no_vision", where)
-    if len(located) > most:
-        raise RequestError(f"{len(located)} images and videos, at most {most} are allowed (max_images_per_prompt)",
-                           "too_many_images", located[-1][1].partition("[")[0])
-
-
-def check_kinds(located: Sequence[tuple[Seen, str]], limits: Mapping[str, int] | None) -> None:
-    """Raises RequestError for more of one kind than `limit_mm_per_prompt` allows."""
-    for kind, most in (limits or {}).items():
-        places = [where for item, where in located if isinstance(item, Video) is (kind == "video")]
-        if kind in ("image", "video") and len(places) > most:
-            raise RequestError(f"{places[most]}: one of {len(places)} {kind}s, at most {most} are allowed "
-                               "(limit_mm_per_prompt)", "too_many_images", places[most])
 
 
 def not_cut(num_tokens: int, most: int, why: str) -> RequestError:

@@ -196,6 +196,19 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def is_resolved(self) -> bool:
+        """Bad words have token ids, and a rule for the answer is compiled."""
+        rule = self.structured_outputs
+        has_rule = isinstance(rule, StructuredOutputsParams) and bool(rule.compiled)
+        return (rule is None or has_rule) and bool(self.bad_words_token_ids or not self.bad_words)
+
+    def with_limit(self, most: int | None) -> SamplingParams:
+        """Itself, or where it has no max_tokens and there is such a limit: with that, which min_tokens raises."""
+        if self.max_tokens is not None or most is None:
+            return self
+        return self.replace(max_tokens=max(most, self.min_tokens))
+
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)

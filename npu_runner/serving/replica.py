@@ -20,7 +20,7 @@ INDEX, LINE, START, NUM_BYTES = range(4)
 
 
 class RawRow(NamedTuple):
-    """One row. `number`: its index among the rows to serve, from 0; `line`: in the input, from 1.
+    """One row, a task to prepare. `number`: its index among the rows to serve, from 0; `line`: in the input, from 1.
 
     `start`, `num_bytes`: where it lies in the input. `checksum`: of its bytes, as the first reading found them. `data`:
     these bytes where they travel with it, else None.
@@ -32,6 +32,11 @@ class RawRow(NamedTuple):
     num_bytes: int
     checksum: bytes
     data: bytes | None = None
+
+    @property
+    def is_worth_a_worker(self) -> bool:
+        """It is read there."""
+        return True
 
 
 # R rows

@@ -68,7 +68,7 @@ class RowMaker:
         try:
             line = to_json(row).encode("utf-8") + b"\n"
             if not self._is_checked:
-                parse_row(json.loads(line)).body.to_params({}, 0)
+                parse_row(json.loads(line)).to_params({}, 0)
                 self._is_checked = True
         except UnicodeEncodeError as error:
             raise ConfigError(f"{record.where}: spells half a surrogate pair, which is no text; correct it") from error

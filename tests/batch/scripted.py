@@ -18,13 +18,14 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from npu_runner.batch.rows.input_row import CHECKSUM_BYTES
-from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.endpoint import Prepared
 from npu_runner.serving.replica import RawRow
 
 
@@ -248,7 +249,7 @@ class OneRow:
         return name_of(self.data)
 
 
-def prepared(line: bytes, processor: Any, **settings: Any) -> PreparedRow | RejectedRow:
+def prepared(line: bytes, processor: Any, **settings: Any) -> Prepared:
     """What preprocessing makes of a line."""
     source = OneRow(line)
     return RowPreprocessor(source=source, processor=processor, **settings)(source.row)

@@ -19,13 +19,14 @@ import pytest
 from PIL import Image
 
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.serving.endpoint import Prepared
+from npu_runner.serving.workers.pool import WorkerFailure
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.batch.scripted import prepared, row
 
-Prepare = Callable[[bytes], PreparedRow | RejectedRow]
+Prepare = Callable[[bytes], Prepared]
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,11 @@ def prepare(processor: ChatProcessor, images: Path) -> Prepare:
 def outcome(prepare: Prepare, line: bytes | dict[str, Any]) -> str:
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
     result = prepare(data)
-    if isinstance(result, RejectedRow):
-        assert result.error.status_code == 400
+    if result.error is not None:
+        assert not isinstance(result.error, WorkerFailure)
         assert result.error.message
         return result.error.code
-    assert isinstance(result, PreparedRow)
+    assert result.error is None
     assert len(result.prompt.token_ids) > 0
     return "fine"
 
@@ -178,7 +179,7 @@ def test_without_an_allowed_folder_no_file_is_read(processor: ChatProcessor, ima
 def test_special_tokens_in_text_stay_text(prepare: Prepare) -> None:
     def prompt(text: str) -> list[int]:
         result = prepare(json.dumps(asks("fine.png", text=text)).encode())
-        assert isinstance(result, PreparedRow)
+        assert result.error is None
         assert len(result.prompt.spans) == 1
         return result.prompt.token_ids
 
@@ -196,7 +197,7 @@ def test_an_image_is_the_same_inline_and_as_a_file(prepare: Prepare, images: Pat
     prompts = []
     for url in ("fine.png", inline):
         result = prepare(json.dumps(asks(url)).encode())
-        assert isinstance(result, PreparedRow)
+        assert result.error is None
         prompts.append(result.prompt)
     assert prompts[0].token_ids == prompts[1].token_ids
     assert prompts[0].images[0].content_hash == prompts[1].images[0].content_hash

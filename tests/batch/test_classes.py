@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from npu_runner import LLM
-from npu_runner.batch.rows.classes import ClassifyBody
-from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.openai_format import parse_row
+from npu_runner.batch.rows.pooled import ClassifyBody, EmbeddingBody
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS
@@ -150,7 +149,7 @@ def make_other(model: Path, target: Path) -> Path:
     {"input": "a", "use_activation": True, "user": "me", "model": "m"},
 ], ids=str)  # fmt: skip
 def test_vllms_bodies_are_taken(body: dict[str, Any]) -> None:
-    parsed = parse_row(classify_row("a", **body)).body
+    parsed = parse_row(classify_row("a", **body))
     assert {name: getattr(parsed, name) for name in body} == body
 
 
@@ -172,5 +171,5 @@ def test_every_field_is_one_of_vectors_or_a_named_extra() -> None:
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(RequestError) as refused:
-        parse_row(classify_row("a", **body)).body.to_params({}, 0)
+        parse_row(classify_row("a", **body)).to_params({}, 0)
     assert (refused.value.code, refused.value.param) == (code, param)

@@ -14,8 +14,8 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 
 from npu_runner import LLM
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.openai_format import parse_row
+from npu_runner.batch.rows.pooled import EmbeddingBody
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS
@@ -120,7 +120,7 @@ def test_another_runner_is_another_output(tmp_path: Path, capsys: pytest.Capture
     {"input": "a", "encoding_format": "base64", "user": "me", "model": "m"},
 ], ids=str)  # fmt: skip
 def test_openais_bodies_are_taken(body: dict[str, Any]) -> None:
-    parsed = parse_row(embedding_row("a", **body)).body
+    parsed = parse_row(embedding_row("a", **body))
     assert {name: getattr(parsed, name) for name in body} == body
 
 
@@ -142,5 +142,5 @@ def test_every_field_is_openais_or_a_named_extra() -> None:
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(RequestError) as refused:
-        parse_row(embedding_row("a", **body)).body.to_params({}, 0)
+        parse_row(embedding_row("a", **body)).to_params({}, 0)
     assert (refused.value.code, refused.value.param) == (code, param)

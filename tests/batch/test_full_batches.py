@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import Scheduler, SchedulerLimits
 from npu_runner.core.sequence import Sequence
-from npu_runner.request.outputs import CompletionOutput, RequestOutput
+from npu_runner.prompts.tasks import MadeTask
+from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.prompt_server import PromptEndpoint
-from npu_runner.serving.engine_loop import EngineLoop, Flight, Prepared
-from npu_runner.serving.replica import FinishedRow
+from npu_runner.serving.endpoint import Endpoint, Prepared, failed_prompt
+from npu_runner.serving.replica import FinishedRow, ReplicaFacts
+from npu_runner.serving.replicas.inline_replica import InlineReplica
+from npu_runner.serving.workers.pool import PoolLimits
 from tests.full_set import only_full
 
 NUM_OUTPUT_TOKENS = 40
@@ -45,6 +46,9 @@ class SchedulerAlone:
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting
 
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
     def step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule()
         assert batch is not None
@@ -62,30 +66,33 @@ class SchedulerAlone:
         return done
 
 
-class PreparedRows(PromptEndpoint):
-    """An endpoint whose workers are always ahead."""
+class Replica(InlineReplica):
+    """Its engine is there, and its rows are prepared as soon as they are asked for."""
 
-    def __init__(self, count: int):
-        self.rows = deque(
-            Prepared(Flight(n), str(n), PromptInputs([n % 97, 2, 3]), SamplingParams(temperature=0.0), 10)
-            for n in range(count)
-        )
+    def __init__(self, engine: SchedulerAlone, num_rows: int):
+        super().__init__("this process")
+        self.rows_left = num_rows
+        self._engine = engine
+        limits = PoolLimits(num_workers=0, task_timeout_seconds=1.0)
+        self.endpoint = Endpoint(self.prepare, lambda prepared, output: FinishedRow(prepared.number, None, b""),
+                                 limits, failed=failed_prompt)
+        self.submit([MadeTask(number=n, made=PromptInputs([n % 97, 2, 3])) for n in range(num_rows)])
 
-    def next(self, timeout_seconds: float) -> Prepared | None:
-        return self.rows.popleft() if self.rows else None
+    def prepare(self, task: MadeTask) -> Prepared:
+        self.rows_left -= 1
+        prompt = cast(PromptInputs, task.made)
+        return Prepared(number=task.number, name=str(task.number), prompt=prompt, params=task.params)
 
-    def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
-        return FinishedRow(flight.number, None, b"")
+    def _load(self) -> ReplicaFacts:
+        raise AssertionError("it is loaded")
 
 
 @pytest.mark.parametrize("max_num_seqs", [64, 256, *only_full("a larger batch", 1024)])
 def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) -> None:
     engine = SchedulerAlone(max_num_seqs)
-    endpoint = PreparedRows(max_num_seqs * 12)
-    loop = EngineLoop(cast(Any, engine), endpoint)  # nobody aborts
-    while endpoint.rows:
-        loop.turn(0.0)
-        loop.begun.clear()
-        loop.finished.clear()
+    replica = Replica(engine, max_num_seqs * 12)
+    replica.begin(None)
+    while replica.rows_left:
+        replica.poll(0.0)
     steady = engine.decode_sizes[len(engine.decode_sizes) // 4 :]
     assert sum(steady) / len(steady) > 0.85 * max_num_seqs, engine.decode_sizes

@@ -15,7 +15,6 @@ from PIL import Image
 
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.rows.preprocessing import RejectedRow
 from npu_runner.config import RunnerConfig, flat_fields
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder
@@ -38,7 +37,7 @@ def processor() -> ChatProcessor:
 def refusal(processor: Any, body: dict[str, Any], **settings: Any) -> tuple[str, str]:
     """Code and message, or ("fine", "")."""
     result = prepared(json.dumps(row("a", **body)).encode(), processor, **settings)
-    return (result.error.code, result.error.message) if isinstance(result, RejectedRow) else ("fine", "")
+    return (result.error.code, result.error.message) if result.error else ("fine", "")
 
 
 def words(count: int, length: int = 1) -> list[str]:
@@ -81,10 +80,10 @@ def test_lists_of_wrong_things_are_counted_before_each_is_an_error(field: str) -
 
 def test_a_row_is_as_long_as_its_limit(processor: ChatProcessor) -> None:
     line = json.dumps(row("a")).encode()
-    assert not isinstance(prepared(line, processor, max_row_bytes=len(line)), RejectedRow)
+    assert prepared(line, processor, max_row_bytes=len(line)).error is None
     result = prepared(line, processor, max_row_bytes=len(line) - 1)
-    assert isinstance(result, RejectedRow)
-    assert (result.custom_id, result.error.code) == ("a", "row_too_long")
+    assert result.error
+    assert (result.name, result.error.code) == ("a", "row_too_long")
     assert f"{len(line)} bytes, at most {len(line) - 1}" in result.error.message
 
 
@@ -133,7 +132,7 @@ def test_an_image_that_comes_often_is_read_once(processor: ChatProcessor, images
     data = "data:;base64," + base64.b64encode((images / "b.bmp").read_bytes()).decode()
     urls = ["a.bmp", "b.bmp", data] * 20
     result = prepared(json.dumps(row("a", **asks(*urls))).encode(), processor, media=MediaRules(allowed_dir=images))
-    assert not isinstance(result, RejectedRow)
+    assert result.error is None
     assert sorted(reads) == ["a.bmp", "b.bmp"]
     hashes = [image.content_hash for image in result.prompt.images]
     assert len(hashes) == 60

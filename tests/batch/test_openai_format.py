@@ -79,10 +79,10 @@ def test_served_bodies_are_openai_bodies_and_keep_their_values(body: dict[str, A
                 for message in body["messages"]]
     OPENAI_BODY.validate_python({name: value for name, value in body.items() if value is not None}
                                 | {"messages": messages})
-    parsed = parse_row({**row("a"), "body": json.loads(json.dumps(body))}).body
+    parsed = parse_row({**row("a"), "body": json.loads(json.dumps(body))})
     assert isinstance(parsed, ChatBody)
     params = parsed.to_params({}, fallback_seed=7)
-    assert [message["role"] for message in parsed.to_conversation()] == [m["role"] for m in body["messages"]]
+    assert [message["role"] for message in parsed.messages] == [m["role"] for m in body["messages"]]
     for name in ("max_tokens", "temperature", "top_p", "n", "presence_penalty", "frequency_penalty"):
         if name in body:
             assert getattr(params, name) == body[name]
@@ -175,7 +175,7 @@ BAD_BODIES = [
 @pytest.mark.parametrize(("change", "code", "param"), BAD_BODIES, ids=lambda value: str(value)[:40])
 def test_a_wrong_body_is_refused_and_the_field_named(change: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_row(row("a", **change)).body.to_params({}, 0)
+        parse_row(row("a", **change)).to_params({}, 0)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert param.split(".")[-1].split("[")[0] in caught.value.message
 
@@ -260,7 +260,7 @@ def test_no_row_fails_for_its_metadata(metadata: dict[str, Any]) -> None:
     line = json.dumps(row("a", metadata=metadata)).replace('"LONG"', "9" * 5000).encode()
     prepared = read_json(line)
     refuse_half_characters(line, prepared)
-    assert (parse_row(prepared).body.metadata or {}).keys() == metadata.keys()
+    assert (parse_row(prepared).metadata or {}).keys() == metadata.keys()
 
 
 def test_a_whole_number_of_any_length_is_refused_by_the_name_of_its_field() -> None:
@@ -269,12 +269,12 @@ def test_a_whole_number_of_any_length_is_refused_by_the_name_of_its_field() -> N
         line = json.dumps(row("a", seed=1)).replace('"seed": 1', f'"seed": -{"9" * digits}').encode()
         assert name_of(line) == "a"
         with pytest.raises(RequestError) as caught:
-            parse_row(read_json(line)).body.to_params({}, 1)
+            parse_row(read_json(line)).to_params({}, 1)
         assert caught.value.param == "seed"
     assert read_json(b'{"a": [' + b"1" * 4300 + b", " + b"1" * 4301 + b"]}") == {"a": [int("1" * 4300), math.inf]}
 
 
 def test_the_row_goes_over_the_checkpoints_defaults_field_by_field() -> None:
     defaults = {"temperature": 0.7, "top_k": 20, "max_tokens": 99}
-    body = parse_row({**row("a"), "body": {"messages": [{"role": "user", "content": "x"}], "top_k": -1}}).body
+    body = parse_row({**row("a"), "body": {"messages": [{"role": "user", "content": "x"}], "top_k": -1}})
     assert body.to_params(defaults, 1) == SamplingParams(temperature=0.7, top_k=0, max_tokens=99, seed=1)

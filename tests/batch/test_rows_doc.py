@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.rows.chat import ChatBody, Message
-from npu_runner.batch.rows.classes import ClassifyBody
 from npu_runner.batch.rows.completions import CompletionBody
-from npu_runner.batch.rows.embeddings import EmbeddingBody
 from npu_runner.batch.rows.endpoint import RowBody
 from npu_runner.batch.rows.endpoints import ENDPOINTS
+from npu_runner.batch.rows.pooled import ClassifyBody, EmbeddingBody
 from npu_runner.batch.rows.scores import RerankBody, ScoreBody
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows

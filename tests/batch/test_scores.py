@@ -219,7 +219,7 @@ def test_the_best_are_found_where_sigmoids_are_alike() -> None:
 ], ids=lambda value: str(value)[:50])  # fmt: skip
 def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(RequestError) as refused:
-        parse_row(pair_row("a", **body)).body.to_params({}, 0)
+        parse_row(pair_row("a", **body)).to_params({}, 0)
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
@@ -242,7 +242,7 @@ def test_what_documents_take_once_they_are_prepared_is_bounded(
 
     settings = ProcessorSettings(pooling=ScorePooling(true_token_id=396, false_token_id=392))
     processor = ChatProcessor(str(SHAPES_VL), settings)
-    body: RowBody = parse_row(pair_row("a", text_1=PICTURE, text_2=["a", PICTURE, "b", "c"])).body
+    body: RowBody = parse_row(pair_row("a", text_1=PICTURE, text_2=["a", PICTURE, "b", "c"]))
     prompts, _ = body.prepare(processor, MediaRules(), PoolingParams())
     assert isinstance(prompts, tuple)
     pixels = prompts[0].images[0].pixels_HWC.nbytes

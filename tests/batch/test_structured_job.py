@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion
 
-from npu_runner.batch.job.row_server import RowEndpoint
 from npu_runner.cli import main as cli
 from npu_runner.runner.model_runner import ModelRunner
+from npu_runner.serving.endpoint import Endpoint
 from tests.batch.scripted import read_rows, row, write_rows
 from tests.full_set import only_full
 from tests.oracle.thinking_checkpoints import make_thinking
@@ -200,9 +200,9 @@ def test_the_table_of_tokens_is_begun_while_the_model_loads_if_a_first_row_needs
 ) -> None:
     """Nobody says so: a worker prepares the row meanwhile."""
     seen, begun = threading.Event(), []
-    look_at, profile = RowEndpoint._look_at, ModelRunner.profile_run
+    look_at, profile = Endpoint._record, ModelRunner.profile_run
 
-    def look(endpoint: RowEndpoint, prepared: Any) -> None:
+    def look(endpoint: Endpoint, prepared: Any) -> None:
         look_at(endpoint, prepared)
         seen.set()
 
@@ -212,7 +212,7 @@ def test_the_table_of_tokens_is_begun_while_the_model_loads_if_a_first_row_needs
         begun.append(runner._matchers._tokens is not None)
         return found
 
-    monkeypatch.setattr(RowEndpoint, "_look_at", look)
+    monkeypatch.setattr(Endpoint, "_record", look)
     monkeypatch.setattr(ModelRunner, "profile_run", profile_run)
     write_rows(tmp_path / "in.jsonl", [row("first", **{**ASKED, "max_thinking_tokens": 4, **asked})])
     assert run(tmp_path, model) == 0

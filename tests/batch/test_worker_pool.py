@@ -17,7 +17,7 @@ import pytest
 
 from npu_runner.errors import JobError
 from npu_runner.processes.channel import Channel, ChannelClosed
-from npu_runner.serving.workers.pool import Finished, PoolLimits, WorkerFailure, WorkerPool
+from npu_runner.serving.workers.pool import PoolItem, PoolLimits, WorkerFailure, WorkerPool
 from tests.batch.pool_tasks import Unreadable, allocate, allocate_and_keep, image, modules, square, without_job
 from tests.full_set import only_full
 
@@ -26,7 +26,7 @@ def limits(**changes: Any) -> PoolLimits:
     return PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **changes})
 
 
-def drained(pool: WorkerPool[Any], tasks: Iterable[Any]) -> list[Finished[Any]]:
+def drained(pool: WorkerPool[Any], tasks: Iterable[Any]) -> list[PoolItem[Any]]:
     """The results of all of these, in the order in which they came."""
     asked = list(tasks)
     for task in asked:
@@ -37,7 +37,7 @@ def drained(pool: WorkerPool[Any], tasks: Iterable[Any]) -> list[Finished[Any]]:
     return found
 
 
-def waited_for(pool: WorkerPool[Any]) -> Finished[Any]:
+def waited_for(pool: WorkerPool[Any]) -> PoolItem[Any]:
     while (item := pool.get(1.0)) is None:
         """The test's own timeout ends this."""
     return item
@@ -191,7 +191,7 @@ def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_fo
     """Whether or not others that have served stand idle."""
     mib = 1 << 20
     settings = limits(num_workers=num_workers, worker_memory_bytes=200 * mib)
-    found: list[Finished[Any]] = []
+    found: list[PoolItem[Any]] = []
     with WorkerPool(allocate_and_keep, settings) as pool:
         while len({item.result[1] for item in found}) < num_workers:
             found += drained(pool, [2 * mib] * num_workers)

@@ -12,8 +12,8 @@ import npu_runner
 import npu_runner.config
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.serving.calls import vllm_settings
-from npu_runner.serving.calls.vllm_settings import own_settings
+from npu_runner.llm import vllm_settings
+from npu_runner.llm.vllm_settings import own_settings
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 
 FLAT = {**npu_runner.config.flat_fields(RunnerConfig), **npu_runner.config.flat_fields(PreprocessingOptions),

@@ -19,7 +19,7 @@ import pytest
 import npu_runner
 
 _PACKAGE = Path(npu_runner.__file__).parent
-FRONT = ("llm.py", "ray_data.py", "serving/")
+FRONT = ("llm/", "ray_data.py", "serving/")
 """Between a caller and the engine: files and folders of the package."""
 Line = tuple[str, int]
 """Of a file, by its path in the package, and a line's number."""

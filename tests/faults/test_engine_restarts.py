@@ -15,8 +15,8 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.config import RunnerConfig
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import EngineDeadError
+from npu_runner.llm import prompt_service
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.calls import prompt_service
 from tests.full_set import only_full
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -40,6 +40,7 @@ def engine() -> Iterator[LLMEngine]:
 def answers(engine: LLMEngine) -> list[Any]:
     """What every request answers, whatever interrupts its steps."""
     for index, params in enumerate(PARAMS):
+        params = engine.processor.resolve_params(params)
         engine.add_request(str(index), engine.processor.from_text("what colour"), params)
     found: dict[str, Any] = {}
     while engine.has_unfinished_requests():

@@ -107,7 +107,7 @@ def test_an_interrupted_step_of_the_engine_is_made_again(checkpoint: Any, expect
     with LLM(checkpoint("qwen3"), **SETTINGS) as llm:
         engine = llm.engine
         for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            engine.add_request(str(index), engine.processor.from_text(prompt), params)
+            engine.add_request(str(index), engine.processor.from_text(prompt), engine.processor.resolve_params(params))
         found: dict[str, Any] = {}
         num_injected = 0
         while engine.has_unfinished_requests():

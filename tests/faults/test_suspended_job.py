@@ -48,14 +48,15 @@ print(json.dumps([found, pool.num_replaced]))
 FLEET = """
 import functools, sys
 from npu_runner.serving.replicas import process_replica
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
+from tests.replicas.owners import Quiet
 from tests.replicas.test_stopped_replicas import made, run_of
 process_replica.STOPPED_SECONDS = 2.0
 queue, answers = RowQueue(200), []
 queue.allow(0)
-hooks = FleetHooks(make_run=run_of, say=print, isolate=print, record_death=lambda *_: None)
-with Fleet([functools.partial(made, f"replica {number}") for number in range(2)], queue, hooks) as fleet:
+replicas = [functools.partial(made, f"replica {number}") for number in range(2)]
+with Fleet(replicas, queue, Quiet(make_run=run_of, hear=print)) as fleet:
     fleet.load()
     fleet.begin(None)
     print("serving", file=sys.stderr, flush=True)

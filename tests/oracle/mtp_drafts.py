@@ -114,7 +114,7 @@ def assert_drafts_are_the_heads(path: Path, drafts: Sequence[Draft], outputs: di
 def run(llm: LLM, prompts: dict[str, PromptInputs], params: SamplingParams = GREEDY) -> dict[str, RequestOutput]:
     found: dict[str, RequestOutput] = {}
     for name, prompt in prompts.items():
-        llm.engine.add_request(name, prompt, params)
+        llm.engine.add_request(name, prompt, llm.processor.resolve_params(params))
     while llm.engine.has_unfinished_requests():
         found.update({output.request_id: output for output in llm.engine.step()})
     return found

@@ -44,8 +44,8 @@ def beside(llm: LLM, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> t
         forced.extend(len(matcher.compute_ff_tokens()) for matcher, _ in asked)
 
     monkeypatch.setattr(matchers, "fill", counted)
-    engine.add_request("ruled", engine.processor.from_text("which"),
-                       SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=rule))  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=rule)
+    engine.add_request("ruled", engine.processor.from_text("which"), engine.processor.resolve_params(params))
     for number in range(8):
         engine.add_request(f"free {number}", engine.processor.from_text("which " * (number + 1)), _FREE)
     before, found = llm.stats().num_decode_steps, {}

@@ -56,7 +56,7 @@ def test_a_row_comes_before_the_checkpoint_and_that_before_the_defaults(checkpoi
     defaults = CheckpointSide(RunnerConfig(model=str(path), platform="cpu")).generation_defaults
 
     def served(**body: Any) -> SamplingParams:
-        return parse_row(row("a", **body)).body.to_params(defaults, 1)
+        return parse_row(row("a", **body)).to_params(defaults, 1)
 
     asked = {"repetition_penalty": 1.3, "top_p": 0.5, "seed": 1}
     assert served() == SamplingParams(temperature=0, max_tokens=9, **asked)

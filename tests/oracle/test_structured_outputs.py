@@ -186,7 +186,7 @@ def test_an_abort_leaves_the_slot_to_others(llm: LLM) -> None:
     free = GREEDY.replace(max_tokens=12, ignore_eos=True)
     (expected,) = llm.generate(["a"], free)
     prompt = engine.processor.from_text("a")
-    engine.add_request("ruled", prompt, rule)
+    engine.add_request("ruled", prompt, engine.processor.resolve_params(rule))
     for _ in range(6):
         assert engine.step() == []
     engine.abort_request("ruled")

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.prompts.media.media import MediaRules, load_media, resolve_media
+from npu_runner.prompts.media.media import MediaRules, load_media
+from npu_runner.prompts.text.messages import MediaLimits, parse_messages
 from tests.full_set import examples
 
 SECRET = b"the secret outside"
+LIMITS_OF_TWO = MediaLimits(has_vision=True, max_images=2)
 
 
 @pytest.fixture
@@ -283,18 +285,13 @@ def test_image_url_parts_become_image_parts(allowed: Path) -> None:
                 {"type": "text", "text": "?"},
                 {"type": "image_url", "image_url": {"url": "a.png", "detail": "auto"}},
                 {"type": "image_url", "image_url": "data:,b"},
-                7,
             ],
         },
-        "not a message",
     ]
-    resolved = resolve_media(messages, MediaRules(allowed_dir=allowed))
-    assert resolved[0] is messages[0]
-    text, *images, number = resolved[1]["content"]
-    assert (text, number) == ({"type": "text", "text": "?"}, 7)
-    assert [image["type"] for image in images] == ["image", "image"]
-    assert [image["image"].load() for image in images] == [b"image a", b"b"]
-    assert resolved[2] == "not a message"
+    parsed = parse_messages(messages, LIMITS_OF_TWO, MediaRules(allowed_dir=allowed))
+    image = {"type": "image", "image": "image"}
+    assert parsed.messages == [messages[0], {"role": "user", "content": [{"type": "text", "text": "?"}, image, image]}]
+    assert [image.load() for image, _ in parsed.seen] == [b"image a", b"b"]  # type: ignore[union-attr]
     assert messages[1]["content"][1]["type"] == "image_url"  # type: ignore[index]
 
 
@@ -312,6 +309,6 @@ def test_image_url_parts_become_image_parts(allowed: Path) -> None:
 def test_a_bad_image_url_part_is_named(value: object, code: str, allowed: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": value}]}]
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].image_url") as caught:
-        resolve_media(messages, MediaRules(allowed_dir=allowed))
+        parse_messages(messages, LIMITS_OF_TWO, MediaRules(allowed_dir=allowed))
     assert caught.value.code == code
     assert (caught.value.param or "").startswith("messages[0].content[1].image_url")

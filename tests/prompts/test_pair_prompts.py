@@ -58,7 +58,7 @@ def pairs_in(made: ChatProcessor) -> PairPrompts:
 
 
 def prompt(made: ChatProcessor, query: Any, document: Any, **options: Any) -> PromptInputs:
-    sides = (parse_side(side, name, has_vision=made.has_vision) for side, name in ((query, "q"), (document, "d")))
+    sides = (parse_side(side, name, made.media_limits) for side, name in ((query, "q"), (document, "d")))
     return pairs_in(made)(*sides, **options)
 
 
@@ -195,7 +195,7 @@ def test_an_instruction_that_the_template_leaves_out_is_refused(tmp_path: Path) 
 
 def test_limits_and_wrong_sides_are_named(tmp_path: Path) -> None:
     made = processor(SHAPES_VL, max_images_per_prompt=2)
-    with pytest.raises(RequestError, match="3 images and videos in query and document, at most 2 ") as refused:
+    with pytest.raises(RequestError, match="3 images and videos, at most 2 ") as refused:
         prompt(made, image(1, 1, 1), {"content": [*image(1, 1, 1)["content"]] * 2})
     assert refused.value.code == "too_many_images"
     with pytest.raises(RequestError, match="query and document are both empty"):

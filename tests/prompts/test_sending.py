@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,13 @@ from PIL import Image
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.prompt_forms import RawPrompt
-from npu_runner.prompts.sending import unread_file
+from npu_runner.prompts.tasks import PromptTask, chat_task, text_task, unread_file
 from npu_runner.request.limits import LIMITS
-from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.calls.prompt_server import PromptEndpoint, Request
+from npu_runner.serving.endpoint import Endpoint, failed_prompt, prepare_prompt
+from npu_runner.serving.replica import FinishedRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
-from npu_runner.serving.workers.prompt_tasks import NumberedTask, Preparation, PromptTask, chat_task, text_task
 
-Workers = WorkerPool[NumberedTask]
+Workers = WorkerPool[PromptTask]
 ORIENTATION = 0x0112
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 
@@ -110,16 +110,16 @@ IMAGES: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def workers(qwen: ChatProcessor) -> Iterator[Workers]:
-    with WorkerPool(Preparation(qwen), PoolLimits(num_workers=1, task_timeout_seconds=120.0)) as pool:
+    with WorkerPool(partial(prepare_prompt, qwen), PoolLimits(num_workers=1, task_timeout_seconds=120.0)) as pool:
         yield pool
 
 
 def from_worker(workers: Workers, task: PromptTask) -> Any:
     assert task.is_worth_a_worker
-    workers.submit(NumberedTask(0, task.sendable(LIMITS.max_source_pixels)))
+    workers.submit(task.sendable(LIMITS.max_source_pixels))
     while (finished := workers.get(1.0)) is None:
         """The test's own timeout ends this."""
-    return finished.result
+    return finished.result.error or finished.result.prompt
 
 
 def asks(*images: Any) -> list[dict[str, Any]]:
@@ -136,22 +136,22 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, workers: Workers) -> None:
-    task = chat_task(asks(IMAGES[name]()), None, MediaRules(), has_vision=True)
+    task = chat_task(qwen, asks(IMAGES[name]()), MediaRules())
     assert_same(from_worker(workers, task), qwen(asks(IMAGES[name]())))
-    raw = text_task(RawPrompt(prompt="<|image_pad|> x", images=[IMAGES[name]()]))
+    raw = text_task({"prompt": "<|image_pad|> x", "images": [IMAGES[name]()]})
     assert_same(from_worker(workers, raw), qwen.from_text("<|image_pad|> x", [IMAGES[name]()]))
 
 
 def test_files_are_decoded_by_the_worker_and_only_once(qwen: ChatProcessor, workers: Workers,
                                                       tmp_path: Path) -> None:
     image = on_disk(tmp_path)
-    task = chat_task(asks(image, image), None, MediaRules(), has_vision=True).sendable(LIMITS.max_source_pixels)
+    task = chat_task(qwen, asks(image, image), MediaRules()).sendable(LIMITS.max_source_pixels)
     (first, _), (second, _) = task.images
     assert first == (tmp_path / "photo.png").read_bytes()
     assert first is second
     assert image.tile, "the caller's image is still unread ..."
     assert image.load() is not None, "... and can be read"
-    assert_same(from_worker(workers, chat_task(asks(image, image), None, MediaRules(), has_vision=True)),
+    assert_same(from_worker(workers, chat_task(qwen, asks(image, image), MediaRules())),
                 qwen(asks(image, image)))
 
 
@@ -164,7 +164,7 @@ def test_addresses_are_read_by_the_worker(qwen: ChatProcessor, workers: Workers,
     photo().save(tmp_path / "photo.png")
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "photo.png"}},
                                              {"type": "text", "text": "Which?"}]}]
-    task = chat_task(messages, None, MediaRules(allowed_dir=tmp_path), has_vision=True)
+    task = chat_task(qwen, messages, MediaRules(allowed_dir=tmp_path))
     expected = qwen(asks((tmp_path / "photo.png").read_bytes()))
     assert_same(from_worker(workers, task), expected)
     (tmp_path / "photo.png").unlink()
@@ -187,16 +187,16 @@ def test_text_of_a_class_of_its_own_travels_as_text(qwen: ChatProcessor, workers
     long = "colour " * 1000
     for messages in ([{"role": "user", "content": Text(long)}],
                      [{"role": "user", "content": [{"type": "text", "text": Text(long)}]}]):
-        task = chat_task(messages, None, MediaRules(), has_vision=True)
+        task = chat_task(qwen, messages, MediaRules())
         assert_same(from_worker(workers, task), qwen([{"role": "user", "content": long}]))
-    assert_same(from_worker(workers, text_task(RawPrompt(prompt=Text(long)))), qwen.from_text(long))
+    assert_same(from_worker(workers, text_task(Text(long))), qwen.from_text(long))
 
 
 @pytest.mark.parametrize(("image", "code"), [
     (b"junk", "image_not_recognised"), (b"", "image_empty"), ("a.png", "invalid_type"), (photo("F"), "image_mode"),
 ])  # fmt: skip
 def test_a_bad_image_is_named_by_its_place(image: Any, code: str, workers: Workers) -> None:
-    task = text_task(RawPrompt(prompt="<|image_pad|> x", images=[image]))
+    task = text_task({"prompt": "<|image_pad|> x", "images": [image]})
     try:
         found = from_worker(workers, task)
     except RequestError as error:
@@ -209,12 +209,13 @@ def test_a_bad_image_is_named_by_its_place(image: Any, code: str, workers: Worke
 def test_what_is_recalled_never_reaches_a_worker(qwen: ChatProcessor) -> None:
     """Asked back before the worker is there: what it would have been given is counted, and is nothing in the end."""
     limits = PoolLimits(num_workers=1, task_timeout_seconds=120.0)
-    endpoint = PromptEndpoint(qwen, limits, max_source_pixels=LIMITS.max_source_pixels, pack=lambda answer: answer)
+    endpoint = Endpoint(partial(prepare_prompt, qwen), lambda prepared, answer: FinishedRow(0, None, b""), limits,
+                        failed=failed_prompt)
     try:
-        long, short = (text_task(RawPrompt(prompt="word " * count)) for count in (10_000, 1))
-        endpoint.submit([(n, Request(SamplingParams(), short if n == 3 else long)) for n in range(5)])
+        long, short = (text_task("word " * count) for count in (10_000, 1))
+        endpoint.submit(replace(short if n == 3 else long, number=n) for n in range(5))
         assert endpoint.pool.pending_bytes == 4 * long.num_chars
-        assert endpoint.recall(3) == [4, 3, 2]
+        assert set(endpoint.recall(3)) == {4, 3, 2}
         assert endpoint.pool.pending_bytes == 2 * long.num_chars
         assert endpoint.recall(9) == [1, 0]
         assert endpoint.pool.pending_bytes == 0

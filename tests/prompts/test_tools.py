@@ -12,7 +12,7 @@ from preprocessing_checkpoints import write_llama
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.text.messages import parse_messages
+from npu_runner.prompts.text.messages import MediaLimits, parse_messages
 from npu_runner.prompts.text.tools import parse_tool_calls
 from npu_runner.request.limits import LIMITS
 from tests.prompts.deep_values import nested
@@ -119,7 +119,7 @@ def test_a_call_without_arguments_is_one_with_an_empty_object(given: dict[str, A
 
 def test_parsing_what_was_parsed_changes_nothing() -> None:
     def parsed(messages: Any) -> list[dict[str, Any]]:
-        return parse_messages(messages, has_vision=False, max_images=0).messages
+        return parse_messages(messages, MediaLimits(has_vision=False, max_images=0)).messages
 
     once = parsed([ASK, CALLED, ANSWERED])
     assert parsed(once) == once

@@ -12,8 +12,9 @@ from preprocessing_checkpoints import write_qwen_vl
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_settings import LOW_DETAIL_PIXELS, ImageSettings
-from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
+from npu_runner.prompts.text.messages import MediaLimits, parse_messages
 from npu_runner.request.sampling_params import SamplingParams
 
 LONG = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "what colour is it? " * 40}]
@@ -89,11 +90,11 @@ def test_low_detail_is_an_image_of_at_most_512_by_512(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1500, 1000, 3), dtype=np.uint8)
     url = url_of(Image.fromarray(noise), tmp_path)
     rules = MediaRules(allowed_dir=tmp_path)
-    prompt = processor(resolve_media(asked(url, "low", "auto", None, "high", "low"), rules))
+    prompt = processor(asked(url, "low", "auto", None, "high", "low"), media=rules)
     sizes = [image.pixels_HWC.shape[:2] for image in prompt.images]
     assert sizes[0] == sizes[4] != sizes[1] == sizes[2] == sizes[3]
     bounded = ChatProcessor(str(folder), ProcessorSettings(image_max_pixels=LOW_DETAIL_PIXELS))
-    (expected,) = bounded(resolve_media(asked(url, "auto"), rules)).images
+    (expected,) = bounded(asked(url, "auto"), media=rules).images
     np.testing.assert_array_equal(prompt.images[0].pixels_HWC, expected.pixels_HWC)
     assert prompt.images[0].num_tokens < prompt.images[1].num_tokens
 
@@ -108,6 +109,7 @@ def test_low_detail_changes_no_small_image_and_no_smaller_bound() -> None:
 def test_both_details_of_an_image_count_its_bytes_once(tmp_path: Path) -> None:
     url = url_of(Image.new("RGB", (64, 64)), tmp_path)
     size = (tmp_path / url).stat().st_size
-    resolve_media(asked(url, "low", "high"), MediaRules(allowed_dir=tmp_path, max_total_bytes=size))
+    limits = MediaLimits(has_vision=True, max_images=2)
+    parse_messages(asked(url, "low", "high"), limits, MediaRules(allowed_dir=tmp_path, max_total_bytes=size))
     with pytest.raises(RequestError, match=f"at most {size - 1} are allowed"):
-        resolve_media(asked(url, "low", "high"), MediaRules(allowed_dir=tmp_path, max_total_bytes=size - 1))
+        parse_messages(asked(url, "low", "high"), limits, MediaRules(allowed_dir=tmp_path, max_total_bytes=size - 1))

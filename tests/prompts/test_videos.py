@@ -24,8 +24,7 @@ from npu_runner.prompts.media.video_reading import read_video_settings
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
-from npu_runner.prompts.prompt_forms import raw_prompt
-from npu_runner.serving.workers.prompt_tasks import text_task
+from npu_runner.prompts.tasks import text_task
 from tests.full_set import examples, only_full
 from tests.videos import moving_frames, video_of
 
@@ -211,7 +210,7 @@ def test_encoded_bytes_of_any_kind_are_a_video(kind: Any, seeing: ChatProcessor)
     expected = seeing.from_text(text, videos=[data])
     assert expected.images
     for item in ({"prompt": text, "videos": [kind(data)]}, {"prompt": text, "multi_modal_data": {"video": kind(data)}}):
-        assert text_task(raw_prompt(item)).prepare(seeing).token_ids == expected.token_ids
+        assert text_task(item).prepare(seeing).token_ids == expected.token_ids
     assert seeing.from_text(text, videos=[kind(data)]).token_ids == expected.token_ids
     part = {"type": "video", "video": kind(data)}
     assert seeing(asks(part)).token_ids == seeing(asks({"type": "video", "video": data})).token_ids

@@ -26,8 +26,9 @@ from npu_runner.serving.replica import (
     Returned,
     RowRun,
 )
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
+from tests.replicas.owners import Quiet
 
 
 @dataclass
@@ -103,12 +104,6 @@ def run_of(indices: Sequence[int]) -> RowRun:
     return RowRun(table_R4=table, checksums=bytes(8 * len(indices)))
 
 
-def hooks_of(**hooks: Any) -> FleetHooks:
-    quiet = {"make_run": run_of, "say": lambda line: None, "isolate": lambda rows: None,
-             "record_death": lambda *_: None}
-    return FleetHooks(**{**quiet, **hooks})
-
-
 def fleet_of(
     script: Script, num_rows: int, *, verdicts: int = 2, queue: RowQueue | None = None,
     make_run: Callable[[Sequence[int]], RowRun] = run_of, **options: Any
@@ -121,9 +116,9 @@ def fleet_of(
         is_enough = alone[row] >= verdicts
         return GivenUp(index=row, code="request_failed", message=str(error)) if is_enough else None
 
-    hooks = hooks_of(record_death=record_death, make_run=make_run)
+    owner = Quiet(record_death=record_death, make_run=make_run)
     replicas = [lambda place=place: ScriptedReplica(script, place) for place in range(len(script.speeds))]
-    return Fleet(replicas, queue or RowQueue(num_rows), hooks, **options)
+    return Fleet(replicas, queue or RowQueue(num_rows), owner, **options)
 
 
 def serve(fleet: Fleet, look: Callable[[], None] = lambda: None) -> tuple[list[int], list[int]]:
@@ -201,7 +196,7 @@ def test_what_came_before_a_failure_is_told_first() -> None:
     script = Script()
     replicas = [lambda: ScriptedReplica(script, 0), lambda: Failing(script, 1)]
     told: list[int] = []
-    with Fleet(replicas, RowQueue(100), hooks_of()) as fleet:
+    with Fleet(replicas, RowQueue(100), Quiet(make_run=run_of)) as fleet:
         fleet.load()
         fleet.begin(None)
 
@@ -251,7 +246,8 @@ def test_replicas_that_would_answer_otherwise_are_refused() -> None:
             settings = {"max_model_len": self.name}
             self._events.append(Ready(ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)))
 
-    fleet = Fleet([lambda place=place: Differs(Script(), place) for place in (0, 1)], RowQueue(10), hooks_of())
+    replicas = [lambda place=place: Differs(Script(), place) for place in (0, 1)]
+    fleet = Fleet(replicas, RowQueue(10), Quiet(make_run=run_of))
     with fleet, pytest.raises(ConfigError, match="max_model_len: 'replica 1' here, 'replica 0' there"):
         fleet.load()
 
@@ -265,24 +261,23 @@ class Speaking(ScriptedReplica):
 
 
 def test_one_replica_says_what_all_do_until_they_are_ready() -> None:
-    said: list[str] = []
-    checked: list[Any] = []
-    hooks = hooks_of(check=checked.append, loading=said.append)
-    fleet = Fleet([lambda place=place: Speaking(Script(), place) for place in (0, 1)], RowQueue(10), hooks)
+    heard: list[Any] = []
+    owner = Quiet(make_run=run_of, hear=heard.append)
+    fleet = Fleet([lambda place=place: Speaking(Script(), place) for place in (0, 1)], RowQueue(10), owner)
     with fleet:
         fleet.load()
         fleet.begin(None)
-        assert said == ["replica 0 reads", "replica 0 compiles"]
-        assert checked == [{"seed": "replica 0"}, {"seed": "replica 1"}]
+        said = [Loading("replica 0 reads"), Loading("replica 0 compiles")]
+        assert heard == [Opened({"seed": "replica 0"}), *said, Opened({"seed": "replica 1"})]
         fleet._take(fleet.states[0], Loading("replica 0 reads again"))  # in the place of one that died
-        assert len(said) == 2
+        assert len(heard) == 4
 
 
 def test_settings_that_are_refused_end_the_load() -> None:
-    def check(settings: Any) -> None:
-        raise ConfigError(f"seed: {settings['seed']}")
+    def check(opened: Any) -> None:
+        raise ConfigError(f"seed: {opened.settings['seed']}")
 
-    fleet = Fleet([lambda: Speaking(Script(), 0)], RowQueue(10), hooks_of(check=check))
+    fleet = Fleet([lambda: Speaking(Script(), 0)], RowQueue(10), Quiet(make_run=run_of, hear=check))
     with fleet, pytest.raises(ConfigError, match="seed: replica 0"):
         fleet.load()
     assert fleet.states[0].facts is None

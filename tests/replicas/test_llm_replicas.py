@@ -16,8 +16,8 @@ import pytest
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
+from npu_runner.llm.prompt_server import pack_answer
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.calls.prompt_server import pack_answer
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
 from tests.replicas.jobs import REPLICA, family, kill, processes, wait_until_gone

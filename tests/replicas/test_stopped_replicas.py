@@ -30,11 +30,12 @@ from npu_runner.serving.replica import (
     RowRun,
 )
 from npu_runner.serving.replicas import process_replica
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.placement import Placement
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from tests.replicas.jobs import wait_until_gone
+from tests.replicas.owners import Quiet
 
 # Who waits for a stopped process waits for ever.
 pytestmark = pytest.mark.timeout(120)
@@ -120,14 +121,14 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessReplica]:
 
 
 def test_others_go_on_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    said: list[Any] = []
     answers: list[FinishedRow] = []
     monkeypatch.setattr(process_replica, "STOPPED_SECONDS", math.inf)
-    hooks = FleetHooks(make_run=run_of, say=said.append, isolate=lambda rows: None, record_death=lambda *_: None)
+    owner = Quiet(make_run=run_of, hear=said.append)
     replicas = [functools.partial(made, f"replica {number}") for number in range(2)]
     queue = RowQueue(NUM_ROWS)
     queue.allow(0)
-    with Fleet(replicas, queue, hooks) as fleet:
+    with Fleet(replicas, queue, owner) as fleet:
         fleet.load()
         victim = stop(fleet.states[0].replica)
         queue.allow(NUM_ROWS)

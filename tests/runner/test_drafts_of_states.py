@@ -69,7 +69,7 @@ def answers_and_states(llm: LLM, pairs: list[tuple[Any, SamplingParams]]) -> tup
     outputs: dict[str, RequestOutput] = {}
     states: dict[Any, Any] = {}
     for index, (params, prompt) in enumerate(pairs):
-        engine.add_request(f"r-{index}", prompt, params)
+        engine.add_request(f"r-{index}", prompt, engine.processor.resolve_params(params))
     while engine.has_unfinished_requests():
         outputs.update({output.request_id: output for output in engine.step()})
         states.update(states_of(llm))

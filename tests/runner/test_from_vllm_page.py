@@ -17,8 +17,8 @@ import pytest
 from npu_runner import LLM, RunnerConfig, SamplingParams
 from npu_runner.cli import main as cli
 from npu_runner.config import flat_fields
+from npu_runner.llm import vllm_settings
 from npu_runner.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from npu_runner.serving.calls import vllm_settings
 from npu_runner.serving.options import ReplicaOptions
 from tests.batch.scripted import read_rows
 

@@ -160,7 +160,8 @@ def test_no_step_waits_for_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch
     banned = llm.engine.processor.tokenizer.decode(free.token_ids[:1])
     assert banned
     engine = llm.engine
-    engine.add_request("banned", engine.processor.from_text("red"), GREEDY.replace(bad_words=[banned]))
+    params = engine.processor.resolve_params(GREEDY.replace(bad_words=[banned]))
+    engine.add_request("banned", engine.processor.from_text("red"), params)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a step tokenized")

@@ -12,9 +12,9 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
+from npu_runner.llm.requests import _say_once
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.serving.calls.requests import _say_once
 from tests.oracle import reference
 from tests.oracle.running import SMALL, greedy, runner_of
 

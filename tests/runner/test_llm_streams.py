@@ -11,8 +11,8 @@ import pytest
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.serving.engine_loop import max_waiting_requests
 from npu_runner.serving.options import PreprocessingOptions
+from npu_runner.serving.replicas.inline_replica import max_waiting_requests
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
 
@@ -111,7 +111,7 @@ def test_a_slow_iterator_does_not_keep_what_is_there_waiting(llm: LLM) -> None:
 
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_runner.serving.calls.prompt_service.time", clock)
+        patch.setattr("npu_runner.llm.prompt_service.time", clock)
         for index, _ in llm.chat(source(), GREEDY.replace(max_tokens=2), stream_results=True):
             finished.append(index)
     assert len(finished) == 50

@@ -18,8 +18,8 @@ from PIL import Image
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import JobError, RequestError
+from npu_runner.llm.prompt_service import LocalService
 from npu_runner.request.limits import MIB
-from npu_runner.serving.calls.prompt_service import LocalService
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
 

@@ -59,7 +59,8 @@ def building_held(llm: LLM) -> Iterator[threading.Event]:
 
 
 def add(llm: LLM, name: str, params: SamplingParams) -> None:
-    llm.engine.add_request(name, llm.engine.processor.from_text("which"), params)
+    processor = llm.engine.processor
+    llm.engine.add_request(name, processor.from_text("which"), processor.resolve_params(params))
 
 
 def run(llm: LLM, until: Callable[[dict[str, RequestOutput]], bool] = lambda found: False,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from npu_runner.errors import RequestError
-from npu_runner.serving.calls.turns import Call, Turns
+from npu_runner.llm.turns import Call, Turns
 
 
 def begun(turns: Turns, *, is_open: bool, work: Callable[[], Any] = lambda: None) -> Iterator[int]:

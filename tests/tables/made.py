@@ -12,11 +12,10 @@ import numpy as np
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.rows.chat import ChatForm
-from npu_runner.batch.rows.classes import ClassifyForm
 from npu_runner.batch.rows.completions import CompletionForm
-from npu_runner.batch.rows.embeddings import EmbeddingForm
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.batch.rows.pooled import ClassifyForm, EmbeddingForm
 from npu_runner.batch.rows.scores import RerankForm, ScoreForm
 from npu_runner.request.logprobs import Logprob, PositionLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput

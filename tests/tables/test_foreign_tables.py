@@ -193,7 +193,7 @@ def test_a_schema_goes_together_with_how_its_answers_are_written(tmp_path: Path)
     source = write_rows(tmp_path / "t.jsonl", [{"a": "b"}])
     body = {"structured_outputs": {"disable_any_whitespace": True}}
     (row,) = rows(tmp_path / "r.jsonl", source, schema=tmp_path / "s.json", body=body)
-    params: Any = parse_row(row).body.to_params({}, 0)
+    params: Any = parse_row(row).to_params({}, 0)
     assert (params.structured_outputs.json, params.structured_outputs.disable_any_whitespace) == (schema, True)
     for rule, words in (({"json": schema}, "leave one of them out"), ({"regex": "a"}, "the job would refuse this row"),
                         ({"nonsense": 1}, "the job would refuse this row")):  # fmt: skip

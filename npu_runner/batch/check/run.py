@@ -67,11 +67,10 @@ def _survey(config: RunnerConfig, options: BatchOptions, file: InputFile, book: 
     memory_may_cut = not known and not settings.max_model_len_is_given
     masks = FirstMasks(opened)
 
-    def check(prompt: PromptInputs, params: Any) -> Any:
-        params = bounds.check_request(prompt, params, opened.processor, opened.model_config, max_model_len)
+    def check(prompt: PromptInputs, params: Any) -> None:
+        bounds.check_request(prompt, params, opened.processor, opened.model_config, max_model_len)
         if isinstance(params, SamplingParams):
             masks.check(prompt, params)
-        return params
 
     plan = local_plan(config, options, file.source, lambda config: side)
     with contextlib.closing(masks):

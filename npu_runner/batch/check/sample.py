@@ -20,7 +20,7 @@ from npu_runner.batch.check.survey import Survey
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
+from npu_runner.batch.job.row_server import CheckpointSide
 from npu_runner.batch.job.run import run_batch
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
@@ -97,7 +97,7 @@ class Sample:
 
 def answer_sample(config: RunnerConfig, options: BatchOptions, file: InputFile, scan: InputScan, survey: Survey,
                   num_rows: int, batch: int, *,
-                  open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide) -> Sample:
+                  open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide) -> Sample:
     """Answer so many of the rows that would be served, evenly spread over the input. `batch`: sequences that one
     replica decodes at a time.
 

@@ -6,7 +6,6 @@ Knows nothing of where rows lie, of devices, or of time.
 from __future__ import annotations
 
 import bisect
-import json
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -19,13 +18,14 @@ import numpy as np
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.row_server import RowServer, ServerPlan
 from npu_runner.batch.job.screening import prepared_rows
+from npu_runner.batch.rows.logprobs_json import encoded
 from npu_runner.errors import RequestError
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.serving.engine_loop import Prepared
+from npu_runner.serving.endpoint import Prepared
 
-CheckRequest = Callable[[PromptInputs, Any], Any]
-"""What the engine asks of a prompt and its settings: returns these as they will be served, or raises RequestError."""
+CheckRequest = Callable[[PromptInputs, Any], None]
+"""Raises RequestError for a prompt and settings that the engine would refuse."""
 _EXAMPLES = 3
 _QUANTILES = (0.0, 0.5, 0.95, 1.0)
 
@@ -119,27 +119,28 @@ class Survey:
 
     # -- while rows are looked at ----------------------------------------------------------------------------------
 
-    def add(self, prepared: Prepared, line: int, check: CheckRequest) -> None:
-        """One row; `line`: where it stands in the input."""
-        if prepared.failure is not None:
-            row = json.loads(prepared.failure.data)
-            self._fail(row["error"]["code"], Example(row["custom_id"], line, row["error"]["message"]))
+    def add(self, prepared: Prepared, check: CheckRequest) -> None:
+        """One row."""
+        line, number = prepared.line, prepared.number
+        if prepared.error is not None:
+            self._fail(prepared.error.code, Example(prepared.name, line, encoded(prepared.error.message).decode()))
             return
         prompts = [prepared.prompt] if isinstance(prepared.prompt, PromptInputs) else list(prepared.prompt)
         try:
-            params = [check(prompt, prepared.params) for prompt in prompts]
+            for prompt in prompts:
+                check(prompt, prepared.params)
         except RequestError as error:
             self._fail(error.code, Example(prepared.name, line, error.message))
             return
-        self.places.append(prepared.flight.number)
+        self.places.append(number)
         for prompt in prompts:
-            self.repeats.add(prepared.flight.number, prompt)
+            self.repeats.add(number, prompt)
         self.prompt_tokens.append(sum(len(prompt.token_ids) for prompt in prompts))
         self.images.append(sum(len(prompt.spans) for prompt in prompts))
         self.num_image_tokens += sum(span.num_tokens for prompt in prompts for span in prompt.spans)
-        self.num_sequences += prepared.flight.num_sequences
-        if isinstance(params[0], SamplingParams):
-            self._add_answers(prompts[0], params[0])
+        self.num_sequences += prepared.num_sequences
+        if isinstance(prepared.params, SamplingParams):
+            self._add_answers(prompts[0], prepared.params)
 
     def _fail(self, code: str, example: Example) -> None:
         self.failures[code] += 1
@@ -165,7 +166,7 @@ def survey_rows(plan: ServerPlan, book: RowBook, check: CheckRequest, max_model_
     with server:
         server.start(lambda: None, lambda event: None)
         for count, prepared in enumerate(prepared_rows(server, book), 1):
-            found.add(prepared, book.row(prepared.flight.number).line, check)
+            found.add(prepared, check)
             seen(count)
     return found
 

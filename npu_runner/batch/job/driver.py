@@ -21,10 +21,10 @@ from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.blame import GivenUp
-from npu_runner.serving.replica import FinishedRow, ReplicaStats
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replica import FinishedRow, Loading, Opened, ReplicaStats, RowRun
+from npu_runner.serving.replicas.fleet import Fleet, Owner
 from npu_runner.serving.replicas.load_balancer import RowQueue
-from npu_runner.serving.replicas.replica_state import MakeReplica, added
+from npu_runner.serving.replicas.replica_state import added
 
 _IDLE_SECONDS = 0.2
 
@@ -80,80 +80,82 @@ class Delivery:
             self._count()
 
 
-class Driver:
-    """Serves a job's rows until there are none or `should_stop` says so; rows go to `delivery` as they finish."""
+class Driver(Owner):
+    """Serves a job's rows. `check` is called with the settings that each replica knows before its weights load,
+    `loading` with what one of them does until all are ready. `rows_carry_data`: replicas get rows with their bytes."""
 
-    def __init__(self, fleet: Fleet, book: RowBook, delivery: Delivery, *, tally: Counts, progress: Progress,
-                 should_stop: Callable[[], bool], suspects: Suspects):
-        self._fleet = fleet
+    def __init__(self, book: RowBook, suspects: Suspects, progress: Progress, *,
+                 check: Callable[[Mapping[str, Any]], None] = lambda settings: None,
+                 loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False):
         self._book = book
-        self._delivery = delivery
-        self._tally = tally
-        self._progress = progress
-        self._should_stop = should_stop
         self._suspects = suspects
+        self._progress = progress
+        self._check = check
+        self._loading = loading
+        self._rows_carry_data = rows_carry_data
 
-    def run(self, look: Callable[[], None] = lambda: None) -> None:
-        """Raises what replicas and `delivery` raise. Rows still under way when it stops are dropped. `look` is called
-        whenever rows were counted."""
-        while not self._should_stop() and not self._fleet.is_over:
+    def run(self, fleet: Fleet, delivery: Delivery, tally: Counts, should_stop: Callable[[], bool],
+            look: Callable[[], None] = lambda: None) -> None:
+        """Answer rows until there are none or `should_stop` says so; they go to `delivery` as they finish. Rows still
+        under way when it stops are dropped. `look` is called whenever rows were counted. Raises what replicas and
+        `delivery` raise."""
+        while not should_stop() and not fleet.is_over:
             try:
-                finished, given_up = self._fleet.poll(_IDLE_SECONDS)
+                finished, given_up = fleet.poll(_IDLE_SECONDS)
             except EngineDeadError as error:
                 self._suspects.record_death(error)
                 raise
             for row in finished:
-                self._delivery.put(row)
+                delivery.put(row)
             for lost in given_up:
-                self._delivery.put(_given_up(self._book, lost))
-            self._delivery.count()
-            self._progress.update(self._tally, self.engine_stats)
+                delivery.put(_given_up(self._book, lost))
+            delivery.count()
+            self._progress.update(tally, functools.partial(engine_stats, fleet))
             look()
 
-    def stats(self) -> ReplicaStats:
-        return added([state.stats() for state in self._fleet.states])
+    def known_suspects(self, queue: RowQueue) -> list[GivenUp]:
+        """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
+        given_up = []
+        for name, index in self._book.find(list(self._suspects.rows)).items():
+            found = self._verdict(name, index)
+            if found is None:
+                queue.isolate([index])
+            else:
+                given_up.append(found)
+        return given_up
 
-    def engine_stats(self) -> EngineStats:
-        return self.stats().engine
+    def make_run(self, indices: Sequence[int]) -> RowRun:
+        return self._book.run_with_data(indices) if self._rows_carry_data else self._book.run(indices)
 
-
-def hooks_for(book: RowBook, suspects: Suspects, progress: Progress, check: Callable[[Mapping[str, Any]], None], *,
-              loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False,
-              scale_up: Callable[[int], Sequence[MakeReplica]] | None = None) -> FleetHooks:
-    """What a fleet asks of a job. `check`, `loading`: FleetHooks'. `rows_carry_data`: rows go to replicas with their
-    bytes."""
-    return FleetHooks(
-        make_run=book.run_with_data if rows_carry_data else book.run,
-        say=progress.say,
-        check=check,
-        loading=loading,
-        isolate=functools.partial(_isolate, suspects, book),
-        record_death=functools.partial(_record_death, suspects, book),
-        scale_up=scale_up)
-
-
-def known_suspects(queue: RowQueue, book: RowBook, suspects: Suspects) -> list[GivenUp]:
-    """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
-    given_up = []
-    for name, index in book.find(list(suspects.rows)).items():
-        found = suspects.given_up(name)
-        if found is None:
-            queue.isolate([index])
+    def hear(self, news: Opened | Loading | str) -> None:
+        if isinstance(news, Opened):
+            self._check(news.settings)
+        elif isinstance(news, Loading):
+            self._loading(news.phase)
         else:
-            given_up.append(GivenUp(index=index, code=str(found.code), message=found.message))
-    return given_up
+            self._progress.say(news)
+
+    def isolate(self, indices: Sequence[int]) -> None:
+        self._suspects.isolate(name for name in map(self._book.name, indices) if name is not None)
+
+    def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
+        name = self._book.name(index)
+        assert name is not None, f"row {index} has no custom_id, and no engine takes such a row"
+        self._suspects.record_death(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
+        return self._verdict(name, index)
+
+    def _verdict(self, name: str, index: int) -> GivenUp | None:
+        found = self._suspects.given_up(name)
+        return None if found is None else GivenUp(index=index, code=str(found.code), message=found.message)
 
 
-def _isolate(suspects: Suspects, book: RowBook, rows: Sequence[int]) -> None:
-    suspects.isolate(name for name in map(book.name, rows) if name is not None)
+def stats_of(fleet: Fleet) -> ReplicaStats:
+    """The figures of all replicas together."""
+    return added([state.stats() for state in fleet.states])
 
 
-def _record_death(suspects: Suspects, book: RowBook, row: int, error: ReplicaDeadError) -> GivenUp | None:
-    name = book.name(row)
-    assert name is not None, f"row {row} has no custom_id, and no engine takes such a row"
-    suspects.record_death(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
-    found = suspects.given_up(name)
-    return None if found is None else GivenUp(index=row, code=str(found.code), message=found.message)
+def engine_stats(fleet: Fleet) -> EngineStats:
+    return stats_of(fleet).engine
 
 
 def _given_up(book: RowBook, row: GivenUp) -> FinishedRow:

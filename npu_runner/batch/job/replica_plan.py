@@ -17,7 +17,7 @@ from pathlib import Path
 
 from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.row_server import ModelSide, RowServer, ServerPlan, num_rows_ahead, server_plan
+from npu_runner.batch.job.row_server import CheckpointSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.serving.options import AUTO, num_cpus
@@ -39,15 +39,15 @@ class ReplicaPlan:
     max_restarts: int = 0
     rows_carry_data: bool = False
     """They do not see the driver's descriptor of the input, nor the input by its path."""
-    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None
-    """As in FleetHooks."""
+    scale_up: Callable[[int], Sequence[MakeReplica]] = lambda num_places: ()
+    """Fleet's."""
     notice: str | None = None
     """What the user should know of them before the first row."""
 
 
 @contextlib.contextmanager
 def planned_replicas(config: RunnerConfig, options: BatchOptions, source: RowFile,
-                     open_model: Callable[[RunnerConfig], ModelSide]) -> Iterator[ReplicaPlan]:
+                     open_model: Callable[[RunnerConfig], CheckpointSide]) -> Iterator[ReplicaPlan]:
     """No replica is started yet. Raises ConfigError where the devices do not suffice, or no cluster answers.
 
     With Ray this process is a driver of the cluster within.
@@ -69,7 +69,7 @@ def planned_replicas(config: RunnerConfig, options: BatchOptions, source: RowFil
 
 
 def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
-                  open_model: Callable[[RunnerConfig], ModelSide]) -> ReplicaPlan:
+                  open_model: Callable[[RunnerConfig], CheckpointSide]) -> ReplicaPlan:
     """Nothing is started yet. Raises ConfigError where the devices do not suffice."""
     if options.replicas.data_parallel_size == 1:
         plan = local_plan(config, options, source, open_model)
@@ -90,7 +90,7 @@ def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
 
 
 def local_plan(config: RunnerConfig, options: BatchOptions, source: RowFile,
-               open_model: Callable[[RunnerConfig], ModelSide], num_workers: int | None = None) -> ServerPlan:
+               open_model: Callable[[RunnerConfig], CheckpointSide], num_workers: int | None = None) -> ServerPlan:
     """For a server of this host, which reads rows through the driver's descriptor. `num_workers`: None for one that has
     all cores."""
     count = options.workers.num_workers(num_cpus()) if num_workers is None else num_workers
@@ -109,7 +109,7 @@ def num_present(states: Sequence[ReplicaState]) -> int:
 
 
 def _actors(config: RunnerConfig, options: BatchOptions, source: RowFile,
-            open_model: Callable[[RunnerConfig], ModelSide], resources: Mapping[str, float],
+            open_model: Callable[[RunnerConfig], CheckpointSide], resources: Mapping[str, float],
             shared: SharedInput | None) -> ReplicaPlan:
     from npu_runner.serving.replicas.ray_cluster import demand, resources_now
     from npu_runner.serving.replicas.ray_replica import RayReplica

@@ -6,12 +6,11 @@ It works in the driver's thread, or in a process of its own. Knows nothing of fi
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import npu_runner
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
@@ -20,7 +19,7 @@ from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
-from npu_runner.batch.rows.preprocessing import PreparedRow, RejectedRow, RowPreprocessor
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import with_grammar
@@ -29,34 +28,17 @@ from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.request.structured_outputs import StructuredOutputsParams
-from npu_runner.serving.engine_loop import Endpoint, Flight, Prepared, max_waiting_requests
-from npu_runner.serving.replica import Event, FinishedRow, Opened, RawRow, ReplicaFacts, RowRun
-from npu_runner.serving.replicas.inline_replica import InlineReplica
-from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
-
-
-class ModelSide(Protocol):
-    """A checkpoint that is about to be served: its processor is there at once, the engine takes its time to load."""
-
-    @property
-    def processor(self) -> Any:
-        """A ChatProcessor, or what does as one does; picklable."""
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]:
-        """SamplingParams fields that the checkpoint sets."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """The part of what the engine's `describe` will say that is known before it loads."""
-
-    def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """The engine, once it can serve; prompts of `processor` are what it takes. `wants_grammars`, `progress`:
-        LLMEngine's."""
+from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
+from npu_runner.serving.endpoint import Endpoint, Prepared
+from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
+from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
+from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
 
 
 class CheckpointSide:
-    """A checkpoint folder and LLMEngine, which is given what was opened here."""
+    """A checkpoint that is about to be served: its processor, which can be pickled, is there at once, and LLMEngine
+    loads later. `generation_defaults`: SamplingParams fields that the checkpoint sets. Tests put another class in its
+    place."""
 
     def __init__(self, config: RunnerConfig):
         # torch comes with it: not before everything else is checked
@@ -66,13 +48,13 @@ class CheckpointSide:
         self.processor, self.generation_defaults = self.checkpoint.processor, self.checkpoint.generation_defaults
 
     def describe(self) -> Mapping[str, Any]:
-        """See ModelSide."""
+        """The part of the engine's `describe` that is known before it loads."""
         from npu_runner.engine.bounds import settings_before_loading
 
         return settings_before_loading(self.checkpoint)
 
     def load(self, wants_grammars: Callable[[], bool], progress: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """See ModelSide."""
+        """The engine, once it can serve. `wants_grammars`, `progress`: LLMEngine's."""
         from npu_runner.engine.llm_engine import LLMEngine
 
         return LLMEngine(self.checkpoint, wants_grammars=wants_grammars, progress=progress)
@@ -90,7 +72,7 @@ class ServerPlan:
     max_row_bytes: int
     answer_defaults: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the job sets for rows that leave them open."""
-    open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide
+    open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide
     inherited: tuple[int, ...] = ()
     """Descriptors that `source` reads through: of processes of this host that have inherited them."""
     digest_threads: int = 0
@@ -98,7 +80,7 @@ class ServerPlan:
 
 
 def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
-                open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
+                open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
                 inherited: tuple[int, ...] = ()) -> ServerPlan:
     """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
     that cannot be served."""
@@ -109,7 +91,7 @@ def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSourc
         config=config,
         source=source,
         media=MediaRules(
-            allowed_dir=None if folder is None else folder.resolve(), max_images=config.prompts.max_images_per_prompt,
+            allowed_dir=None if folder is None else folder.resolve(),
             max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes),
         limits=PoolLimits(
             num_workers=num_workers,
@@ -130,85 +112,42 @@ def num_rows_ahead(plan: ServerPlan) -> int:
     return plan.limits.max_ready + 2 * plan.limits.num_workers
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What it takes to write a row's answer."""
+class RowAnswers:
+    """Writes the output's line of each row. `stamp` is set when the job begins."""
 
-    row: RawRow
-    form: AnswerForm
-    expected: str | None
-    has_json_rule: bool
+    def __init__(self) -> None:
+        self.stamp: JobStamp | None = None
 
-
-class RowEndpoint(Endpoint):
-    """`prepare`: a RowPreprocessor; `name_of`: the custom_id of a row that no worker could prepare; `inherited`:
-    descriptors that workers have too."""
-
-    def __init__(self, prepare: Callable[[RawRow], Any], limits: PoolLimits, inherited: tuple[int, ...], *,
-                 name_of: Callable[[RawRow], str | None]):
-        self.pool: WorkerPool[RawRow] = WorkerPool(prepare, limits, inherited, seen=self._look_at)
-        self._name_of = name_of
-        self._stamp: JobStamp | None = None
-        self.wants_grammars = threading.Event()
-        """A row that was prepared has a grammar. Of use while the model loads."""
-
-    def _look_at(self, prepared: Any) -> None:
-        """In the pool's thread."""
-        if isinstance(prepared, PreparedRow) and getattr(prepared.params, "structured_outputs", None) is not None:
-            self.wants_grammars.set()
-
-    def begin(self, terms: JobStamp) -> None:
-        self._stamp = terms
-
-    def submit(self, run: RowRun) -> None:
-        for row in run.rows():
-            self.pool.submit(row)
-
-    def recall(self, num_requests: int) -> list[int]:
-        return [row.number for row in self.pool.recall(num_requests)]
-
-    def next(self, timeout_seconds: float) -> Prepared | None:
-        finished = self.pool.get(timeout_seconds)
-        if finished is None:
-            return None
-        row, result = finished.task, finished.result
-        if isinstance(result, WorkerFailure):
-            error = RowError(code=result.code, message=result.message, status_code=500)
-            return Prepared(Flight(row.number), failure=_failed(row, self._name_of(row), error))
-        if isinstance(result, RejectedRow):
-            return Prepared(Flight(row.number), failure=_failed(row, result.custom_id, result.error))
-        assert isinstance(result, PreparedRow), f"preprocessing returned {type(result).__name__}"
-        flight = Flight(row.number, result.num_sequences, _Row(row, result.form, result.expected, result.has_json_rule))
-        return Prepared(flight, result.custom_id, result.prompt, result.params, finished.num_bytes)
-
-    def answer(self, flight: Flight, output: RequestOutput) -> FinishedRow:
-        name, of = output.request_id, flight.row
-        error = why_unanswered(output, of.form)
+    def __call__(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
+        error = self._error_of(prepared.form, result)
         if error is not None:
-            return _failed(of.row, name, error)
-        assert self._stamp is not None, "no row is answered before the job begins"
-        counts = Counts.from_answer(output, of.form.answer_of(output), of.expected, has_json_rule=of.has_json_rule)
-        data = answer_row(output, custom_id=name, form=of.form, stamp=self._stamp,
+            data = error_row(error, custom_id=prepared.name, line=prepared.line)
+            return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
+        assert isinstance(result, RequestOutput), "it has no error"
+        assert self.stamp is not None, "no row is answered before the job begins"
+        assert prepared.name is not None, "only a row that cannot be served has no name"
+        rule = getattr(prepared.params, "structured_outputs", None)
+        has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
+        form: AnswerForm = prepared.form
+        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
+        data = answer_row(result, custom_id=prepared.name, form=form, stamp=self.stamp,
                           is_unparsed=bool(counts.num_unparsed))
-        return FinishedRow(flight.number, counts, data)
+        return FinishedRow(prepared.number, counts, data)
 
-    def refuse(self, flight: Flight, name: str, error: RequestError) -> FinishedRow:
-        refused = RowError(code=error.code, message=error.message, param=error.param)
-        return _failed(flight.row.row, name, placed(refused, flight.row.form, error.prompt_index))
-
-
-def _failed(row: RawRow, custom_id: str | None, error: RowError) -> FinishedRow:
-    data = error_row(error, custom_id=custom_id, line=row.line)
-    return FinishedRow(row.number, Counts.from_failure(error.code), data)
+    def _error_of(self, form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
+        if isinstance(result, RequestOutput):
+            return why_unanswered(result, form)
+        error = RowError(code=result.code, message=result.message, param=result.param,
+                         status_code=500 if isinstance(result, WorkerFailure) else 400)
+        return error if form is None else placed(error, form, result.prompt_index)
 
 
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
 
-    endpoint: RowEndpoint
-
     def __init__(self, plan: ServerPlan, name: str = "this process"):
         super().__init__(name)
+        self._answers = RowAnswers()
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
 
@@ -228,9 +167,16 @@ class RowServer(InlineReplica):
             generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
             seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
-        self.endpoint = RowEndpoint(preprocessor, self._plan.limits, self._plan.inherited,
-                                    name_of=self._plan.source.name)
+        self.endpoint = Endpoint(preprocessor, self._answers, self._plan.limits, self._plan.inherited,
+                                 failed=preprocessor.failed)
         self._open.callback(self.endpoint.pool.close)
+
+    def begin(self, terms: JobStamp) -> None:
+        self._answers.stamp = terms
+        super().begin(terms)
+
+    def submit(self, run: RowRun) -> None:
+        self.endpoint.submit(run.rows())
 
     def _load(self) -> ReplicaFacts:
         self._tell(Opened(self.known_settings()))

@@ -26,14 +26,14 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
-from npu_runner.batch.job.driver import Delivery, Driver, hooks_for, known_suspects
+from npu_runner.batch.job.driver import Delivery, Driver, engine_stats
 from npu_runner.batch.job.history import JobHistory
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
-from npu_runner.batch.job.row_server import CheckpointSide, ModelSide
+from npu_runner.batch.job.row_server import CheckpointSide
 from npu_runner.batch.job.screening import RefusedRows
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.job.summary import JobSummary
@@ -62,7 +62,7 @@ class _Work:
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
-              open_model: Callable[[RunnerConfig], ModelSide] = CheckpointSide,
+              open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
               input: InputFile | None = None) -> JobSummary:
     """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
 
@@ -100,7 +100,8 @@ class _Job:
     """`run` holds the output and does all of it, step by step; `summary` has what was done, wherever it ends."""
 
     def __init__(self, config: RunnerConfig, options: BatchOptions, places: Places, progress: Progress,
-                 signals: StopSignals, open_model: Callable[[RunnerConfig], ModelSide], input: InputFile | None):
+                 signals: StopSignals, open_model: Callable[[RunnerConfig], CheckpointSide],
+                 input: InputFile | None):
         self._config = config
         self._options = options
         self._places = places
@@ -248,11 +249,10 @@ class _Job:
             record.num_workers = round(plan.workers_each * len(plan.replicas))
             if plan.notice is not None:
                 self._progress.say(plan.notice)
-            hooks = hooks_for(book, suspects, self._progress, self._check(destination),
-                              loading=self._loading,
-                              rows_carry_data=plan.rows_carry_data, scale_up=plan.scale_up)
-            given_up = known_suspects(queue, book, suspects)
-            with Fleet(plan.replicas, queue, hooks, max_restarts=plan.max_restarts, given_up=given_up) as fleet:
+            driver = Driver(book, suspects, self._progress, check=self._check(destination), loading=self._loading,
+                            rows_carry_data=plan.rows_carry_data)
+            with Fleet(plan.replicas, queue, driver, max_restarts=plan.max_restarts, scale_up=plan.scale_up,
+                       given_up=driver.known_suspects(queue)) as fleet:
                 self.live.fleet = fleet
                 self._hold(lambda: len(plan.replicas))
                 manifest = self._load(fleet, work, destination, manifest_check.loading(given, taken, destination))
@@ -263,7 +263,10 @@ class _Job:
                 self._hold(lambda: num_present(fleet.states))
                 fleet.begin(self._stamp(manifest))
                 try:
-                    self._drive(fleet, book, suspects, Delivery(writers, record.tally))
+                    delivery = Delivery(writers, record.tally)
+                    with self._serving(fleet, delivery):
+                        driver.run(fleet, delivery, record.tally, functools.partial(self._should_stop, fleet),
+                                   self.live.beat)
                 finally:
                     record.num_workers = round(plan.workers_each * len(fleet.states))
 
@@ -300,18 +303,17 @@ class _Job:
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens)
 
-    def _drive(self, fleet: Fleet, book: RowBook, suspects: Suspects, delivery: Delivery) -> None:
+    @contextlib.contextmanager
+    def _serving(self, fleet: Fleet, delivery: Delivery) -> Iterator[None]:
+        """Within this context, rows are served."""
         record = self.summary
         record.serve_began = time.monotonic()
-        driver = Driver(
-            fleet, book, delivery, tally=record.tally, progress=self._progress,
-            should_stop=functools.partial(self._should_stop, fleet), suspects=suspects)
         try:
             with delivery:
                 self._progress.start(record.num_rows or 0, record.num_resumed)
                 self.live.enter("serving")
-                driver.run(self.live.beat)
-            self._progress.update(record.tally, driver.engine_stats, is_last=True)
+                yield
+            self._progress.update(record.tally, functools.partial(engine_stats, fleet), is_last=True)
             if record.is_cut_short and self._fails_too_often:
                 raise self._too_many_failures()
         finally:

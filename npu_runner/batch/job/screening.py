@@ -13,7 +13,7 @@ from typing import Any
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.row_server import RowServer, ServerPlan
-from npu_runner.serving.engine_loop import Prepared
+from npu_runner.serving.endpoint import Prepared
 from npu_runner.serving.replica import FinishedRow
 
 _IDLE_SECONDS = 0.2
@@ -41,10 +41,10 @@ class RefusedRows:
             server.start(lambda: None, lambda event: None)
             check(server.known_settings())
             for prepared in prepared_rows(server, book):
-                if prepared.failure is None:
+                if prepared.error is None:
                     return False
                 with late_file_errors(f"error rows in {tempfile.gettempdir()}", was_tried=False):
-                    pickle.dump(prepared.failure, self._file)
+                    pickle.dump(server.endpoint.finish(prepared, prepared.error), self._file)
                 self._num_rows += 1
         return True
 

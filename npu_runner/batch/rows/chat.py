@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, Strict, TextForm
+from npu_runner.batch.rows.endpoint import AS_JSON, AnswerForm, AnswerRow, RequestBody, Strict, TextForm
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
 from npu_runner.prompts.text.tool_parsers import parse_calls
@@ -98,6 +98,9 @@ class Message(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+Messages = Annotated[list[Message], AS_JSON]
+
+
 class FunctionName(Strict):
     """One of the tools."""
 
@@ -149,7 +152,7 @@ class ChatBody(RequestBody):
     instead: ClassVar[Mapping[str, str]] = {
         "chat_template": f"; {ONE_TEMPLATE}", "functions": "; give them as tools", "function_call": "; use tool_choice"}
 
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -166,22 +169,21 @@ class ChatBody(RequestBody):
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         super().check_counts(body)
-        check_messages(body)
         if isinstance(tools := body.get("tools"), list):
             check_count("tools", "tools", tools, LIMITS.max_tools)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
         super().refuse_unserved(body)
-        refuse_messages(body)
+        check_messages(body)
 
-    def most_tokens(self, default: int | None) -> int | None:
-        """As for every endpoint, under the field's old name or its new one."""
+    def asked_tokens(self) -> int | None:
+        """Under the field's old name or its new one."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
             raise RequestError(message, "invalid_value", "max_completion_tokens")
-        return super().most_tokens(default) if new is None else new
+        return old if new is None else new
 
     def num_logprobs(self) -> int | None:
         if self.logprobs:
@@ -190,18 +192,14 @@ class ChatBody(RequestBody):
             raise RequestError("top_logprobs needs logprobs to be true", "invalid_value", "top_logprobs")
         return None
 
-    def to_conversation(self) -> list[dict[str, Any]]:
-        """Plain messages, images not loaded yet."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
-
     def prepare(self, processor: ChatProcessor, media: MediaRules,
                 params: SamplingParams) -> tuple[PromptInputs, AnswerForm]:
-        conversation = resolve_media(self.to_conversation(), media)
         tools = None if self.tool_choice == "none" else self.tools
         parser = processor.parser_of_calls() if tools else None
         kwargs = kwargs_with_effort(self.chat_template_kwargs, self.reasoning_effort, processor.template_reads)
+        messages: Any = self.messages  # as JSON
         prompt = processor(
-            conversation, kwargs, tools=tools, is_call_forced=self.is_call_forced,
+            messages, kwargs, media=media, tools=tools, is_call_forced=self.is_call_forced,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             truncate_prompt_tokens=processor.most_prompt_tokens(params),
@@ -233,32 +231,30 @@ class ChatBody(RequestBody):
 
 
 def check_messages(body: Mapping[str, Any]) -> None:
-    """Raises RequestError for more than a conversation may have, before an object is made of every entry."""
+    """Raises RequestError for more than a conversation may have, before an object is made of every entry, and for
+    messages that OpenAI's may be and ours may not."""
     if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
         plain_template_kwargs(kwargs)
-    if isinstance(messages := body.get("messages"), list):
-        check_count("messages", "messages", messages, LIMITS.max_messages)
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        num_parts = sum(len(content) for content in contents if isinstance(content, list))
-        check_count("messages", "parts", num_parts, LIMITS.max_parts)
-
-
-def refuse_messages(body: Mapping[str, Any]) -> None:
-    """Raises RequestError for messages that OpenAI's may be and ours may not."""
-    messages = body.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else []):
+    if not isinstance(messages := body.get("messages"), list):
+        return
+    check_count("messages", "messages", messages, LIMITS.max_messages)
+    num_parts = 0
+    for index, message in enumerate(messages):
         if isinstance(message, dict):
             _refuse_message(message, f"messages[{index}]")
+            content = message.get("content")
+            num_parts += len(content) if isinstance(content, list) else 0
+    check_count("messages", "parts", num_parts, LIMITS.max_parts)
 
 
 def _refuse_message(message: dict[str, Any], where: str) -> None:
-    """What OpenAI's messages may be and ours may not. An answer that is replayed may have no content."""
     role = message.get("role")
     if role in _UNSERVED_ROLES:
         raise RequestError(f"messages of role {role} are not supported", "unsupported_value", f"{where}.role")
     if message.get("refusal") is not None:
         field = f"{where}.refusal"
         raise RequestError(f"{field}: a refusal is no text of the model's; leave it out", "unsupported_value", field)
+    # An answer that is replayed may have no content.
     is_answer = role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content") is not None)
     if message.get("content") is None and not is_answer:
         field = f"{where}.content"

@@ -72,9 +72,9 @@ class CompletionBody(RequestBody):
             raise RequestError(message, "unsupported_value", "prompt")
         body["prompt"] = prompt[0]
 
-    def most_tokens(self, default: int | None) -> int | None:
+    def default_tokens(self, defaults: Mapping[str, Any]) -> int | None:
         """The endpoint has a default of its own, whatever the checkpoint's is."""
-        return super().most_tokens(DEFAULT_MAX_TOKENS)
+        return DEFAULT_MAX_TOKENS
 
     def num_logprobs(self) -> int | None:
         return self.logprobs

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WrapValidator, field_validator
 
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, to_json
 from npu_runner.errors import RequestError
@@ -48,6 +48,15 @@ class Strict(BaseModel):
     """No conversions, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _keep_json(value: Any, validate: Callable[[Any], Any]) -> Any:
+    validate(value)
+    return value
+
+
+AS_JSON = WrapValidator(_keep_json)
+"""The field is validated and stays the JSON that it is: the processor parses it."""
 
 
 class JsonSchema(Strict):
@@ -182,6 +191,8 @@ class AnswerForm:
 
     model: str | None = None
     """What the row calls the model."""
+    expected: str | None = None
+    """The right answer, where the row knows it."""
     places: tuple[str, ...] = ()
     """Of a row with several prompts, the field that each stands in; () where errors need no such name."""
 
@@ -334,17 +345,20 @@ class RequestBody(RowBody, AnswerRules):
             defaults = {name: value for name, value in defaults.items() if not name.startswith("no_repeat_ngram_")}
         if self.said_rules():
             asked["structured_outputs"] = self.answer_rule()
-        asked["max_tokens"] = self.most_tokens(defaults.get("max_tokens"))
+        asked["max_tokens"] = self.asked_tokens()
         asked["logprobs"] = self.num_logprobs()
         asked["prompt_logprobs"] = self.num_prompt_logprobs()
         asked.setdefault("seed", fallback_seed)
-        return SamplingParams(**{**defaults, **asked})
+        return SamplingParams(**{**defaults, **asked}).with_limit(self.default_tokens(defaults))
 
-    def most_tokens(self, default: int | None) -> int | None:
-        """max_tokens of the row, or the checkpoint's default, which gives way to what the row asks for."""
-        if self.max_tokens is None and default is not None:
-            return max(default, self.min_tokens or 0)
+    def asked_tokens(self) -> int | None:
+        """The row's own max_tokens."""
         return self.max_tokens
+
+    def default_tokens(self, defaults: Mapping[str, Any]) -> int | None:
+        """max_tokens of rows that have none: the checkpoint's. None: what the model's length leaves."""
+        most: int | None = defaults.get("max_tokens")
+        return most
 
     def num_prompt_logprobs(self) -> int | None:
         """SamplingParams' prompt_logprobs."""

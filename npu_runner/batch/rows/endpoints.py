@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from npu_runner.batch.rows.chat import ChatBody, ChatForm
-from npu_runner.batch.rows.classes import ClassifyBody, ClassifyForm
 from npu_runner.batch.rows.completions import CompletionBody, CompletionForm
-from npu_runner.batch.rows.embeddings import EmbeddingBody, EmbeddingForm
 from npu_runner.batch.rows.endpoint import AnswerForm, RowBody
 from npu_runner.batch.rows.openai_response import FAULTS, has_failed
+from npu_runner.batch.rows.pooled import ClassifyBody, ClassifyForm, EmbeddingBody, EmbeddingForm
 from npu_runner.batch.rows.scores import RerankBody, RerankForm, ScoreBody, ScoreForm
 
 Items = list[dict[str, Any]]

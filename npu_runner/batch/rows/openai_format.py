@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -17,14 +16,6 @@ from npu_runner.batch.rows.endpoints import ENDPOINTS
 from npu_runner.batch.rows.shape import check_shape, parse_json
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, check_count, shown
-
-
-@dataclass(frozen=True)
-class BatchRow:
-    """One line of the input file, checked."""
-
-    custom_id: str
-    body: RowBody
 
 
 class _Envelope(Strict):
@@ -63,8 +54,9 @@ def refuse_half_characters(line: bytes, row: dict[str, Any]) -> None:
         raise RequestError(f"the row spells half a surrogate pair ({half}): no character", "not_unicode") from error
 
 
-def parse_row(row: dict[str, Any]) -> BatchRow:
-    """Validate a row from `read_json`. Raises RequestError naming the first wrong field, unknown ones before others."""
+def parse_row(row: dict[str, Any]) -> RowBody:
+    """The body of a row from `read_json`, validated. Raises RequestError naming the first wrong field, unknown ones
+    before others."""
     custom_id = row.get("custom_id")
     if isinstance(custom_id, str):
         check_count("custom_id", "characters", custom_id, LIMITS.max_custom_id_chars, "custom_id_too_long")
@@ -74,7 +66,7 @@ def parse_row(row: dict[str, Any]) -> BatchRow:
         kind = endpoint = _endpoint_of(envelope.url)
         endpoint.check_counts(envelope.body)
         endpoint.refuse_unserved(envelope.body)
-        return BatchRow(envelope.custom_id, endpoint.model_validate(envelope.body))
+        return endpoint.model_validate(envelope.body)
     except ValidationError as error:
         raise _first_error(error, kind) from error
 

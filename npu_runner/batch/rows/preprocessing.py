@@ -7,51 +7,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from npu_runner.batch.rows.endpoint import AnswerForm, Prompts, RequestParams
+from npu_runner.batch.rows.endpoint import Prompts
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
-from npu_runner.batch.rows.openai_response import RowError
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
+from npu_runner.serving.endpoint import Prepared
 from npu_runner.serving.replica import RawRow
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedRow:
-    """A row that the engine can take. `form`: how its answer is written; `expected`: the right one, if it knows it."""
-
-    custom_id: str
-    form: AnswerForm
-    expected: str | None
-    params: RequestParams
-    prompt: Prompts
-
-    @property
-    def num_sequences(self) -> int:
-        """How many the engine will have of it."""
-        return len(self.prompt) if isinstance(self.prompt, tuple) else self.params.n
-
-    @property
-    def has_json_rule(self) -> bool:
-        """Its answer is to be JSON."""
-        rule = getattr(self.params, "structured_outputs", None)
-        return isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class RejectedRow:
-    """A row that cannot be served. `custom_id` is None when it has no usable one."""
-
-    custom_id: str | None
-    error: RowError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,39 +34,40 @@ class RowPreprocessor:
     seed: int = 0
     max_row_bytes: int = LIMITS.max_row_bytes
 
-    def __call__(self, row: RawRow) -> PreparedRow | RejectedRow:
+    def __call__(self, row: RawRow) -> Prepared:
         """Raises JobError when the row is not the one any more that the job began with."""
         if row.num_bytes > self.max_row_bytes:
             message = f"the row has {row.num_bytes} bytes, at most {self.max_row_bytes} are allowed (max_row_bytes)"
-            return _rejected(self.source.name(row), RequestError(message, "row_too_long"))
+            return self.failed(row, RequestError(message, "row_too_long"))
         line = self.source.read(row)
         # The name is settled before the row is parsed: whatever comes out of that, this is the row that it is said of.
         custom_id = name_of(line)
         try:
-            return self._prepare(line, custom_id)
+            return self._prepare(row, line, custom_id)
         except RequestError as error:
-            return _rejected(custom_id, error)
+            return Prepared(number=row.number, line=row.line, name=custom_id, error=error)
 
-    def _prepare(self, line: bytes, custom_id: str | None) -> PreparedRow:
+    def failed(self, row: RawRow, error: RequestError) -> Prepared:
+        """A row that could not be parsed; its name is looked for nevertheless."""
+        return Prepared(number=row.number, line=row.line, name=self.source.name(row), error=error)
+
+    def _prepare(self, row: RawRow, line: bytes, custom_id: str | None) -> Prepared:
         fields = read_json(line)
         refuse_half_characters(line, fields)
-        row = parse_row(fields)
-        if row.custom_id != custom_id:
+        body = parse_row(fields)
+        if custom_id is None or fields["custom_id"] != custom_id:
             message = "the row's outermost object is too large to be searched for its name; leave out the spaces in it"
             raise RequestError(message, "custom_id_not_found", "custom_id")
         # Settings first: a wrong number must not cost the decoding of sixty images.
-        self.processor.check_task(row.body.task)
-        params: Any = row.body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
-        params = self.processor.resolve_params(row.body.with_forced_calls(params, self.processor))
-        made, form = row.body.prepare(self.processor, self.media, params)
+        self.processor.check_task(body.task)
+        params: Any = body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
+        params = self.processor.resolve_params(body.with_forced_calls(params, self.processor))
+        made, form = body.prepare(self.processor, self.media, params)
         # An answer does not repeat its prompt, so the text does not travel.
         prompt: Prompts = made.without_text() if isinstance(made, PromptInputs) else tuple(
             each.without_text() for each in made)
-        return PreparedRow(custom_id=custom_id, form=form, expected=row.body.expected, params=params, prompt=prompt)
-
-
-def _rejected(custom_id: str | None, error: RequestError) -> RejectedRow:
-    return RejectedRow(custom_id=custom_id, error=RowError(code=error.code, message=error.message, param=error.param))
+        return Prepared(number=row.number, line=row.line, name=custom_id, prompt=prompt, params=params,
+                        form=replace(form, expected=body.expected))
 
 
 def _seed_of(job_seed: int, custom_id: str) -> int:

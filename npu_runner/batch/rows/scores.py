@@ -9,16 +9,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from npu_runner.batch.rows.chat import Part
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, Prompts, RowBody, Strict, number_of
+from npu_runner.batch.rows.endpoint import AS_JSON, AnswerForm, AnswerRow, Prompts, RowBody, Strict, number_of
 from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.media import MediaRules, resolve_media
+from npu_runner.prompts.media.media import Addresses, MediaRules
 from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.vision_prompts import Known
@@ -49,6 +49,7 @@ Input = Annotated[
     Discriminator(
         _tag_of_input, custom_error_type="input_type",
         custom_error_message='text or an object {"content": parts} is needed'),
+    AS_JSON,
 ]
 
 
@@ -116,11 +117,10 @@ class PairBody(RowBody):
     def prompts(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams, queries: list[Located],
                 documents: list[Located]) -> tuple[PromptInputs, ...]:
         """One for each document; one query is for all of them. Raises RequestError naming what cannot be served."""
-        resolved = resolve_media([side.as_message() for side in (*queries, *documents)], media,
-                                 names=[side.where for side in (*queries, *documents)])
-        parsed = [parse_side(message if isinstance(side.given, Parts) else side.given, side.where,
-                             has_vision=processor.has_vision)
-                  for side, message in zip((*queries, *documents), resolved, strict=True)]
+        addresses = Addresses(media)
+        parsed = [parse_side(side.given, side.where, processor.media_limits, addresses)
+                  for side in (*queries, *documents)]
+        addresses.check_sizes(documents[-1].where.partition("[")[0])
         asked, shown = parsed[: len(queries)], parsed[len(queries) :]
         asked = asked * len(shown) if len(asked) == 1 else asked
         return tuple(self._prompts(processor, params, list(zip(asked, shown, strict=True)), documents))
@@ -156,16 +156,11 @@ def _of_document(error: RequestError, where: str) -> RequestError:
     return RequestError(f"{where}: {error.message}", error.code, where)
 
 
-@dataclass(frozen=True)
-class Located:
-    """A query or a document, and the field that it stands in."""
+class Located(NamedTuple):
+    """A query or a document, as JSON, and the field that it stands in."""
 
-    given: str | Parts
+    given: Any
     where: str
-
-    def as_message(self) -> dict[str, Any]:
-        """For `resolve_media`."""
-        return self.given.model_dump(exclude_none=True) if isinstance(self.given, Parts) else {}
 
 
 def _located(given: Any, name: str) -> list[Located]:
@@ -243,11 +238,11 @@ def _places(documents: Sequence[Located]) -> tuple[str, ...]:
     return tuple(side.where for side in documents) if len(documents) > 1 else ()
 
 
-def _repeated(document: str | Parts) -> dict[str, Any]:
+def _repeated(document: Any) -> dict[str, Any]:
     """A document as the answer has it, without the bytes of its images."""
     if isinstance(document, str):
         return {"text": document, "multi_modal": None}
-    parts: list[dict[str, Any]] = document.model_dump(exclude_none=True)["content"]
+    parts: list[dict[str, Any]] = Parts.model_validate(document).model_dump(exclude_none=True)["content"]
     for part in parts:
         value = part.get(part["type"])
         if isinstance(value, dict) and value["url"].lstrip()[:5].lower() == "data:":

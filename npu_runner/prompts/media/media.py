@@ -10,7 +10,7 @@ import base64
 import binascii
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
 from npu_runner.request.limits import LIMITS
 
-_KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
+KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
+"""What the parts of a message that have an image or a video are called."""
 DETAILS = (None, "auto", "high", "low")
 
 
@@ -29,7 +30,6 @@ class MediaRules:
     """Which addresses may be read, and how much behind them."""
 
     allowed_dir: Path | str | None = None
-    max_images: int = LIMITS.max_images_per_prompt
     max_bytes: int = LIMITS.max_media_bytes
     """Of one file or decoded data: URL."""
     max_total_bytes: int = LIMITS.max_prompt_media_bytes
@@ -110,75 +110,50 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     return size
 
 
-def resolve_media(messages: Sequence[Any], rules: MediaRules, *, names: Sequence[str] | None = None) -> list[Any]:
-    """Messages with every `image_url` part replaced by an `image` part of Media, and every `video_url` part by a
-    `video` part; so are an `image` and a `video` that are text, which is an address, or a Path.
+class Addresses:
+    """The images and videos of one request that are addresses. The same address is the same Media.
 
     Text may come from anywhere, so it is held to `rules`. A Path is made by a program alone: the file that it names is
-    read wherever it lies. vLLM's `image_pil` is an `image`. The same address is the same Media. `names`: of the fields
-    that they stand in, where they are not the messages of one prompt; then max_images is for the caller to check.
-    Raises RequestError naming the part, or that there are too many or too large ones, before any of them is read.
+    read wherever it lies.
     """
-    addresses = [part for message in messages for part in _parts(message) if _is_address(part)]
-    if names is None and len(addresses) > rules.max_images:
-        raise RequestError(
-            f"messages: {len(addresses)} images and videos, at most {rules.max_images} are allowed "
-            "(max_images_per_prompt)",
-            "too_many_images",
-            "messages")
-    known: dict[tuple[str, str, str | None], Media] = {}
-    resolved = [
-        {**message, "content": [
-            _resolve_part(part, f"{name}.content[{j}]", rules, known)
-            for j, part in enumerate(message["content"])
-        ]} if _parts(message) else message
-        for name, message in zip(names or [f"messages[{i}]" for i in range(len(messages))], messages, strict=True)]
-    total = sum({media.url: media.num_bytes() for media in known.values()}.values())
-    if total > rules.max_total_bytes:
-        where = "messages" if names is None else names[-1].partition("[")[0]
-        raise RequestError(
-            f"{where}: the {len(known)} different images and videos have {total} bytes together, at most "
-            f"{rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
-            "media_too_large",
-            where)
-    return resolved
 
+    def __init__(self, rules: MediaRules):
+        self._rules = rules
+        self._known: dict[tuple[str, str, str | None], Media] = {}
 
-def _parts(message: Any) -> Sequence[Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return content if isinstance(content, (list, tuple)) else ()
+    def media(self, part: Mapping[str, Any], where: str) -> Media | None:
+        """The image or video of a part of KINDS, not read yet; None where the part holds the image or video itself.
+        Raises RequestError naming the field."""
+        name = part["type"]
+        value, where = part.get(name), f"{where}.{name}"
+        if not name.endswith("_url") and not isinstance(value, (str, Path)):
+            return None
+        detail = value.get("detail") if isinstance(value, Mapping) else None
+        if detail not in DETAILS if KINDS[name] == "image" else detail is not None:
+            raise RequestError(
+                f"{where}.detail: {str(detail)[:40]!r} is not supported; of images low, high and auto are",
+                code="unsupported_field", param=f"{where}.detail")
+        url, rules = value.get("url") if isinstance(value, Mapping) else value, self._rules
+        if isinstance(url, Path):
+            url = os.path.realpath(url)
+            rules = replace(rules, allowed_dir=os.path.dirname(url))
+        with _named(where):
+            _kind_of(url)
+        assert isinstance(url, str), "_kind_of has refused all else"
+        low = detail if detail == "low" else None
+        media = Media(url=url, where=where, rules=rules, detail=low)
+        return self._known.setdefault((url, str(rules.allowed_dir), low), media)
 
-
-def _is_address(part: Any) -> bool:
-    """An `image` and a `video` may hold the image or the video itself."""
-    if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
-        return False
-    name = part["type"]
-    return name.endswith("_url") or isinstance(part.get(name), (str, Path))
-
-
-def _resolve_part(part: Any, where: str, rules: MediaRules, known: dict[tuple[str, str, str | None], Media]) -> Any:
-    if isinstance(part, Mapping) and part.get("type") == "image_pil":
-        return {"type": "image", "image": part.get("image_pil")}
-    if not _is_address(part):
-        return part
-    name, kind = part["type"], _KINDS[part["type"]]
-    value, where = part.get(name), f"{where}.{name}"
-    detail = value.get("detail") if isinstance(value, Mapping) else None
-    if detail not in DETAILS if kind == "image" else detail is not None:
-        raise RequestError(
-            f"{where}.detail: {str(detail)[:40]!r} is not supported; of images low, high and auto are",
-            code="unsupported_field", param=f"{where}.detail")
-    url = value.get("url") if isinstance(value, Mapping) else value
-    if isinstance(url, Path):
-        url = os.path.realpath(url)
-        rules = replace(rules, allowed_dir=os.path.dirname(url))
-    with _named(where):
-        _kind_of(url)
-    assert isinstance(url, str), "_kind_of has refused all else"
-    low = detail if detail == "low" else None
-    media = known.setdefault((url, str(rules.allowed_dir), low), Media(url=url, where=where, rules=rules, detail=low))
-    return {"type": kind, kind: media}
+    def check_sizes(self, where: str) -> None:
+        """Raises RequestError for files that are missing or too large, before any of them is read. `where`: the field
+        that has all of them."""
+        total = sum({media.url: media.num_bytes() for media in self._known.values()}.values())
+        if total > self._rules.max_total_bytes:
+            raise RequestError(
+                f"{where}: the {len(self._known)} different images and videos have {total} bytes together, at most "
+                f"{self._rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
+                "media_too_large",
+                where)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Checks OpenAI-style messages and splits them into plain text for the template and images. Knows no tokens.
 
-Roles: system, developer (the same as system), user, assistant, tool. Images belong to users. Parsing what was parsed
-changes nothing.
+Roles: system, developer (the same as system), user, assistant, tool. Images belong to users.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from PIL import Image
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.images import as_image
-from npu_runner.prompts.media.media import Media
+from npu_runner.prompts.media.media import KINDS, Addresses, Media, MediaRules
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.text.tools import map_strings, parse_tool_calls, strings_in
 from npu_runner.request.limits import LIMITS, check_count, shown
 
+Seen = bytes | Image.Image | Media | Video
+"""An image or a video."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("name",), "user": ("name",), "tool": ("name", "tool_call_id"),
@@ -27,12 +28,40 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 """What a message of each role may have beside role and content."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """How many images and videos a prompt may show to a model. `by_kind`: as in limit_mm_per_prompt."""
+
+    has_vision: bool
+    max_images: int
+    by_kind: Mapping[str, int] = field(default_factory=dict)
+
+    def check(self, seen: Sequence[tuple[Seen, str]], where: str | None = None) -> None:
+        """Raises RequestError for more than the model or the settings allow. `where`: the field that has all of them;
+        None: each stands in a list of its kind."""
+        if not seen:
+            return
+        if not self.has_vision:
+            kind, place = "videos" if isinstance(seen[0][0], Video) else "images", seen[0][1]
+            raise RequestError(f"this model reads text only; remove the {kind} or choose a model with vision",
+                               "model_has_no_vision", place.partition("[")[0] if where is None else place)
+        where = seen[-1][1].partition("[")[0] if where is None else where
+        if len(seen) > self.max_images:
+            raise RequestError(f"{where}: {len(seen)} images and videos, at most {self.max_images} are allowed "
+                               "(max_images_per_prompt)", "too_many_images", where)
+        for kind, most in self.by_kind.items():
+            places = [place for item, place in seen if isinstance(item, Video) is (kind == "video")]
+            if len(places) > most:
+                raise RequestError(f"{places[most]}: one of {len(places)} {kind}s, at most {most} are allowed "
+                                   "(limit_mm_per_prompt)", "too_many_images", places[most])
+
+
 @dataclass
 class Conversation:
     """`messages`: what the template sees; `seen`: (image or video, where it stood) in prompt order."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    seen: list[tuple[bytes | Image.Image | Media | Video, str]] = field(default_factory=list)
+    seen: list[tuple[Seen, str]] = field(default_factory=list)
 
     def map_text(self, change: Callable[[str, str, bool], str]) -> list[dict[str, Any]]:
         """The messages with `change(role, text, is_part)` applied to every piece of text in them."""
@@ -48,10 +77,11 @@ class Conversation:
         return found
 
 
-def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conversation:
+def parse_messages(messages: Any, limits: MediaLimits, media: MediaRules | None = None) -> Conversation:
     """A checked conversation. Raises RequestError naming the field. An image or a video needs no text.
 
-    Without vision every content is one string (text parts joined by newlines), which is what such templates expect.
+    `media`: which addresses may be read; they are not read here. None: images and videos are no addresses. Without
+    vision every content is one string (text parts joined by newlines), which is what such templates expect.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise RequestError(f"messages: a list is needed, not {type(messages).__name__}", "invalid_type", "messages")
@@ -59,6 +89,7 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conve
         raise RequestError("messages: the list is empty; give at least one user message", "empty_messages", "messages")
     check_count("messages", "messages", messages, LIMITS.max_messages)
     conversation = Conversation()
+    addresses = None if media is None else Addresses(media)
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         role = _role(message, where)
@@ -66,11 +97,11 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conve
         content = message.get("content")
         if content is None and others.keys() & {"tool_calls", "reasoning_content"}:
             content = ""
-        content = _content(content, role, f"{where}.content", conversation.seen)
-        if not has_vision and isinstance(content, list):
-            content = _joined(content, separator="\n")
+        content = parse_content(content, f"{where}.content", limits, conversation.seen, addresses, role=role)
         conversation.messages.append({"role": role, "content": content, **others})
-    _check_seen(conversation, has_vision, max_images)
+    limits.check(conversation.seen, "messages")
+    if addresses is not None:
+        addresses.check_sizes("messages")
     has_text = any(m["role"] == "user" and _joined(m["content"]).strip() for m in conversation.messages)
     if not has_text and not conversation.seen:
         raise RequestError("messages: no user message has any text, image or video; ask a question", "no_user_text",
@@ -78,14 +109,20 @@ def parse_messages(messages: Any, *, has_vision: bool, max_images: int) -> Conve
     return conversation
 
 
-def parse_content(content: Any, where: str, *, has_vision: bool,
-                  seen: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
-    """What a template sees of a user's content; images and videos are added to `seen`, each with where it stood.
-    Raises RequestError naming the field. Without vision it is one string, as in `parse_messages`."""
-    parsed = _content(content, "user", where, seen)
-    if seen and not has_vision:
-        raise _no_vision(seen[0][1])
-    return parsed if has_vision or isinstance(parsed, str) else _joined(parsed, separator="\n")
+def parse_content(content: Any, where: str, limits: MediaLimits, seen: list[tuple[Seen, str]],
+                  addresses: Addresses | None = None, *, role: str = "user") -> str | list[dict[str, str]]:
+    """What a template sees of a content; images and videos are added to `seen`, each with where it stood. Raises
+    RequestError naming the field."""
+    if isinstance(content, str):
+        return checked_text(content, where)
+    if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
+        raise RequestError(
+            f"{where}: text or a list of parts is needed, not {type(content).__name__}", "invalid_type", where)
+    if not content:
+        raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
+    check_count(where, "parts", content, LIMITS.max_parts)
+    parts = [_part(part, role, f"{where}[{number}]", seen, addresses) for number, part in enumerate(content)]
+    return parts if limits.has_vision else _joined(parts, separator="\n")
 
 
 def check_ending(conversation: Conversation, add_generation_prompt: bool | None, continue_final_message: bool) -> None:
@@ -135,50 +172,42 @@ def _others(message: Mapping[str, Any], role: str, where: str) -> dict[str, Any]
     return found
 
 
-def _content(content: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return checked_text(content, where)
-    if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
-        raise RequestError(
-            f"{where}: text or a list of parts is needed, not {type(content).__name__}", "invalid_type", where)
-    if not content:
-        raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
-    check_count(where, "parts", content, LIMITS.max_parts)
-    return [_part(part, role, f"{where}[{number}]", seen) for number, part in enumerate(content)]
-
-
-def _part(part: Any, role: str, where: str, seen: list[tuple[Any, str]]) -> dict[str, str]:
+def _part(part: Any, role: str, where: str, seen: list[tuple[Seen, str]],
+          addresses: Addresses | None) -> dict[str, str]:
     if not isinstance(part, Mapping):
         raise RequestError(f"{where}: an object is needed, not {type(part).__name__}", "invalid_type", where)
-    kind = part.get("type")
-    if kind == "text":
+    name = part.get("type")
+    if name == "text":
         return {"type": "text", "text": checked_text(part.get("text"), f"{where}.text")}
-    if kind == "image":
-        image = as_image(part.get("image"), f"{where}.image")
-        if not isinstance(image, (bytes, bytearray, Image.Image, Media)):
-            raise RequestError(
-                f"{where}.image: encoded bytes, a PIL image or an array is needed, not {type(image).__name__}",
-                "invalid_type", f"{where}.image")
-        if role != "user":
-            raise RequestError(f"{where}: images belong in user messages, not in {role} ones", "image_role", where)
-        seen.append((bytes(image) if isinstance(image, bytearray) else image, where))
-        return {"type": "image", "image": "image"}  # templates only ask whether the key is there
-    if kind == "video":
-        return _video_part(part, role, where, seen)
-    if kind in ("image_url", "video_url"):
-        hint = "this address was not resolved; LLM.chat and the batch job do that, else give a part with bytes"
-    else:
-        hint = "a part is text, image, image_url, video or video_url"
-    message = f"{where}.type: {shown(kind)} parts are not supported: {hint}"
-    raise RequestError(message, "unsupported_part", f"{where}.type")
-
-
-def _video_part(part: Mapping[str, Any], role: str, where: str, seen: list[tuple[Any, str]]) -> dict[str, str]:
-    video = Video.of(part.get("video"), f"{where}.video")
+    if addresses is not None and name == "image_pil":  # vLLM's
+        part, name = {"type": "image", "image": part.get("image_pil")}, "image"
+    if not isinstance(name, str) or name not in KINDS:
+        raise _no_such_part(name, where, "a part is text, image, image_url, video or video_url")
+    item = None if addresses is None else addresses.media(part, where)
+    if item is None and name.endswith("_url"):
+        raise _no_such_part(name, where, "this address was not resolved; LLM.chat and the batch job do that, else give "
+                                         "a part with bytes")
+    kind = KINDS[name]
     if role != "user":
-        raise RequestError(f"{where}: videos belong in user messages, not in {role} ones", "image_role", where)
-    seen.append((video, where))
-    return {"type": "video", "video": "video"}  # as for an image
+        raise RequestError(f"{where}: {kind}s belong in user messages, not in {role} ones", "image_role", where)
+    if kind == "video":
+        seen.append((Video.of(part.get("video") if item is None else item, f"{where}.video"), where))
+    else:
+        seen.append((_image(part.get("image"), f"{where}.image") if item is None else item, where))
+    return {"type": kind, kind: kind}  # templates only ask whether the key is there
+
+
+def _image(value: Any, where: str) -> bytes | Image.Image | Media:
+    image = as_image(value, where)
+    if not isinstance(image, (bytes, bytearray, Image.Image, Media)):
+        raise RequestError(f"{where}: encoded bytes, a PIL image or an array is needed, not {type(image).__name__}",
+                           "invalid_type", where)
+    return bytes(image) if isinstance(image, bytearray) else image
+
+
+def _no_such_part(kind: Any, where: str, hint: str) -> RequestError:
+    message = f"{where}.type: {shown(kind)} parts are not supported: {hint}"
+    return RequestError(message, "unsupported_part", f"{where}.type")
 
 
 def checked_text(text: Any, where: str) -> str:
@@ -190,24 +219,6 @@ def checked_text(text: Any, where: str) -> str:
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell but no tokenizer takes
         raise RequestError(f"{where}: not valid Unicode ({error.reason})", "invalid_unicode", where) from error
     return text
-
-
-def _check_seen(conversation: Conversation, has_vision: bool, max_images: int) -> None:
-    if not conversation.seen:
-        return
-    if not has_vision:
-        raise _no_vision(conversation.seen[0][1])
-    if len(conversation.seen) > max_images:
-        raise RequestError(
-            f"messages: {len(conversation.seen)} images and videos, at most {max_images} are allowed "
-            "(max_images_per_prompt)",
-            "too_many_images",
-            "messages")
-
-
-def _no_vision(where: str) -> RequestError:
-    return RequestError("this model reads text only; remove the images and videos or choose a model with vision",
-                        "model_has_no_vision", where)
 
 
 def _joined(content: str | list[dict[str, str]], separator: str = "") -> str:

@@ -129,6 +129,35 @@ def _check_ids(what: str, ids: Collection[int], vocab_size: int | None) -> None:
             code="invalid_sampling_parameter", param=name)
 
 
+def plain_ids(prompt: Any) -> Any:
+    """Token ids of an array, or array numbers, as a list of Python integers. Anything else is returned unchanged; later
+    checks name it."""
+    if isinstance(prompt, (str, bytes, bytearray, memoryview, Mapping)):
+        return prompt
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence) or all(type(token) is int for token in ids):
+        return ids
+    return [plain_number(token) for token in ids]
+
+
+def checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """A list of them. Raises RequestError for anything else."""
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt")
+    return list(prompt)
+
+
+def plain_number(value: Any) -> Any:
+    """An integer of numpy's or torch's as Python's own; any other value as it is."""
+    number = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    return number if type(number) is int else value
+
+
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raises RequestError for a prompt that leaves no room for an answer."""
     if num_tokens >= max_model_len:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from npu_runner.checkpoint.files import registered
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import followed
-from npu_runner.prompts.text.argument_types import ArgumentTypes
-from npu_runner.prompts.text.tool_grammars import calls_grammar, hermes_call, qwen3_coder_call
+from npu_runner.prompts.text.tool_grammars import ArgumentTypes, calls_grammar, hermes_call, qwen3_coder_call
 from npu_runner.prompts.text.tools import arguments_object
 from npu_runner.request.limits import shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams

@@ -10,9 +10,9 @@ import contextlib
 import math
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
@@ -38,41 +38,45 @@ _LOOK_SECONDS = 1.0
 ROOM_SECONDS = 600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class FleetHooks:
-    """The driver's functions that the fleet calls."""
+class Owner(ABC):
+    """Whose rows a fleet serves. The fleet calls it in the thread that polls."""
 
-    make_run: Callable[[Sequence[int]], Any]
-    """The rows of these indices, for a replica."""
-    say: Callable[[str], None]
-    """Reports a line to the user."""
-    isolate: Callable[[Sequence[int]], None]
-    """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
-    record_death: Callable[[int, ReplicaDeadError], GivenUp | None]
-    """This row alone was under way in a death. What is said of it, if that is enough to give it up."""
-    check: Callable[[Mapping[str, Any]], None] = lambda settings: None
-    """Called with what each replica knows of its settings before its weights load. What it raises ends the job."""
-    loading: Callable[[str], None] = lambda phase: None
-    """What one of the replicas does, until all are ready."""
-    scale_up: Callable[[int], Sequence[MakeReplica]] | None = None
-    """Asked now and then, with the number of places there are: further ones, if devices have come for them."""
+    @abstractmethod
+    def make_run(self, indices: Sequence[int]) -> Any:
+        """The rows of these indices, for a replica."""
+
+    @abstractmethod
+    def hear(self, news: Opened | Loading | str) -> None:
+        """A line for the user. Or what a replica tells before it is ready: each of them the settings that it knows, the
+        first one what it does. What this raises ends the fleet."""
+
+    @abstractmethod
+    def isolate(self, indices: Sequence[int]) -> None:
+        """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
+
+    @abstractmethod
+    def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
+        """This row alone was under way in a death. Returns the verdict, if that is enough to give it up."""
 
 
 class Fleet:
     """Replicas and the rows they share. Entered once; left, everything of all replicas is gone.
 
     `max_restarts`: how often another replica takes the place of one that died, for each place. `given_up`: rows that
-    are given up from the beginning.
+    are given up from the beginning. `scale_up` is asked now and then, with the number of places there are: it gives
+    further replicas, if devices have come for them.
     """
 
-    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, hooks: FleetHooks, *, max_restarts: float = 0,
-                 given_up: Sequence[GivenUp] = ()):
+    def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, owner: Owner, *, max_restarts: float = 0,
+                 given_up: Sequence[GivenUp] = (),
+                 scale_up: Callable[[int], Sequence[MakeReplica]] = lambda num_places: ()):
         self._rows = rows
-        self._hooks = hooks
+        self._owner = owner
+        self._scale_up = scale_up
         self._max_restarts = max_restarts
         self._woken: queue.SimpleQueue[ReplicaState | None] = queue.SimpleQueue()
         self.states = [self._place(number, make) for number, make in enumerate(replicas)]
-        self._balancer = LoadBalancer(self.states, rows, hooks.make_run)
+        self._balancer = LoadBalancer(self.states, rows, owner.make_run)
         first = self.states[0].replica
         self._works_here = first is not None and first.is_inline
         """The only replica works in this thread."""
@@ -81,7 +85,7 @@ class Fleet:
         self._facts: ReplicaFacts | None = None
         self._has_begun, self._terms = False, None
         self._finished: list[FinishedRow] = []
-        self._newly_given_up = list(given_up)
+        self._given_up_at_first, self._newly_given_up = given_up, list[GivenUp]()
         self._failure: NpuRunnerError | None = None
         """Raised after all earlier results were returned."""
         rows.drop(row.index for row in given_up)
@@ -109,14 +113,13 @@ class Fleet:
         """
         self.start()
         while not self.is_loaded:
-            self._balancer.hand_out()
-            self._poll_replicas(0.2)
+            self.poll(0.2)
         return self.facts
 
     @property
     def facts(self) -> ReplicaFacts:
         """What replicas have in common, once one is loaded."""
-        assert self._facts is not None, "nobody is left, and nobody has said so"
+        assert self._facts is not None, "no replica is left, and none was reported dead"
         return self._facts
 
     def start(self) -> None:
@@ -148,6 +151,7 @@ class Fleet:
     def begin(self, terms: Any) -> None:
         """From here on rows are answered. `terms` go to every replica, to later ones as well."""
         self._has_begun, self._terms = True, terms
+        self._newly_given_up += self._given_up_at_first
         for state in self.states:
             if state.replica is not None and state.facts is not None:
                 state.replica.begin(terms)
@@ -164,13 +168,26 @@ class Fleet:
         if self._failure is not None:
             raise self._failure
         self._balancer.hand_out()
-        if not self._finished and not self._newly_given_up:
-            try:
-                self._poll_replicas(timeout_seconds)
-            except NpuRunnerError as failure:
-                if not self._finished and not self._newly_given_up:
-                    raise
-                self._failure = failure
+        try:
+            for state in self._whom_to_ask(0.0 if self._newly_given_up else timeout_seconds):
+                try:
+                    if state.replica is not None:
+                        for event in state.replica.poll(timeout_seconds if self._works_here else 0.0):
+                            self._take(state, event)
+                except ReplicaDeadError as error:
+                    self._retire(state, error)
+                except NpuRunnerError as error:
+                    if state.facts is not None or not (state.num_deaths or self._has_begun):
+                        raise
+                    # Others could be loaded: they go on, and another try may go well.
+                    self._retire(state, ReplicaDeadError(f"{state.name} could not be loaded: {error}", rows=()))
+            for state in self._places():
+                if state.replica is None:
+                    state.restart()
+        except NpuRunnerError as failure:
+            if not self._finished and not self._newly_given_up:
+                raise
+            self._failure = failure
         finished, self._finished = self._finished, []
         given_up, self._newly_given_up = self._newly_given_up, []
         self._num_done += len(finished) + len(given_up)
@@ -178,29 +195,12 @@ class Fleet:
 
     # -- what replicas say -----------------------------------------------------------------------------------------
 
-    def _poll_replicas(self, timeout_seconds: float) -> None:
-        for state in self._whom_to_ask(timeout_seconds):
-            try:
-                if state.replica is not None:
-                    for event in state.replica.poll(timeout_seconds if self._works_here else 0.0):
-                        self._take(state, event)
-            except ReplicaDeadError as error:
-                self._retire(state, error)
-            except NpuRunnerError as error:
-                if state.facts is not None or not (state.num_deaths or self._has_begun):
-                    raise
-                # Others could be loaded: they go on, and another try may go well.
-                self._retire(state, ReplicaDeadError(f"{state.name} could not be loaded: {error}", rows=()))
-        for state in self._places():
-            if state.replica is None:
-                state.restart()
-
     def _look_around(self) -> None:
         """Have devices come, or are there none any more?"""
         places = self._places()
-        for make in () if self._hooks.scale_up is None else self._hooks.scale_up(len(places)):
+        for make in self._scale_up(len(places)):
             state = self._place(len(self.states), make)
-            self._hooks.say(f"{state.name} is added: there are devices for it")
+            self._owner.hear(f"{state.name} is added: there are devices for it")
             self.states.append(state)
             state.start()
         if not places or not all(state.waits_for for state in places):
@@ -246,16 +246,16 @@ class Fleet:
         elif isinstance(event, Progressed):
             state.latest = event.stats
         elif isinstance(event, Opened):
-            self._hooks.check(event.settings)
+            self._owner.hear(event)
         elif isinstance(event, Loading):
-            self._report(state, event.phase)
+            self._report(state, event)
         elif isinstance(event, Ready):
             self._welcome(state, event.facts)
 
-    def _report(self, state: ReplicaState, phase: str) -> None:
+    def _report(self, state: ReplicaState, event: Loading) -> None:
         """Of the first replica that is there; the others do the same."""
         if not self._has_begun and state is next(each for each in self.states if each.replica and not each.waits_for):
-            self._hooks.loading(phase)
+            self._owner.hear(event)
 
     def _free(self, state: ReplicaState) -> None:
         """It may take others again, if the suspect that it had alone is gone."""
@@ -285,8 +285,8 @@ class Fleet:
         limit = "" if math.isinf(self._max_restarts) else f" of {self._max_restarts}"
         restarts = f"started again ({state.num_deaths}{limit})"
         what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"
-        self._hooks.say(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
-                        f"under way; {what}")
+        self._owner.hear(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
+                         f"under way; {what}")
         if is_last:
             raise ReplicaDeadError(f"no replica is left; the last one: {error}") from error
 
@@ -296,12 +296,12 @@ class Fleet:
         if len(under_way) == 1:
             (row,) = under_way
             self._rows.isolate_on_return(row)
-            given_up = self._hooks.record_death(row, error)
+            given_up = self._owner.record_death(row, error)
             if given_up is not None:
                 self._newly_given_up.append(given_up)
                 return {row}
         elif suspects or is_last:  # who may have ended a job is suspected in the next run
-            self._hooks.isolate(sorted(under_way) if is_last else suspects)
+            self._owner.isolate(sorted(under_way) if is_last else suspects)
         return set()
 
     def _places(self) -> list[ReplicaState]:

@@ -1,4 +1,4 @@
-"""A replica in its caller's thread: makes events of what the loop around an engine does. Knows no row's contents.
+"""A replica in its caller's thread, with the one loop around an engine: admit, step, finish. Knows no row's contents.
 
 Every other replica is one of these in a process of its own, on this host or on another one.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError
-from npu_runner.serving.engine_loop import Endpoint, EngineLoop
+from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError, RequestError
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.replica import (
     Begun,
     Event,
     Finished,
+    FinishedRow,
     Loading,
     Progressed,
     Ready,
@@ -27,66 +30,95 @@ from npu_runner.serving.replica import (
     Returned,
 )
 
+# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
+_LEAST_WAITING_REQUESTS = 64
+# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
+_WAITING_SHARE = 4
+_MAX_WAITING_BYTES = 1 << 29
 _REPORT_SECONDS = 0.25
 
 
+def max_waiting_requests(max_num_seqs: int) -> int:
+    """Most requests that wait in the engine, and most that wait, prepared, for it."""
+    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
+
+
 class InlineReplica(Replica):
-    """Works in `poll`: the first one loads the model. What subclasses enter into `_open` ends with it."""
+    """Works in `poll`: the first call loads the model, later ones run one step each. What subclasses enter into `_open`
+    ends with it. All that it holds is bounded."""
 
     can_restart = False
     is_inline = True
     endpoint: Endpoint
-    """Prepares the rows and writes their answers. Made by `start` or `_load`."""
+    """Made by `start` or `_load`."""
 
     def __init__(self, name: str):
         self.name = name
         self._open = ExitStack()
-        self._events: list[Event] = []
         self._engine: Any = None
-        self._loop: EngineLoop | None = None
+        self._has_begun = False
         self._failure: NpuRunnerError | None = None
-        self._report_at = 0.0
         self._tell: Callable[[Event], None]
+        self._in_flight: dict[str, Prepared] = {}
+        """What the engine has."""
+        self._given_back: set[str] = set()
+        self._sizes: deque[int] = deque()
+        """Bytes of the last requests that the engine was given. It serves the first ones first, so those that wait are
+        among them."""
+        self._must_step = False
+        self._wait_seconds = 0.0
+        self._events: list[Event] = []
+        self._begun: list[int] = []
+        self._finished: list[FinishedRow] = []
+        self._report_at = 0.0
 
     @abstractmethod
     def _load(self) -> ReplicaFacts:
-        """Have `_engine` loaded, and say what it is."""
+        """Load `_engine`, and say what it is."""
 
     def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         self._tell = tell
 
     def begin(self, terms: Any) -> None:
-        self.endpoint.begin(terms)
-        self._loop = EngineLoop(self._engine, self.endpoint)
+        self._has_begun = True
+        self._max_waiting = max_waiting_requests(self._engine.max_num_seqs)
+        self._sizes = deque(maxlen=self._max_waiting)
 
     def submit(self, run: Any) -> None:
         self.endpoint.submit(run)
 
     def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self.endpoint.recall(num_rows)
-        if self._loop is not None and len(found) < num_rows:
-            found += self._loop.recall(num_rows - len(found), begun=begun)
-        # What is under way is told without them.
+        found = self.endpoint.recall(num_rows, begun=begun)
+        if self._has_begun and len(found) < num_rows:
+            found += self._recall_prepared(num_rows - len(found), begun=begun)
+        # The figures are told without them.
         self._events += [Returned(found), Progressed(self.stats())]
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         if self._failure is not None:
-            pass  # raised below, once all is told
+            pass  # raised below, once all events are told
         elif self._engine is None:
             self._events.append(Ready(self._load()))
-        elif self._loop is None:
+        elif not self._has_begun:
             self.endpoint.pool.raise_failure()
         else:
-            loop = self._loop
             try:
-                loop.turn(0.0 if self._events else timeout_seconds)
+                if not self._must_step:
+                    self._admit()
+                # The driver hears of rows before they are under way: they may be the end of this process.
+                self._must_step = bool(self._begun)
+                if not self._must_step and self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        self._finish(output)
+                elif not (self._must_step or self._finished):
+                    self._wait(0.0 if self._events else timeout_seconds)
             except EngineDeadError as error:
                 self._failure = ReplicaDeadError(str(error), request_ids=error.request_ids, blame=error.blame,
-                                                 rows=loop.numbers_of(error.request_ids) or None)
+                                                 rows=self._numbers_of(error.request_ids))
                 self._failure.__cause__ = error
             except NpuRunnerError as error:
                 self._failure = error
-            self._tell_of(loop)
+            self._add_events()
         events, self._events = self._events, []
         if self._failure is not None and not events:
             raise self._failure
@@ -100,19 +132,90 @@ class InlineReplica(Replica):
         if self._engine is None:
             return ReplicaStats()
         return ReplicaStats(
-            engine=replace(self._engine.stats()), wait_seconds=0.0 if self._loop is None else self._loop.wait_seconds,
+            engine=replace(self._engine.stats()), wait_seconds=self._wait_seconds,
             num_workers_replaced=self.endpoint.pool.num_replaced)
 
     def _report(self, phase: str) -> None:
         """The progress of an engine."""
         self._tell(Loading(phase))
 
-    def _tell_of(self, loop: EngineLoop) -> None:
-        if loop.begun:
-            self._events.append(Begun(loop.begun))
-        if loop.finished:
-            self._events.append(Finished(loop.finished))
-        if loop.finished or time.monotonic() >= self._report_at:
+    # -- one turn --------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give the engine what is prepared, as far as it has room."""
+        num_waiting = self._engine.num_waiting
+        while self._has_room(num_waiting) and (prepared := self.endpoint.next(0.0)) is not None:
+            num_waiting += self._add(prepared)
+
+    def _has_room(self, num_waiting: int) -> bool:
+        if num_waiting >= self._max_waiting:
+            return False
+        return not num_waiting or sum(list(self._sizes)[-num_waiting:]) < _MAX_WAITING_BYTES
+
+    def _add(self, prepared: Prepared) -> int:
+        """Give it to the engine, or write the error that keeps it from there. Returns how many sequences it adds."""
+        name, error = prepared.name, prepared.error
+        if error is None:
+            try:
+                self._engine.add_request(name, prepared.prompt, prepared.params)
+            except RequestError as refused:
+                error = refused
+        if error is not None:
+            self._finished.append(self.endpoint.finish(prepared, error))
+            return 0
+        assert name is not None, "only a request that cannot be served has no name"
+        self._in_flight[name] = prepared
+        self._sizes.append(prepared.num_bytes)
+        self._begun.append(prepared.number)
+        return prepared.num_sequences
+
+    def _wait(self, seconds: float) -> None:
+        started = time.monotonic()
+        prepared = self.endpoint.next(seconds)
+        self._wait_seconds += time.monotonic() - started
+        if prepared is not None:
+            self._add(prepared)
+
+    def _finish(self, output: RequestOutput) -> None:
+        name = output.request_id
+        # Some completions of a request that was given back may have been finished by then.
+        is_aborted = any(completion.finish_reason == "abort" for completion in output.completions)
+        if is_aborted and name in self._given_back:
+            self._given_back.remove(name)
+        else:
+            self._finished.append(self.endpoint.finish(self._in_flight.pop(name), output))
+
+    def _recall_prepared(self, num_rows: int, *, begun: bool) -> list[int]:
+        """Abort at most `num_rows` rows that are prepared or wait in the engine, with `begun` running ones, too.
+        Returns their numbers."""
+        dropped: list[int] = []
+        while len(dropped) < num_rows and (prepared := self.endpoint.next(0.0)) is not None:
+            if prepared.error is None:
+                dropped.append(prepared.number)
+            else:
+                self._finished.append(self.endpoint.finish(prepared, prepared.error))
+        num_waiting = self._engine.num_waiting
+        for name, prepared in reversed(list(self._in_flight.items())):
+            num_waiting -= prepared.num_sequences
+            if len(dropped) >= num_rows or (num_waiting < 0 and not begun):
+                break
+            self._engine.abort_request(name)
+            self._given_back.add(name)
+            del self._in_flight[name]
+            dropped.append(prepared.number)
+        return dropped
+
+    def _numbers_of(self, request_ids: tuple[str, ...]) -> tuple[int, ...] | None:
+        """The numbers of those that are under way; None where none of them is."""
+        found = tuple(self._in_flight[name].number for name in request_ids if name in self._in_flight)
+        return found or None
+
+    def _add_events(self) -> None:
+        if self._begun:
+            self._events.append(Begun(self._begun))
+        if self._finished:
+            self._events.append(Finished(self._finished))
+        if self._finished or time.monotonic() >= self._report_at:
             self._report_at = time.monotonic() + _REPORT_SECONDS
             self._events.append(Progressed(self.stats()))
-        loop.begun, loop.finished = [], []
+        self._begun, self._finished = [], []

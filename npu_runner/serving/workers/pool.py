@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from npu_runner.errors import JobError
+from npu_runner.errors import JobError, RequestError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.processes.child import Child, describe_exit
@@ -34,22 +34,21 @@ _PATIENCE_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 86_400.0
 
 
-@dataclass(frozen=True)
-class WorkerFailure:
-    """Why a task has no result. `code`: preprocessing_crashed, preprocessing_timeout, preprocessing_out_of_memory or
-    internal_error."""
-
-    code: str
-    message: str
+class WorkerFailure(RequestError):
+    """A task has no result, by no fault of its caller. `code`: preprocessing_crashed, preprocessing_timeout,
+    preprocessing_out_of_memory or internal_error."""
 
 
 @dataclass(frozen=True)
-class Finished(Generic[Task]):
-    """A task with what the function returned for it, or a WorkerFailure. `num_bytes`: size of the result."""
+class PoolItem(Generic[Task]):
+    """A task of the pool, at last with what the function returned for it, or a WorkerFailure. `num_bytes`: size of the
+    result."""
 
     task: Task
-    result: Any
-    num_bytes: int
+    task_bytes: int
+    attempt: int = 1
+    result: Any = None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +66,6 @@ class PoolLimits:
     """No new task starts while the waiting results are larger than this."""
 
 
-@dataclass(frozen=True)
-class _Submitted(Generic[Task]):
-    task: Task
-    num_bytes: int
-    attempt: int = 1
-
-
 @dataclass
 class _Worker(Generic[Task]):
     child: Child
@@ -81,7 +73,7 @@ class _Worker(Generic[Task]):
     is_ready: bool = False
     is_used: bool = False
     """It has answered a task before."""
-    item: _Submitted[Task] | None = None
+    item: PoolItem[Task] | None = None
     """What it works on."""
     watch: Stopwatch | None = None
     """Since it was started, or has its task; None: it is idle."""
@@ -101,14 +93,14 @@ class WorkerPool(Generic[Task]):
         self._seen = seen
         self._inherited = tuple(inherited)
         self._limits = limits
-        self._tasks: deque[_Submitted[Task]] = deque()
+        self._tasks: deque[PoolItem[Task]] = deque()
         """Those that no worker has begun: filled by the caller, emptied by the pool's thread."""
-        self._again: deque[_Submitted[Task]] = deque()
-        self._for_new: deque[_Submitted[Task]] = deque()
+        self._again: deque[PoolItem[Task]] = deque()
+        self._for_new: deque[PoolItem[Task]] = deque()
         """Tasks that had too little memory in a worker that had served: each waits for one that has not."""
         self._workers: list[_Worker[Task]] = []
         self._results = ByteBoundedQueue(limits.max_ready_bytes, limits.max_ready)
-        """(Finished, bytes of its task)"""
+        """PoolItems"""
         self._failure: Exception | None = None
         self._num_failed_starts = 0
         self._is_closing = threading.Event()
@@ -129,7 +121,7 @@ class WorkerPool(Generic[Task]):
         """Returns at once: a worker gets it when one is free and there is room for its result. `num_bytes`: its size,
         for `pending_bytes`."""
         self.pending_bytes += num_bytes
-        self._tasks.append(_Submitted(task, num_bytes))
+        self._tasks.append(PoolItem(task, num_bytes))
         if self._thread is None:
             self._thread = threading.Thread(target=self._supervise, name="preprocessing-pool", daemon=True)
             self._thread.start()
@@ -141,22 +133,21 @@ class WorkerPool(Generic[Task]):
         with contextlib.suppress(IndexError):
             while len(found) < num_tasks:
                 item = self._tasks.pop()
-                self.pending_bytes -= item.num_bytes
+                self.pending_bytes -= item.task_bytes
                 found.append(item.task)
         return found
 
-    def get(self, timeout: float = 0.0) -> Finished[Task] | None:
+    def get(self, timeout: float = 0.0) -> PoolItem[Task] | None:
         """The next result; None when there is none within `timeout` seconds.
 
         Raises JobError when no worker can be kept alive, when the function raised it or when unpickling the function
         raised any error of ours.
         """
-        found = self._results.get(timeout)
-        if found is None:
+        finished: PoolItem[Task] | None = self._results.get(timeout)
+        if finished is None:
             self.raise_failure()
             return None
-        finished: Finished[Task] = found[0]
-        self.pending_bytes -= found[1]
+        self.pending_bytes -= finished.task_bytes
         self._wake()
         return finished
 
@@ -232,7 +223,7 @@ class WorkerPool(Generic[Task]):
                 self._again.appendleft(item)
                 self._replace(worker, selector)
 
-    def _next_task(self, worker: _Worker[Task]) -> _Submitted[Task] | None:
+    def _next_task(self, worker: _Worker[Task]) -> PoolItem[Task] | None:
         if self._for_new and not worker.is_used:
             return self._for_new.popleft()
         if self._again:
@@ -285,13 +276,13 @@ class WorkerPool(Generic[Task]):
                 self._deliver(item, self._out_of_memory(), num_bytes)
             return
         worker.is_used = True
-        self._deliver(item, value if outcome == RESULT else WorkerFailure("internal_error", value), num_bytes)
+        self._deliver(item, value if outcome == RESULT else WorkerFailure(value, "internal_error"), num_bytes)
 
     def _out_of_memory(self) -> WorkerFailure:
         limit = self._limits.worker_memory_bytes
         allowed = "this host has" if limit is None else f"the {limit} bytes it may take (worker_memory_bytes)"
         message = f"preparing this row needs more memory than {allowed}; make the row or its images smaller"
-        return WorkerFailure("preprocessing_out_of_memory", message)
+        return WorkerFailure(message, "preprocessing_out_of_memory")
 
     def _replace(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker died: try its task once more, in another one."""
@@ -305,7 +296,7 @@ class WorkerPool(Generic[Task]):
             if status == -signal.SIGABRT and self._limits.worker_memory_bytes is not None:
                 # Libraries that are not Python's abort where their memory ends.
                 how += f", as more than {self._limits.worker_memory_bytes} bytes of memory do (worker_memory_bytes)"
-            self._deliver(worker.item, WorkerFailure("preprocessing_crashed", how), 0)
+            self._deliver(worker.item, WorkerFailure(how, "preprocessing_crashed"), 0)
 
     def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
         """The worker is stuck: its task has had its time and is not tried again."""
@@ -313,7 +304,7 @@ class WorkerPool(Generic[Task]):
         if worker.item is not None:
             limit = f"{self._limits.task_timeout_seconds:g} s"
             message = f"preprocessing this row took longer than {limit}; raise --preprocessing-timeout if it may"
-            self._deliver(worker.item, WorkerFailure("preprocessing_timeout", message), 0)
+            self._deliver(worker.item, WorkerFailure(message, "preprocessing_timeout"), 0)
 
     def _remove(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> int:
         selector.unregister(worker.channel)
@@ -327,9 +318,9 @@ class WorkerPool(Generic[Task]):
                 raise JobError(f"preprocessing workers die before their first row ({tries}); their error is above")
         return status
 
-    def _deliver(self, item: _Submitted[Task], result: Any, num_bytes: int) -> None:
+    def _deliver(self, item: PoolItem[Task], result: Any, num_bytes: int) -> None:
         self._seen(result)
-        self._results.put((Finished(item.task, result, num_bytes), item.num_bytes), num_bytes, waits=False)
+        self._results.put(replace(item, result=result, num_bytes=num_bytes), num_bytes, waits=False)
 
 
 def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any]:

@@ -19,9 +19,33 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.engine.checked_format import check_format
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, RequestError
+from npu_runner.llm.prompt_service import make_service
+from npu_runner.llm.requests import (
+    AnyParams,
+    ChatOptions,
+    PairOptions,
+    Parse,
+    PromptOptions,
+    UnsaidLimit,
+    chat_parser,
+    checked_options,
+    is_conversation,
+    is_one_conversation,
+    is_one_prompt,
+    pair_parser,
+    params_of,
+    parse_prompt,
+    prompt_or_chat_parser,
+    tasks_of,
+    with_index,
+    with_task,
+)
+from npu_runner.llm.turns import Call, Turns
+from npu_runner.llm.vllm_settings import own_settings
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
 from npu_runner.request.limits import shown
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
@@ -29,33 +53,6 @@ from npu_runner.request.pooling_outputs import ClassificationRequestOutput, Pool
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from npu_runner.serving.calls.call_options import (
-    ChatOptions,
-    PairOptions,
-    Parse,
-    PromptOptions,
-    chat_parser,
-    checked_options,
-    is_conversation,
-    pair_parser,
-    parse_prompt,
-    prompt_or_chat_parser,
-)
-from npu_runner.serving.calls.prompt_server import Request
-from npu_runner.serving.calls.prompt_service import make_service
-from npu_runner.serving.calls.requests import (
-    AnyParams,
-    RawPlaces,
-    UnsaidLimit,
-    is_one_conversation,
-    is_one_prompt,
-    params_of,
-    requests_of,
-    with_index,
-    with_task,
-)
-from npu_runner.serving.calls.turns import Call, Turns
-from npu_runner.serving.calls.vllm_settings import own_settings
 from npu_runner.serving.loading_line import shows_progress
 from npu_runner.serving.options import PreprocessingOptions, ReplicaOptions
 
@@ -75,12 +72,11 @@ Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 Bar = bool | Callable[..., Any] | None
 Params = SamplingParams | Iterable[SamplingParams] | None
 PoolingRequests = PoolingParams | Iterable[PoolingParams] | None
-Results = Iterator[tuple[int, RequestOutput]]
-EmbeddingResults = Iterator[tuple[int, EmbeddingRequestOutput]]
-PoolingResults = Iterator[tuple[int, PoolingRequestOutput]]
-ClassificationResults = Iterator[tuple[int, ClassificationRequestOutput]]
-ScoringResults = Iterator[tuple[int, ScoringRequestOutput]]
 _T = TypeVar("_T")
+Stream = Iterator[tuple[int, _T]]
+"""Results as they finish, each with the index of its prompt."""
+Results = Stream[RequestOutput]
+Answers = list[_T] | Stream[_T]
 _TASKS = {TOKEN_EMBED: TOKEN_EMBED, "embed": None, CLASSIFY: None}
 """What PoolingParams call the tasks of `encode`."""
 # Of each step, for an iterator: one that is slow must not keep the model from what is there already.
@@ -172,7 +168,7 @@ class LLM:
                  **options: Unpack[PromptOptions]) -> Results: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
                  stream_results: bool = False, return_errors: bool = False,
-                 **options: Unpack[PromptOptions]) -> list[RequestOutput] | Results:
+                 **options: Unpack[PromptOptions]) -> Answers[RequestOutput]:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
 
         Without max_tokens a completion has the checkpoint's max_new_tokens, or 16, as rows of /v1/completions. Where
@@ -193,7 +189,7 @@ class LLM:
              **options: Unpack[ChatOptions]) -> Results: ...
     def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
              use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
-             **options: Unpack[ChatOptions]) -> list[RequestOutput] | Results:
+             **options: Unpack[ChatOptions]) -> Answers[RequestOutput]:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
         Options, which are for all conversations:
@@ -235,10 +231,10 @@ class LLM:
     @overload
     def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
               use_tqdm: Bar = None, *, stream_results: Literal[True], return_errors: bool = False,
-              **options: Unpack[ChatOptions]) -> EmbeddingResults: ...
+              **options: Unpack[ChatOptions]) -> Stream[EmbeddingRequestOutput]: ...
     def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
               use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
-              **options: Unpack[ChatOptions]) -> list[EmbeddingRequestOutput] | EmbeddingResults:
+              **options: Unpack[ChatOptions]) -> Answers[EmbeddingRequestOutput]:
         """A vector of each raw prompt or conversation, of a model that was loaded for that (setting `runner`).
 
         Prompts are those of `generate`, instructions and template included. A conversation goes through the chat
@@ -256,10 +252,11 @@ class LLM:
                return_errors: bool = False) -> list[PoolingRequestOutput]: ...
     @overload
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
-               *, pooling_task: str, stream_results: Literal[True], return_errors: bool = False) -> PoolingResults: ...
+               *, pooling_task: str, stream_results: Literal[True],
+               return_errors: bool = False) -> Stream[PoolingRequestOutput]: ...
     def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
                *, pooling_task: str, stream_results: bool = False,
-               return_errors: bool = False) -> list[PoolingRequestOutput] | PoolingResults:
+               return_errors: bool = False) -> Answers[PoolingRequestOutput]:
         """Arrays of raw prompts, of a model that was loaded for numbers. `pooling_task`, as vLLM calls them:
 
         - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
@@ -283,10 +280,10 @@ class LLM:
     @overload
     def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
                  use_tqdm: Bar = None, *, stream_results: Literal[True],
-                 return_errors: bool = False) -> ClassificationResults: ...
+                 return_errors: bool = False) -> Stream[ClassificationRequestOutput]: ...
     def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
                  use_tqdm: Bar = None, *, stream_results: bool = False,
-                 return_errors: bool = False) -> list[ClassificationRequestOutput] | ClassificationResults:
+                 return_errors: bool = False) -> Answers[ClassificationRequestOutput]:
         """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification). With
         `use_activation` False in `pooling_params` `probs` are the logits.
 
@@ -302,11 +299,11 @@ class LLM:
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, stream_results: Literal[True],
-              return_errors: bool = False, **options: Unpack[PairOptions]) -> ScoringResults: ...
+              return_errors: bool = False, **options: Unpack[PairOptions]) -> Stream[ScoringRequestOutput]: ...
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
               pooling_params: PoolingParams | None = None, stream_results: bool = False,
               return_errors: bool = False,
-              **options: Unpack[PairOptions]) -> list[ScoringRequestOutput] | ScoringResults:
+              **options: Unpack[PairOptions]) -> Answers[ScoringRequestOutput]:
         """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
         (setting `task`). One query serves all documents.
 
@@ -321,9 +318,8 @@ class LLM:
                                "invalid_type", "pooling_params")
         asked = checked_options("score", options, PairOptions)
         parse = pair_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
-        results = self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors)
-        of = partial(ScoringRequestOutput.of, is_raw=params.use_activation is False)
-        return list(map(of, results)) if isinstance(results, list) else ((index, of(one)) for index, one in results)
+        return self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors,
+                         of=ScoringRequestOutput.of)
 
     def stats(self) -> EngineStats:
         """Counters and gauges; of several replicas their sums, as they told last."""
@@ -351,28 +347,23 @@ class LLM:
 
     def _media_rules(self, allowed_dir: Path | str | None) -> MediaRules:
         return MediaRules(
-            allowed_dir=allowed_dir or self.allowed_media_dir, max_images=self.config.prompts.max_images_per_prompt,
+            allowed_dir=allowed_dir or self.allowed_media_dir,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
     def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[..., _T], use_tqdm: Bar,
               stream_results: bool, return_errors: bool,
               parse: Parse = parse_prompt) -> list[_T] | Iterator[tuple[int, _T]]:
-        """A request for `task` of each prompt; `of` makes what the caller gets of its output, and of whether that is to
-        be raw."""
+        """A request for `task` of each prompt. `of`: as in `_run`."""
         is_one = is_one_prompt(prompts) or is_conversation(prompts)
         self.processor.check_task(task)
         given = PoolingParams() if params is None else params
-        raw = RawPlaces(given)
-        results = self._run([prompts] if is_one else prompts, raw.params, parse, use_tqdm, stream_results,
-                            return_errors)
-        if isinstance(results, list):
-            return [of(output, is_raw=raw.takes(index)) for index, output in enumerate(results)]
-        return ((index, of(output, is_raw=raw.takes(index))) for index, output in results)
+        return self._run([prompts] if is_one else prompts, given, parse, use_tqdm, stream_results, return_errors, of=of)
 
-    def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse,
-             use_tqdm: Bar, stream_results: bool, return_errors: bool,
-             max_tokens: int | None = None) -> list[RequestOutput] | Results:
-        """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length."""
+    def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse, use_tqdm: Bar,
+             stream_results: bool, return_errors: bool, max_tokens: int | None = None,
+             of: Callable[..., Any] = lambda output, is_raw: output) -> Any:
+        """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length. `of` makes what the
+        caller gets of an output; `is_raw`: the request asks for numbers as they are (`use_activation` False)."""
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
@@ -380,15 +371,15 @@ class LLM:
         params = params_of(sampling_params, SamplingParams(**self.generation_defaults), total)
         if isinstance(items, Sequence) and not return_errors:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
-            for index, request in enumerate(requests_of(items, params, parse, limit, self.processor)):
-                if isinstance(request.prompt, RequestError):
-                    raise with_index(index, request.prompt)
-        requests = requests_of(items, params, parse, limit, self.processor)
+            for index, task in enumerate(tasks_of(items, params, parse, limit, self.processor)):
+                if isinstance(task, MadeTask) and isinstance(task.made, RequestError):
+                    raise with_index(index, task.made)
+        tasks = tasks_of(items, params, parse, limit, self.processor)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
             use_tqdm = not stream_results and shows_progress(sys.stderr)
-        results = self._results(call, requests, read_seconds, total, use_tqdm, return_errors, limit)
+        results = self._results(call, tasks, read_seconds, total, use_tqdm, return_errors, limit, of)
         call.follow(results)
         if stream_results:
             return results
@@ -398,24 +389,25 @@ class LLM:
             results.close()
         return [finished[index] for index in range(len(finished))]
 
-    def _results(self, call: Call, requests: Iterator[Request], read_seconds: float, total: int | None, use_tqdm: Bar,
-                 return_errors: bool, limit: UnsaidLimit) -> Generator[tuple[int, RequestOutput]]:
+    def _results(self, call: Call, tasks: Iterator[PromptTask], read_seconds: float, total: int | None, use_tqdm: Bar,
+                 return_errors: bool, limit: UnsaidLimit, of: Callable[..., _T]) -> Generator[tuple[int, _T]]:
         self._turns.take(call)
         if self._is_torn:
             self._reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
         try:
-            first = self.num_requests
+            first, raw = self.num_requests, set[int]()
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, found in self._service.answers(requests, read_seconds):
+                for index, found in self._service.answers(_with_raw_noted(tasks, raw), read_seconds):
                     if isinstance(found, RequestError) and not return_errors:
                         raise with_index(index, found)
                     bar.update()
                     if isinstance(found, RequestError):
                         found = RequestOutput.failed(f"request-{first + index}", found)
                     limit.look_at(found)
-                    yield index, found
+                    yield index, of(found, is_raw=index in raw)
+                    raw.discard(index)
                     if not self._turns.is_current(call):
                         raise RequestError("these results ended when the LLM was called again, or closed",
                                            code="results_ended")
@@ -434,3 +426,11 @@ class LLM:
         """Whatever is under way is aborted. Nothing is repaired, all is made again."""
         self._service.reset()
         self._is_torn = False
+
+
+def _with_raw_noted(tasks: Iterator[PromptTask], raw: set[int]) -> Iterator[PromptTask]:
+    """`tasks`; those that ask for numbers as they are get into `raw`."""
+    for index, task in enumerate(tasks):
+        if isinstance(task.params, PoolingParams) and task.params.use_activation is False:
+            raw.add(index)
+        yield task

@@ -10,12 +10,13 @@ import atexit
 import functools
 import logging
 import os
+import pickle
 import queue
 import sys
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,27 +25,26 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.executor import CLOSED, Progress, silent
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
-from npu_runner.processes.log_level import show_log
-from npu_runner.request.outputs import EngineStats, RequestOutput
-from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.serving.blame import LoneDeaths
-from npu_runner.serving.calls.prompt_server import (
+from npu_runner.llm.prompt_server import (
     Answer,
     PromptServer,
-    Request,
     load_engine,
     pack_answer,
     unpack_answer,
 )
+from npu_runner.processes.log_level import show_log
+from npu_runner.prompts.tasks import MadeTask, PromptTask
+from npu_runner.request.outputs import EngineStats, RequestOutput
+from npu_runner.serving.blame import GivenUp, LoneDeaths
+from npu_runner.serving.endpoint import prepare_prompt
 from npu_runner.serving.loading_line import on_terminal
 from npu_runner.serving.options import AUTO, PreprocessingOptions, ReplicaOptions
-from npu_runner.serving.replica import ReplicaFacts
-from npu_runner.serving.replicas.fleet import Fleet, FleetHooks
+from npu_runner.serving.replica import Loading, Opened, ReplicaFacts
+from npu_runner.serving.replicas.fleet import Fleet, Owner
 from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, added
-from npu_runner.serving.workers.prompt_tasks import PromptTask
 from npu_runner.strategies import OpenedCheckpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ MAX_AHEAD_BYTES = 1 << 29
 _EXIT_SECONDS = 30.0
 
 
-class PromptService(ABC):
+class PromptService(Owner):
     """Used by one thread at a time. Raises what loading an engine raises."""
 
     engine: LLMEngine | None = None
@@ -70,8 +70,8 @@ class PromptService(ABC):
         self._max_ahead = 0
         self._failure: BaseException | None = None
 
-    def answers(self, requests: Iterator[Request], read_seconds: float) -> Iterator[tuple[int, Answer]]:
-        """(index in `requests`, answer) of each, as they finish. `requests` is read in the caller's thread, as far
+    def answers(self, tasks: Iterator[PromptTask], read_seconds: float) -> Iterator[tuple[int, Answer]]:
+        """(index in `tasks`, answer) of each, as they finish. `tasks` is read in the caller's thread, as far
         ahead as there is room; `read_seconds`: longest time of reading before answers are fetched.
 
         Raises what reading raises, and what ends all replicas.
@@ -81,12 +81,12 @@ class PromptService(ABC):
         while unanswered or not is_read:
             deadline = time.monotonic() + read_seconds
             while not is_read and self._has_room(unanswered) and time.monotonic() < deadline:
-                request = next(requests, None)
-                if request is None:
+                task = next(tasks, None)
+                if task is None:
                     is_read = True
                     break
                 number = self.num_requests
-                unanswered[number] = self._hand_in(number, request)
+                unanswered[number] = self._hand_in(replace(task, number=number))
             must_wait = bool(unanswered) and (is_read or not self._has_room(unanswered))
             for number, data in self._fetch(_IDLE_SECONDS if must_wait else 0.0):
                 if unanswered.pop(number, None) is not None:
@@ -105,8 +105,8 @@ class PromptService(ABC):
         """End all processes and free the device. May be called twice."""
 
     @abstractmethod
-    def _hand_in(self, number: int, request: Request) -> int:
-        """Take over the request of that number, which is `num_requests`. Returns its bytes."""
+    def _hand_in(self, task: PromptTask) -> int:
+        """Take over a task, whose number is `num_requests`. Returns its bytes."""
 
     @abstractmethod
     def _has_room(self, unanswered: dict[int, int]) -> bool:
@@ -130,15 +130,33 @@ class PromptService(ABC):
             raise self._failure
 
     def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float, progress: Progress = silent) -> Fleet:
+        self._progress, self._deaths = progress, LoneDeaths()
         self._rows = RowQueue(sys.maxsize)
         self._rows.allow(0)
         self._rows.drop_before(self.num_requests)
-        hooks = FleetHooks(make_run=self._run_of, say=logger.warning, isolate=_remember_nothing,
-                           record_death=LoneDeaths().record_death, loading=progress)
-        return Fleet(replicas, self._rows, hooks, max_restarts=max_restarts)
+        return Fleet(replicas, self._rows, self, max_restarts=max_restarts)
 
-    def _run_of(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-        return [(number, self._requests[number]) for number in numbers]
+    def hear(self, news: Opened | Loading | str) -> None:
+        if isinstance(news, str):
+            logger.warning(news)
+        elif isinstance(news, Loading):
+            self._progress(news.phase)
+
+    def isolate(self, indices: Sequence[int]) -> None:
+        """The queue runs them alone; there is no later run to record them for."""
+
+    def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
+        return self._deaths.record_death(index, error)
+
+    def make_run(self, indices: Sequence[int]) -> list[Any]:
+        return [self._requests[number] for number in indices]
+
+    def _sendable(self, task: PromptTask) -> PromptTask:
+        """The same for a worker. An image that cannot be sent is an error, which takes the way of an answer."""
+        try:
+            return task.sendable(self.config.prompts.max_source_pixels)
+        except RequestError as error:
+            return MadeTask(number=task.number, params=task.params, made=error)
 
     def _poll(self, fleet: Fleet, timeout_seconds: float) -> list[tuple[int, Any]]:
         self._rows.allow(self.num_requests)
@@ -221,16 +239,18 @@ class LocalService(PromptService):
         self._is_new = False
         return self.engine
 
-    def _hand_in(self, number: int, request: Request) -> int:
-        self._requests[number] = request
-        self.num_requests = number + 1
+    def _hand_in(self, task: PromptTask) -> int:
+        self._requests[task.number] = task
+        self.num_requests = task.number + 1
         return 0
 
-    def _run_of(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-        run = super()._run_of(numbers)
+    def make_run(self, indices: Sequence[int]) -> list[Any]:
+        pool = self._server.pool
+        has_workers = pool is not None and pool.num_workers > 0
+        run = super().make_run(indices)
         if not self.max_restarts:  # they are asked for once: their images are not kept
-            self._requests.update(dict.fromkeys(numbers, True))
-        return run
+            self._requests.update(dict.fromkeys(indices, True))
+        return [self._sendable(task) if has_workers and task.is_worth_a_worker else task for task in run]
 
     def _has_room(self, unanswered: dict[int, int]) -> bool:
         pool = self._server.pool
@@ -305,24 +325,20 @@ class ReplicaService(PromptService):
 
     # -- the caller's thread ---------------------------------------------------------------------------------------
 
-    def _hand_in(self, number: int, request: Request) -> int:
-        """Packed here: what pickling raises is the caller's to hear."""
-        data = Request(request.params, self._sendable(request.prompt)).pack()
-        self._requests[number] = data
-        self.num_requests = number + 1
+    def _hand_in(self, task: PromptTask) -> int:
+        """Packed here, so that the caller hears what pickling raises. What other processes cannot unpickle is prepared
+        here, too."""
+        if task.is_plain:
+            task = self._sendable(task)
+        else:
+            prepared = prepare_prompt(self.processor, task)
+            made: Any = prepared.prompt if prepared.error is None else prepared.error
+            task = MadeTask(number=task.number, params=task.params, made=made)
+        data = pickle.dumps(task, protocol=5)
+        self._requests[task.number] = data
+        self.num_requests = task.number + 1
         self._fleet.wake()
         return len(data)
-
-    def _sendable(self, prompt: PromptTask | PromptInputs | RequestError) -> PromptTask | PromptInputs | RequestError:
-        """Prompts that other processes cannot unpickle are prepared here. Errors make the same way as answers."""
-        if not isinstance(prompt, PromptTask):
-            return prompt
-        try:
-            if not prompt.is_plain:
-                return prompt.prepare(self.processor)
-            return prompt.sendable(self.config.prompts.max_source_pixels)
-        except RequestError as error:
-            return error
 
     def _has_room(self, unanswered: dict[int, int]) -> bool:
         return len(unanswered) < self._max_ahead and sum(unanswered.values()) < MAX_AHEAD_BYTES
@@ -394,10 +410,6 @@ def make_service(config: RunnerConfig, options: PreprocessingOptions, several: R
         if service is not None:
             service.close()
         raise
-
-
-def _remember_nothing(numbers: Sequence[int]) -> None:
-    """The queue runs them alone; there is no later run to record them for."""
 
 
 def _plan_replicas(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:

@@ -1,0 +1,145 @@
+"""Prepares tasks ahead of an engine and has their answers written: rows of a job, prompts of `LLM`.
+
+A task is a row of the input (RawRow) or a caller's prompt (PromptTask). Workers prepare it, or this process where that
+is quicker. Knows nothing of files, nor of what is in a task. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.tasks import PromptTask
+from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.replica import FinishedRow
+from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
+
+
+class Task(Protocol):
+    """A request before it is prepared. Picklable where a worker is to prepare it."""
+
+    @property
+    def number(self) -> int:
+        """Its index among the requests of the fleet."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+
+    @property
+    def is_worth_a_worker(self) -> bool:
+        """Preparing it takes longer than sending it to a worker and back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A request as the engine takes it, or the error that keeps it from there.
+
+    `number`: its task's. `name`: its request_id; None for a row without a usable one. `line`: of a row in its file.
+    `form`: how its answer is written. `num_bytes`: size of the prompt where a worker made it. The task itself is not
+    kept: it may hold images.
+    """
+
+    number: int
+    name: str | None
+    line: int = 0
+    prompt: PromptInputs | tuple[PromptInputs, ...] = ()
+    params: SamplingParams | PoolingParams | None = None
+    form: Any = None
+    error: RequestError | None = None
+    num_bytes: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """The engine makes this number of sequences of it."""
+        if isinstance(self.prompt, tuple):
+            return len(self.prompt)
+        return 0 if self.params is None else self.params.n
+
+
+def prepare_prompt(processor: ChatProcessor, task: PromptTask) -> Prepared:
+    """Prepare a prompt of `LLM`."""
+    try:
+        made = task.prepare(processor)
+    except RequestError as error:
+        return failed_prompt(task, error)
+    return Prepared(number=task.number, name=f"request-{task.number}", prompt=made, params=task.params)
+
+
+def failed_prompt(task: Task, error: RequestError) -> Prepared:
+    """A prompt of `LLM` that cannot be served."""
+    return Prepared(number=task.number, name=f"request-{task.number}", error=error)
+
+
+class Endpoint:
+    """Takes tasks, gives prepared requests and writes answers. Its caller bounds what it holds.
+
+    `prepare`: picklable; makes Prepared of a task, in a worker or here. `write` makes the bytes of an answer, or of an
+    error. `failed` makes Prepared of a task that no worker could prepare. `inherited`: descriptors that workers have.
+    """
+
+    def __init__(self, prepare: Callable[[Any], Prepared], write: Callable[[Prepared, Any], FinishedRow],
+                 limits: PoolLimits, inherited: Sequence[int] = (), *, failed: Callable[[Any, RequestError], Prepared]):
+        self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record)
+        """Closed by the maker of the endpoint."""
+        self._prepare = prepare
+        self._write = write
+        self._failed = failed
+        self._here: deque[Task] = deque()
+        """Tasks that this process prepares."""
+        self._in_pool: dict[int, Task] = {}
+        self.wants_grammars = threading.Event()
+        """A worker has prepared a request with a grammar. Of use while the model loads."""
+
+    def _record(self, result: Any) -> None:
+        """Called in the pool's thread."""
+        if isinstance(result, Prepared) and getattr(result.params, "structured_outputs", None) is not None:
+            self.wants_grammars.set()
+
+    def submit(self, tasks: Iterable[Task]) -> None:
+        """Take these tasks. Returns at once."""
+        for task in tasks:
+            if task.is_worth_a_worker and self.pool.num_workers:
+                self._in_pool[task.number] = task
+                self.pool.submit(task, task.num_bytes)
+            else:
+                self._here.append(task)
+
+    def recall(self, num_tasks: int, *, begun: bool = False) -> list[int]:
+        """Drop at most `num_tasks` tasks that no worker has begun, the last ones first; with `begun` those of workers,
+        too. Returns their numbers."""
+        found = [self._here.pop().number for _ in range(min(num_tasks, len(self._here)))]
+        recalled = [task.number for task in self.pool.recall(num_tasks - len(found))]
+        for number in recalled:
+            del self._in_pool[number]
+        found += recalled
+        while begun and len(found) < num_tasks and self._in_pool:
+            found.append(self._in_pool.popitem()[0])
+        return found
+
+    def next(self, timeout_seconds: float) -> Prepared | None:
+        """The next prepared request; None where there is none within the time."""
+        if self._here:
+            return self._prepare(self._here.popleft())
+        while (finished := self.pool.get(timeout_seconds)) is not None:
+            task, result = finished.task, finished.result
+            known = self._in_pool.get(task.number)
+            if known is None or known is not task:  # it was recalled while a worker had it
+                continue
+            del self._in_pool[task.number]
+            if isinstance(result, WorkerFailure):
+                return self._failed(task, result)
+            return replace(result, num_bytes=finished.num_bytes)
+        return None
+
+    def finish(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
+        """The bytes of the request's answer, or of the error that it ended with."""
+        return self._write(prepared, result)
