@@ -127,8 +127,9 @@ class Page:
         groups = []
         for group, counts in sorted(found.groups.items()):
             num_compared = counts[EXPECTED] + counts[UNEXPECTED]
-            good = f"{counts[EXPECTED]:,} of {num_compared:,} ({share(counts[EXPECTED], num_compared)})"
-            groups.append([group, f"{counts.total():,}", f"{counts[FAILED]:,}", good if num_compared else ""])
+            good = f"{counts[EXPECTED]:,} of {num_compared:,} ({share(counts[EXPECTED], num_compared)})" \
+                if num_compared else ""
+            groups.append([group, f"{counts.total():,}", f"{counts[FAILED]:,}", good])
         settings = [[name, str(value)[:400]] for name, value in sorted(self.about.settings.items())]
         tables = [
             ("Failures by code", ["code", "rows", "of all rows"], codes, True),
