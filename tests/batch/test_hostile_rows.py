@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.job.driver import Driver
+from npu_runner.batch.job.driver import Delivery, Driver
 from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.errors import JobError
 from npu_runner.request.limits import LIMITS
+from npu_runner.serving.replicas.fleet import Fleet
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, read_rows, row
 from tests.full_set import only_full
@@ -101,9 +103,9 @@ def stopping_after(num_rows: int) -> Any:
     """So many, and those that come with the last of them: more on a busy machine."""
     run = Driver.run
 
-    def run_some(driver: Driver, look: Callable[[], None]) -> None:
-        driver._should_stop = lambda: driver._tally.num_done >= num_rows  # as SIGTERM would
-        run(driver, look)
+    def run_some(driver: Driver, fleet: Fleet, delivery: Delivery, tally: Counts, should_stop: Callable[[], bool],
+                 look: Callable[[], None]) -> None:
+        run(driver, fleet, delivery, tally, lambda: tally.num_done >= num_rows, look)  # as SIGTERM would
 
     return run_some
 

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.rows.chat import ChatForm
@@ -63,7 +64,8 @@ def report(
         file = None
         if requests is not None:
             file = opened.enter_context(InputFile(str(write_rows(folder / "in.jsonl", requests)), folder))
-        joined = Joined(file, None if file is None else file.scan(), [output], max_row_bytes)
+        answers = opened.enter_context(AnswerFile([output])).scan()
+        joined = Joined(file, None if file is None else file.scan(), answers, max_row_bytes)
         found = survey(joined, has_schema=False)
         limits = PoolLimits(num_workers=1, task_timeout_seconds=timeout)
         with ThumbnailPool(maker(folder, LIMITS.max_source_pixels, side=1024), limits) as pool:
