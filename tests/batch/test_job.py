@@ -207,7 +207,7 @@ def test_failed_rows_that_are_refused_again_load_no_model(job: Job) -> None:
     assert [item["custom_id"] for item in read_rows(errors)] == [*names, None], "in order, each once"
     summary = job.run(error_file=errors, retry_errors=True, processor=Lenient())
     assert (len(job.engines), summary.tally.num_answered, summary.tally.num_failed) == (2, 80, 1)
-    assert manifest.read_bytes() == before[1]
+    assert without_runs(manifest) == before[1]
     assert sorted(job.names()) == sorted(["good", *names])
     assert len(read_rows(errors)) == 1
 

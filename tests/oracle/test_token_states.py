@@ -16,6 +16,7 @@ from npu_runner.core.batch import PromptStates
 from npu_runner.errors import RequestError
 from npu_runner.platforms.meta import META, LiveBytes
 from npu_runner.platforms.transfers import Download
+from npu_runner.prompts.tasks import text_task
 from npu_runner.runner.pooling_step import as_float32, send_states
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import assert_same, expected_vector
@@ -79,7 +80,7 @@ def test_nothing_comes_from_the_prefix_cache_and_others_may_use_what_was_compute
 def test_vectors_and_states_go_together(llm: LLM, path: Path, prompts: list[list[int]]) -> None:
     """In the same steps, of the same prefixes."""
     mixed = [PoolingParams(task="token_embed" if index % 2 else None) for index in range(len(prompts))]
-    outputs = llm._run(prompts, mixed, lambda item: llm.processor.from_text(item), False, False, False)
+    outputs = llm._run(prompts, mixed, text_task, False, False, False)
     assert isinstance(outputs, list)
     for index, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
         (completion,) = output.completions

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from npu_runner.batch.job.job_status import status_of
-from npu_runner.batch.job.past_job import PastJob
 
 from npu_runner.batch.files.answer_file import AnswerFile, lines_that_count
 from npu_runner.batch.files.input_file import InputFile, keys_array
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.names import status_path
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
+from npu_runner.reports.status import status_of
+from npu_runner.reports.summary import PastJob
 from npu_runner.tables.merge_outputs import merge
 from npu_runner.tables.options import MergeOptions
 from tests.batch.job_folder import Job
@@ -106,7 +106,7 @@ def test_all_six_who_read_answers_agree(tmp_path: Path, has_error_file: bool) ->
     assert [result for _, result in pairs] == [json.loads(line.decode("utf-8-sig")) for line in expected.values()]
 
     totals = PastJob(str(job.output)).totals(None)
-    assert (totals.rows.num_rows, totals.rows.num_failed) == (len(CASES), num_failed)
+    assert (totals.rows.num_done, totals.rows.num_failed) == (len(CASES), num_failed)
     status_path(job.output).unlink()
     told = status_of(str(job.output)).to_json()["rows"]
     assert (told["done"], told["failed"]) == (len(CASES), num_failed)

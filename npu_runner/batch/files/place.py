@@ -145,7 +145,7 @@ def own_descriptor(name: str) -> int | None:
         return _STDOUT
     ours = {os.path.realpath(f"/proc/{which}/fd") for which in ("self", "thread-self")}
     given = Path(name)
-    for path in (given, given.parent / os.readlink(given) if given.is_symlink() else given):
+    for path in (given, given.parent / os.readlink(given) if os.path.islink(given) else given):
         if path.name.isdecimal() and os.path.realpath(path.parent) in ours:
             return int(path.name)
     return None
