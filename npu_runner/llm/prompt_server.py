@@ -75,7 +75,7 @@ class PromptServer(InlineReplica):
         self._options = options
         self._pack = pack
         self.pool: WorkerPool[Any] | None = None
-        """What prepares prompts; None: the model is not loaded yet."""
+        """The processor that prepares prompts; None until the model is loaded."""
 
     def submit(self, run: Sequence[PromptTask | bytes]) -> None:
         """Take these tasks, which are packed where they come from another process."""

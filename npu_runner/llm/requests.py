@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _NO_MORE = object()
 _Params = TypeVar("_Params", SamplingParams, PoolingParams, SamplingParams | PoolingParams)
 AnyParams = SamplingParams | PoolingParams | Iterable[SamplingParams | PoolingParams]
-"""Of all prompts of a call, or one of each."""
+"""One object for all prompts of a call, or one for each prompt."""
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -106,7 +106,7 @@ _UNSERVED: dict[str, tuple[Any, str]] = {
 
 
 class PromptOptions(TypedDict, total=False):
-    """Of every call: vLLM's that ask for nothing."""
+    """vLLM's options of every call; only values without an effect are accepted."""
 
     lora_request: None
     priority: None

@@ -39,7 +39,7 @@ MOST_ARROWS = 119
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 MOST_LINES = {
-    "platforms": 13287, "batch": 8578, "prompts": 5915, "runner": 4739, "checkpoint": 3856, "serving": 2539,
+    "platforms": 13287, "batch": 8574, "prompts": 5915, "runner": 4739, "checkpoint": 3856, "serving": 2539,
     "engine": 2475, "tables": 2365, "core": 2171, "grammars": 2003, "cli": 1945, "models": 1919, "layers": 1884,
     "sampling": 1772, "request": 1731, "strategies": 1600, "llm": 1533, "reports": 1226, "front": 943,
     "processes": 748, "assets": 11,
@@ -84,7 +84,7 @@ MOST_OF_A_WORD = {
     r"\b(draws?|drawn?|drew)\b": 117,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 248, "Of": 104, "How": 44, "Those": 27, "That": 6, "So": 4, "Likewise": 0, "Such": 1}
+MOST_OF_AN_OPENING = {"What": 244, "Of": 100, "How": 44, "Those": 27, "That": 6, "So": 4, "Likewise": 0, "Such": 1}
 
 
 @functools.cache

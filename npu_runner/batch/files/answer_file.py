@@ -72,9 +72,9 @@ class AnswerFile:
     """An output, and the file of failed rows behind it where there is one. `scan` reads both once, as far as they go at
     that moment: a job may append meanwhile, and a file that is replaced stays readable until `close`.
 
-    `paths`: none for a stream, which has no rows to read. A file that does not exist has none either. `titles`: names
-    of the files in messages. `ends`: the bytes that are read of each file. A line of more than `max_row_bytes` is an
-    error. `file_errors` turns an OSError into the error of the caller.
+    `paths`: empty for a stream, which has no rows to read. A file that does not exist has no rows. `titles`: names of
+    the files in messages. A line of more than `max_row_bytes` is an error. `file_errors` turns an OSError into the
+    error of the caller.
     """
 
     # A rows that count, in the order of the files; each key once
@@ -99,12 +99,11 @@ class AnswerFile:
     states: list[FileState | None]
     """Each file when it was opened; None: it was not there."""
 
-    def __init__(self, paths: Sequence[Path], *, titles: Sequence[str] | None = None, ends: Sequence[int] | None = None,
+    def __init__(self, paths: Sequence[Path], *, titles: Sequence[str] | None = None,
                  max_row_bytes: int = sys.maxsize - 1,
                  file_errors: Callable[[str], contextlib.AbstractContextManager[None]] = clear_file_errors):
         self.paths = tuple(paths)
         self.titles = [f"output {path}" for path in paths] if titles is None else titles
-        self._ends = [sys.maxsize] * len(self.paths) if ends is None else ends
         self._max_row_bytes = max_row_bytes
         self._file_errors = file_errors
         self._files: list[BinaryIO | None] = []
@@ -165,7 +164,7 @@ class AnswerFile:
                 self._files.append(opened)
                 state = None if opened is None else _state_of(os.fstat(opened.fileno()))
                 self.states.append(state)
-                start, end = 0, 0 if state is None else min(state.num_bytes, self._ends[file])
+                start, end = 0, 0 if state is None else state.num_bytes
                 while opened is not None and start < end:
                     data = self._read_line(file, opened, end - start)
                     self._num_lines[file] += 1

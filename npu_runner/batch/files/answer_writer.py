@@ -47,8 +47,6 @@ class AnswerWriter:
         self._sync_at = float("inf")
         self.num_kept = 0
         """Rows given to `put`, from the first one on, that were on disk, with the file in place, at the last check."""
-        self.synced_end = self._end
-        """Bytes of the file that were on disk then: whole rows."""
         self._thread = threading.Thread(target=self._run, name="answer-writer", daemon=True)
         self._thread.start()
 
@@ -136,7 +134,6 @@ class AnswerWriter:
         if self._path is not None:
             self._check_place(self._path)
         self.num_kept += self._num_unsynced
-        self.synced_end = self._end
         self._num_unsynced, self._sync_at = 0, float("inf")
 
     def _check_place(self, path: Path) -> None:

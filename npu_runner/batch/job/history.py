@@ -107,7 +107,7 @@ class JobHistory:
         return Totals(output=output, num_rows=self._summary.num_rows, rows=self._summary.rows, runs=self.runs)
 
     def lines(self, output: str) -> list[str]:
-        """What a person has to know beside the summary of this run."""
+        """The line of all runs together; empty for the first run of an output."""
         is_first = not len(self._earlier) and not self._summary.num_resumed
         return [] if is_first else [self.totals(output).to_line()]
 

@@ -22,7 +22,7 @@ from npu_runner.serving.replicas.replica_state import ReplicaState
 
 @dataclass(kw_only=True)
 class JobSummary:
-    """What one run of a job does and has done, as it is filled in on the way. Rows count that are in the output."""
+    """The progress and result of one run of a job, filled in as it proceeds. Only rows in the output count."""
 
     num_rows: int | None = None
     """Rows of the input; None: nothing was planned yet."""
@@ -38,7 +38,7 @@ class JobSummary:
     """The replicas one by one, where there are several."""
     num_workers: int = 0
     start_phases: Mapping[str, float] = field(default_factory=dict)
-    """Of the first engine that stood ready, in order; what they leave of `start_seconds` came before the model."""
+    """Seconds by phase of the first engine that was ready; the rest of `start_seconds` came before the model."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_at: float = field(default_factory=time.time)
     """Unix time; the others are of the monotonic clock."""
@@ -54,7 +54,7 @@ class JobSummary:
     silence: str | None = None
     """Why progress went quiet before the end; None: it did not."""
     error: NpuRunnerError | None = None
-    """What ended the run before its end, or kept it from its last steps (order, report)."""
+    """The error that ended the run early, or that kept it from sorting its output."""
     end: str | None = None
     """FINISHED, INTERRUPTED or the error; None: the run goes on."""
     _held_since: float | None = None

@@ -224,7 +224,7 @@ class ClassifyBody(PooledBody):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyForm(AnswerForm):
-    """Of each prompt the likeliest label and all probabilities, or with `has_logits` what these are made of."""
+    """The most probable label and all probabilities of each prompt, or its logits with `has_logits`."""
 
     id_prefix: ClassVar[str] = "classify-"
     object: ClassVar[str] = "list"
