@@ -173,7 +173,7 @@ def make(device: torch.device, *, by_kernels: bool) -> SpellingSampler:
     from npu_runner.platforms.cuda.ops import TritonOps
 
     ops = TritonOps()
-    hooks = {"sample_from_softmax": ops.softmax_draw(), "draws_greedily": ops.draws_greedily} if by_kernels else {}
+    hooks = {"draw_from_softmax": ops.softmax_draw(), "draws_greedily": ops.draws_greedily} if by_kernels else {}
     return make_sampler(5000, 12, device=device, **hooks)
 
 
