@@ -17,8 +17,9 @@ from tests.replicas.jobs import ended, start_scripted
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
 
-def rows_of(job: Job, count: int, *, bad_from: int) -> None:
-    write_rows(job.input, [row(text, "bad" if int(text) >= bad_from else "x") for text in numbered(count)])
+def rows_of(job: Job, count: int, *, bad: range) -> None:
+    """The long answers give the writer a thousand steps to put failures into the file, where they are counted."""
+    write_rows(job.input, [row(text, "bad" if int(text) in bad else "x" * 60) for text in numbered(count)])
 
 
 def told(job: Job) -> dict[str, object]:
@@ -27,7 +28,7 @@ def told(job: Job) -> dict[str, object]:
 
 
 def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
-    rows_of(job, 300, bad_from=30)
+    rows_of(job, 300, bad=range(30, 130))
     with pytest.raises(TooManyFailuresError, match=r"\d+ of \d+ finished rows have failed, more than --max-failures 5"):
         job.run(max_failures="5", summary=job.folder / "s.json")
     rows = read_rows(job.output)
@@ -47,7 +48,7 @@ def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
     assert read_rows(job.output) == rows
 
     # It is no setting of the output: another limit goes on, and so do mended rows.
-    rows_of(job, 300, bad_from=298)
+    rows_of(job, 300, bad=range(298, 300))
     resumed = job.run(max_failures="2", retry_errors=True)
     assert (resumed.exit_status, resumed.num_resumed) == (3, len(rows) - num_failed)
     assert len(read_rows(job.output)) == 300
@@ -84,7 +85,7 @@ def test_a_share_counts_from_two_hundred_rows_and_with_those_under_way() -> None
 
 
 def test_a_share_ends_a_job_whose_rows_all_fail(job: Job) -> None:
-    rows_of(job, 1000, bad_from=0)
+    rows_of(job, 1000, bad=range(1000))
     with pytest.raises(TooManyFailuresError, match="more than --max-failures 10% allows"):
         job.run(max_failures="10%")
     assert 200 <= len(read_rows(job.output)) < 1000
@@ -98,7 +99,7 @@ def test_what_is_no_limit_is_refused(text: str) -> None:
 
 @pytest.mark.full("two replicas; the status of a job of one stays")
 def test_replicas_in_processes_end_with_that_status(job: Job) -> None:
-    rows_of(job, 1000, bad_from=50)
+    rows_of(job, 1000, bad=range(50, 1000))
     with start_scripted(job.folder, max_failures="20") as process:
         status, said = ended(process)
     assert status == 4, said

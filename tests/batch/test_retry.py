@@ -241,7 +241,8 @@ def test_an_input_that_has_grown_is_the_same_and_one_that_was_changed_decides_an
 
 def test_a_retry_that_was_ended_by_its_failures_tries_them_again(job: Job) -> None:
     """Else the limit would end the same command before its first row, whatever was mended beside the input."""
-    write_rows(job.input, [row(f"r{n:03d}", "bad") for n in range(300)])
+    # The long answers give the writer a thousand steps to put the failures into the file, where they are counted.
+    write_rows(job.input, [row(f"r{n:03d}", "bad" if n < 100 else "x" * 60) for n in range(300)])
     for num_loads, options in enumerate(({}, {"retry": "errors"}, {"retry": "errors"}), 1):
         with pytest.raises(TooManyFailuresError):
             job.run(max_failures="5", **options)
