@@ -76,12 +76,12 @@ class SchedulerConfig:
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
         if self.speculative_config is not None:
-            SpeculativeConfig.of(self.speculative_config)
+            SpeculativeConfig.from_mapping(self.speculative_config)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
         """`speculative_config`, checked; None: it is not set."""
-        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+        return None if self.speculative_config is None else SpeculativeConfig.from_mapping(self.speculative_config)
 
     def schedules_ahead(self, by_default: bool) -> bool:
         """Whether a step is submitted while the one before runs. `by_default`: the platform's async_scheduling."""

@@ -80,7 +80,7 @@ class LoadStrategy(ABC):
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
-    takes_videos: ClassVar[bool] = False
+    accepts_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
     takes_ranks: ClassVar[bool] = True
     """Served with tensor_parallel_size above 1."""
@@ -132,7 +132,7 @@ class LoadStrategy(ABC):
         """Chat messages and images to prompts; picklable, for worker processes."""
         settings = ProcessorSettings(
             **flat_values(config.prompts),
-            takes_videos=self.takes_videos,
+            accepts_videos=self.accepts_videos,
             video_form=self.video_form,
             no_videos=self.no_videos,
             image_defaults=self.image_defaults,
@@ -149,7 +149,7 @@ class LoadStrategy(ABC):
                                      min_pixels=config.prompts.image_min_pixels,
                                      max_pixels=config.prompts.image_max_pixels)
         videos = None
-        if self.takes_videos:
+        if self.accepts_videos:
             with suppress(ModelError):  # images and text are served all the same
                 videos = read_video_settings(self.path, raw, form=self.video_form)
         return partial(largest_image, images, videos)

@@ -33,7 +33,7 @@ _UNUSED = ("vision_model.head.", "vision_model.embeddings.packing_position_embed
 
 class PaddleOCRVLStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("paddleocr_vl",)
-    takes_videos = False
+    accepts_videos = False
     no_videos = "the processor that transformers has for PaddleOCR-VL takes images only"
     attention_class = DecoderAttention
     image_defaults = ImageSettings(min_pixels=384 * 384, max_pixels=1536 * 1536, temporal_patch_size=1,

@@ -40,7 +40,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
     attention_class: ClassVar[type[DecoderAttention]] = HeadNormAttention
     is_multimodal = True
-    takes_videos = True
+    accepts_videos = True
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=qwen3_layers(config), head_dim=HEAD_DIM, **with_vision(config))

@@ -391,7 +391,7 @@ class LLM:
 
     def _results(self, call: Call, tasks: Iterator[PromptTask], read_seconds: float, total: int | None, use_tqdm: Bar,
                  return_errors: bool, limit: UnsaidLimit, of: Callable[..., _T]) -> Generator[tuple[int, _T]]:
-        self._turns.take(call)
+        self._turns.start(call)
         if self._is_torn:
             self._reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True

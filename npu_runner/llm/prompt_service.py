@@ -136,7 +136,7 @@ class PromptService(Owner):
         self._rows.drop_before(self.num_requests)
         return Fleet(replicas, self._rows, self, max_restarts=max_restarts)
 
-    def hear(self, news: Opened | Loading | str) -> None:
+    def notify(self, news: Opened | Loading | str) -> None:
         if isinstance(news, str):
             logger.warning(news)
         elif isinstance(news, Loading):
@@ -186,7 +186,7 @@ class LocalService(PromptService):
         # One step at a time, whoever closes it meanwhile. Reading requests is no part of a step, and may take for ever.
         self._lock = threading.RLock()
         _local_services.add(self)
-        self._begin()
+        self._start()
 
     @property
     def workers(self) -> list[int]:
@@ -198,7 +198,7 @@ class LocalService(PromptService):
         with self._lock:
             self._close_workers()
             self.engine.reset()
-            self._begin()
+            self._start()
 
     def stats(self) -> EngineStats:
         """The figures of this moment."""
@@ -220,13 +220,13 @@ class LocalService(PromptService):
         if self._server.pool is not None:
             self._server.pool.close()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """With the engine that there is. Requests that are held are aborted."""
         self._requests.clear()
         self._is_new = True
         self._fleet = self._made_fleet([self._make], self.max_restarts)
         self._max_ahead = self._fleet.load().max_rows
-        self._fleet.begin(None)
+        self._fleet.serve(None)
 
     def _make(self) -> PromptServer:
         self._server = PromptServer(self._load, self._options, "this process", pack=self._pack,
@@ -370,7 +370,7 @@ class ReplicaService(PromptService):
                 while not (fleet.is_loaded or self._is_closing.is_set()):
                     fleet.poll(_IDLE_SECONDS)
                 if not self._is_closing.is_set():
-                    fleet.begin(None)
+                    fleet.serve(None)
                     self._loaded.put(fleet.facts)
                 while not self._is_closing.is_set():
                     self._turn(fleet)

@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _NESTED = ("this LLM was called inside an iterator of prompts that another call of it is reading; make a list of them "
            "first, or use a second LLM")
 _BUSY = ("thread {} is in a call of this LLM that reads an iterator or gives a stream, which may take for ever; wait "
@@ -73,7 +73,7 @@ class Turns:
         call.thread = threading.current_thread()
         return call is self._current and self.are_here
 
-    def take(self, call: Call) -> None:
+    def start(self, call: Call) -> None:
         """Make it the current one; in the call's own generator. A stream of this thread that was not read to its end
         has ended then; a call of another thread is waited for.
 
@@ -84,7 +84,7 @@ class Turns:
             raise RequestError(_FORKED.format(self._process_id), "forked_llm")
         call.thread = threading.current_thread()
         while not self._has_taken(call):
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
         """No call is the current one."""

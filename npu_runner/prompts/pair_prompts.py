@@ -158,15 +158,15 @@ def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
 class PairTemplate(ChatTemplate):
     """A template that renders a query and a document.
 
-    `takes_parts`: it is given each message's content as a list of parts, else as one string. There `placeholders`
+    `accepts_parts`: it is given each message's content as a list of parts, else as one string. There `placeholders`
     ("image", "video") stand for what is seen. `is_published`: it is the published text, not the checkpoint's.
     """
 
-    def __init__(self, source: str, token_variables: Mapping[str, str], *, takes_parts: bool,
+    def __init__(self, source: str, token_variables: Mapping[str, str], *, accepts_parts: bool,
                  placeholders: Mapping[str, str], is_published: bool = False):
         super().__init__(source, token_variables)
         self.is_published = is_published
-        self._takes_parts = takes_parts
+        self._takes_parts = accepts_parts
         self._placeholders = placeholders
 
     def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
@@ -209,11 +209,12 @@ def _pair_template(own: ChatTemplate | None, settings: PairSettings, *, has_visi
     is_meant = own is not None and (settings.is_saved or {QUERY, DOCUMENT} <= set(own.literals()))
     if own is not None and is_meant:
         # Text models are given strings first, models with vision parts, as transformers does.
-        for takes_parts in (has_vision, not has_vision):
-            found = PairTemplate(own.source, own.token_variables, takes_parts=takes_parts, placeholders=placeholders)
+        for accepts_parts in (has_vision, not has_vision):
+            found = PairTemplate(own.source, own.token_variables, accepts_parts=accepts_parts,
+                                 placeholders=placeholders)
             if {QUERY, DOCUMENT} <= set(found.probe(settings)):
                 return found
-    return PairTemplate(_PUBLISHED_VISION if has_vision else _PUBLISHED, {}, takes_parts=False,
+    return PairTemplate(_PUBLISHED_VISION if has_vision else _PUBLISHED, {}, accepts_parts=False,
                         placeholders=placeholders, is_published=True)
 
 

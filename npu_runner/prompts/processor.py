@@ -72,7 +72,7 @@ from npu_runner.request.structured_outputs import StructuredOutputsParams
 class ProcessorSettings(PromptConfig):
     """The user's settings of prompts, and what the family and the rest of the settings add."""
 
-    takes_videos: bool = False
+    accepts_videos: bool = False
     """The family takes videos, ..."""
     video_form: VideoForm = VideoForm.TIMESTAMPS
     """... in this form; ..."""
@@ -183,7 +183,7 @@ class ChatProcessor(RequestChecks):
         """Raises ConfigError for settings of videos that the model does not take."""
         settings = self.settings
         videos, no_videos = None, settings.no_videos
-        if settings.takes_videos:
+        if settings.accepts_videos:
             try:
                 videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,
                                             fps=settings.video_fps, max_frames=settings.video_max_frames,
@@ -293,7 +293,7 @@ class ChatProcessor(RequestChecks):
         asked = self._vision.as_asked(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
-        located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
+        located += [(Video.from_source(video, where), where) for video, where in zip(videos, places, strict=True)]
         self.media_limits.check(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
         made = self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)

@@ -195,7 +195,7 @@ def text_task(item: Any) -> TextTask:
     prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
     images, where_images, videos, where_videos = _media(given)
     seen: list[tuple[Any, str]] = [
-        (Video.of(video, where_videos), f"videos[{number}]")
+        (Video.from_source(video, where_videos), f"videos[{number}]")
         for number, video in enumerate(_several(videos, where_videos, "the encoded bytes of videos"))]
     seen = [(as_image(image, where_images), f"images[{number}]") for number, image in enumerate(
         _several(images, where_images, "PIL images, arrays or encoded bytes"))] + seen

@@ -45,7 +45,7 @@ class RepetitionDetectionParams:
                                       "repetition; say 2 or more")
 
     @classmethod
-    def of(cls, value: Any) -> RepetitionDetectionParams:
+    def from_value(cls, value: Any) -> RepetitionDetectionParams:
         """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
         known = [field.name for field in dataclasses.fields(cls)]
         return value if isinstance(value, cls) else cls(

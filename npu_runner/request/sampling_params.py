@@ -164,13 +164,13 @@ class SamplingParams:
             self._keep(max_thinking_tokens=_integer("max_thinking_tokens", self.max_thinking_tokens, 0))
         if self.structured_outputs is None:
             return
-        self._keep(structured_outputs=StructuredOutputsParams.of(self.structured_outputs))
+        self._keep(structured_outputs=StructuredOutputsParams.from_value(self.structured_outputs))
         if self.ignore_eos:
             raise _error("ignore_eos", "with structured_outputs nothing comes behind the answer's end; leave it out")
 
     def _keep_guards(self) -> None:
         if self.repetition_detection is not None:
-            detection = RepetitionDetectionParams.of(self.repetition_detection)
+            detection = RepetitionDetectionParams.from_value(self.repetition_detection)
             self._keep(repetition_detection=detection if detection.is_on else None)
         exempt_ids = _token_ids("no_repeat_ngram_exempt_ids", self.no_repeat_ngram_exempt_ids,
                                 LIMITS.max_ngram_exempt_ids)

@@ -67,7 +67,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", self._checked_schema())
 
     @classmethod
-    def of(cls, value: Any) -> StructuredOutputsParams:
+    def from_value(cls, value: Any) -> StructuredOutputsParams:
         """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
         known = {field.name for field in dataclasses.fields(cls)} - {"origin", "compiled", "forced_tokens"}
         return value if isinstance(value, cls) else cls(**given_fields(value, NAME, sorted(known), _CODE))

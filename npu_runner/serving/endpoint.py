@@ -113,15 +113,15 @@ class Endpoint:
             else:
                 self._here.append(task)
 
-    def recall(self, num_tasks: int, *, begun: bool = False) -> list[int]:
-        """Drop at most `num_tasks` tasks that no worker has begun, the last ones first; with `begun` those of workers,
-        too. Returns their numbers."""
+    def recall(self, num_tasks: int, *, include_started: bool = False) -> list[int]:
+        """Drop at most `num_tasks` tasks that no worker has started, the last ones first; with `include_started` also
+        those of workers. Returns their numbers."""
         found = [self._here.pop().number for _ in range(min(num_tasks, len(self._here)))]
         recalled = [task.number for task in self.pool.recall(num_tasks - len(found))]
         for number in recalled:
             del self._in_pool[number]
         found += recalled
-        while begun and len(found) < num_tasks and self._in_pool:
+        while include_started and len(found) < num_tasks and self._in_pool:
             found.append(self._in_pool.popitem()[0])
         return found
 

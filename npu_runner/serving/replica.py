@@ -128,7 +128,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """These rows are given to the engine now. What it does with them may be its end."""
 
     indices: Sequence[int]
@@ -155,7 +155,7 @@ class Progressed:
     stats: ReplicaStats
 
 
-Event = Opened | Loading | Ready | Begun | Finished | Returned | Progressed
+Event = Opened | Loading | Ready | Started | Finished | Returned | Progressed
 
 
 class Replica(ABC):
@@ -177,14 +177,14 @@ class Replica(ABC):
     """What is not free for it, as people read it: it is not there, and the driver does not wait for it."""
 
     @abstractmethod
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        """Begin to load, elsewhere or in the first `poll`. `wake` is called, from any thread, when `poll` has something
-        new; a replica that works in the caller's thread never calls it. That one calls `tell` instead, in `poll`, with
-        Opened and Loading, which cannot wait until `poll` returns; what `tell` raises ends the load."""
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
+        """Start to load, elsewhere or in the first `poll`. `wake` is called, from any thread, when `poll` has something
+        new. A replica in the caller's thread calls `notify` instead, in `poll`, with Opened and Loading, which cannot
+        wait until `poll` returns. An error of `notify` ends the load."""
 
     @abstractmethod
-    def begin(self, terms: Any) -> None:
-        """From here on rows are answered. `terms`: what all answers of the job have in common, picklable."""
+    def serve(self, stamp: Any) -> None:
+        """From here on rows are answered. `stamp`: what all answers of the job have in common, picklable."""
 
     @abstractmethod
     def submit(self, run: Any) -> None:
@@ -192,9 +192,9 @@ class Replica(ABC):
         and says so in `poll`."""
 
     @abstractmethod
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        """Ask for as many rows back as are not begun, `num_rows` at most; with `begun` for those as well, whose work is
-        lost. One Returned answers each call."""
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        """Request up to `num_rows` rows back that the engine does not have; with `include_started` those of the engine
+        as well, whose work is lost. One Returned answers each call."""
 
     @abstractmethod
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -201,11 +201,11 @@ class RemotePlan:
             raise ConfigError(f"{host}: there is no folder {media} (allowed_media_dir); images are read where the "
                               "replica is")
         if self.shared_input is not None:
-            _look_at(self.shared_input, host)
+            _poll_all_at(self.shared_input, host)
         return RowServer(self.server, self.name)
 
 
-def _look_at(shared: SharedInput, host: str) -> None:
+def _poll_all_at(shared: SharedInput, host: str) -> None:
     """Another file of the same size is known by the checksums of its rows."""
     try:
         with open(shared.path, "rb") as file:

@@ -261,7 +261,7 @@ class _Job:
                 self.history.is_counted = True
                 writers = self._begin(destination, replace(manifest, suspects=dict(suspects.rows)))
                 self._hold(lambda: num_present(fleet.states))
-                fleet.begin(self._stamp(manifest))
+                fleet.serve(self._stamp(manifest))
                 try:
                     delivery = Delivery(writers, record.tally)
                     with self._serving(fleet, delivery):
@@ -328,7 +328,7 @@ class _Job:
             # With the rows that engines have: they take a look at each replica, so the limit is held against the others
             # alone before.
             self._fails_too_often = self._failure_limit.is_exceeded(*rows) and self._failure_limit.is_exceeded(
-                *rows, sum(len(state.begun) for state in fleet.states))
+                *rows, sum(len(state.started) for state in fleet.states))
         return self._signals.is_requested or self._fails_too_often
 
     @property

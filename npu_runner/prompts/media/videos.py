@@ -30,7 +30,7 @@ class Video:
     source: bytes | Media
 
     @classmethod
-    def of(cls, given: Any, where: str) -> Video:
+    def from_source(cls, given: Any, where: str) -> Video:
         """Whatever a video may be given as: encoded bytes of any kind, their address, or one of these.
 
         Raises RequestError naming `where`.

@@ -191,7 +191,7 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Seen, str]],
     if role != "user":
         raise RequestError(f"{where}: {kind}s belong in user messages, not in {role} ones", "image_role", where)
     if kind == "video":
-        seen.append((Video.of(part.get("video") if item is None else item, f"{where}.video"), where))
+        seen.append((Video.from_source(part.get("video") if item is None else item, f"{where}.video"), where))
     else:
         seen.append((_image(part.get("image"), f"{where}.image") if item is None else item, where))
     return {"type": kind, kind: kind}  # templates only ask whether the key is there

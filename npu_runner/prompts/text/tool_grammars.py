@@ -92,7 +92,7 @@ def _value_rules(rule: str, schema: Any, root: Mapping[str, Any], place: str) ->
     """A value and the end of its tag."""
     end = "\n</parameter>\n"
     types = ArgumentTypes(root)  # as the parser of calls sees them
-    kinds = types.of(schema)
+    kinds = types.find(schema)
     if "string" in kinds or not kinds:
         # What is written is text then, whatever else it might be.
         yield from _text_rules(rule, _text_branch(schema, types, place), end, place)
@@ -129,7 +129,7 @@ def _text_branch(schema: Any, types: ArgumentTypes, place: str) -> Mapping[str, 
         if isinstance(schema.get("$ref"), str):
             others.append(types.target(schema["$ref"]))
         branches = [item for name in ("anyOf", "oneOf") for item in schema.get(name) or ()
-                    if "string" in types.of(item)]
+                    if "string" in types.find(item)]
         if not others and not branches:
             return schema
         if len(others) + len(branches) > 1 or schema.keys() & {"enum", "const", "type"}:
@@ -162,13 +162,13 @@ class ArgumentTypes:
         self._root = root
         self._known: dict[str, frozenset[str]] = {}
 
-    def of(self, schema: Any, num_steps: int = 0) -> frozenset[str]:
+    def find(self, schema: Any, num_steps: int = 0) -> frozenset[str]:
         """Names of JSON types; empty where the schema does not say. A branch of anyOf adds its own to the others."""
         if not isinstance(schema, Mapping) or num_steps > _MOST_STEPS:
             return frozenset()
-        said = [_stated(schema), *(self.of(each, num_steps + 1) for each in _list(schema.get("allOf")))]
+        said = [_stated(schema), *(self.find(each, num_steps + 1) for each in _list(schema.get("allOf")))]
         for name in ("anyOf", "oneOf"):
-            branches = (self.of(each, num_steps + 1) for each in _list(schema.get(name)))
+            branches = (self.find(each, num_steps + 1) for each in _list(schema.get(name)))
             said.append(frozenset[str]().union(*branches))
         if isinstance(schema.get("$ref"), str):
             said.append(self._of_reference(schema["$ref"], num_steps + 1))
@@ -190,7 +190,7 @@ class ArgumentTypes:
     def _of_reference(self, reference: str, num_steps: int) -> frozenset[str]:
         if reference not in self._known:
             self._known[reference] = frozenset()  # as long as it is open: a cycle adds nothing
-            self._known[reference] = self.of(self.target(reference), num_steps)
+            self._known[reference] = self.find(self.target(reference), num_steps)
         return self._known[reference]
 
 

@@ -253,7 +253,7 @@ def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, frozen
     if not isinstance(properties, dict):
         return {}
     types = ArgumentTypes(parameters)
-    return {key: types.of(schema) for key, schema in properties.items()}
+    return {key: types.find(schema) for key, schema in properties.items()}
 
 
 def _value(text: str, types: frozenset[str]) -> Any:

@@ -19,7 +19,6 @@ from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.stopwatch import Stopwatch
 from npu_runner.serving.blame import GivenUp
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -29,11 +28,12 @@ from npu_runner.serving.replica import (
     Ready,
     ReplicaFacts,
     Returned,
+    Started,
 )
 from npu_runner.serving.replicas.load_balancer import LoadBalancer, RowQueue
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 
-_LOOK_SECONDS = 1.0
+_POLL_ALL_SECONDS = 1.0
 # All places wait so long for devices before the job gives up; what is done stays done.
 ROOM_SECONDS = 600.0
 
@@ -46,7 +46,7 @@ class Owner(ABC):
         """The rows of these indices, for a replica."""
 
     @abstractmethod
-    def hear(self, news: Opened | Loading | str) -> None:
+    def notify(self, news: Opened | Loading | str) -> None:
         """A line for the user. Or what a replica tells before it is ready: each of them the settings that it knows, the
         first one what it does. What this raises ends the fleet."""
 
@@ -80,10 +80,10 @@ class Fleet:
         first = self.states[0].replica
         self._works_here = first is not None and first.is_inline
         """The only replica works in this thread."""
-        self._look_at = 0.0
+        self._poll_all_at = 0.0
         self._without_room: Stopwatch | None = None
         self._facts: ReplicaFacts | None = None
-        self._has_begun, self._terms = False, None
+        self._is_serving, self._stamp = False, None
         self._finished: list[FinishedRow] = []
         self._given_up_at_first, self._newly_given_up = given_up, list[GivenUp]()
         self._failure: NpuRunnerError | None = None
@@ -92,7 +92,7 @@ class Fleet:
         self._num_done = 0
 
     def _place(self, number: int, make: MakeReplica) -> ReplicaState:
-        return ReplicaState(number, make, self._woken.put, self._take)
+        return ReplicaState(number, make, self._woken.put, self._handle_event)
 
     def __enter__(self) -> Fleet:
         return self
@@ -126,7 +126,7 @@ class Fleet:
         """As `load`, which does not wait: `poll` goes on with it."""
         for state in self.states:
             state.start()
-        self._balancer.hand_out()
+        self._balancer.assign_rows()
 
     @property
     def is_loaded(self) -> bool:
@@ -145,16 +145,16 @@ class Fleet:
         for state in self.states:
             state.is_reserved = state.lone is not None or (state.is_reserved and self._rows.has_suspects)
             if state.replica is not None and state.held:
-                state.is_asked = True
-                state.replica.recall(len(state.held), begun=True)
+                state.is_recalling = True
+                state.replica.recall(len(state.held), include_started=True)
 
-    def begin(self, terms: Any) -> None:
-        """From here on rows are answered. `terms` go to every replica, to later ones as well."""
-        self._has_begun, self._terms = True, terms
+    def serve(self, stamp: Any) -> None:
+        """From here on rows are answered. `stamp` go to every replica, to later ones as well."""
+        self._is_serving, self._stamp = True, stamp
         self._newly_given_up += self._given_up_at_first
         for state in self.states:
             if state.replica is not None and state.facts is not None:
-                state.replica.begin(terms)
+                state.replica.serve(stamp)
 
     @property
     def is_over(self) -> bool:
@@ -167,17 +167,17 @@ class Fleet:
         """
         if self._failure is not None:
             raise self._failure
-        self._balancer.hand_out()
+        self._balancer.assign_rows()
         try:
-            for state in self._whom_to_ask(0.0 if self._newly_given_up else timeout_seconds):
+            for state in self._states_to_poll(0.0 if self._newly_given_up else timeout_seconds):
                 try:
                     if state.replica is not None:
                         for event in state.replica.poll(timeout_seconds if self._works_here else 0.0):
-                            self._take(state, event)
+                            self._handle_event(state, event)
                 except ReplicaDeadError as error:
                     self._retire(state, error)
                 except NpuRunnerError as error:
-                    if state.facts is not None or not (state.num_deaths or self._has_begun):
+                    if state.facts is not None or not (state.num_deaths or self._is_serving):
                         raise
                     # Others could be loaded: they go on, and another try may go well.
                     self._retire(state, ReplicaDeadError(f"{state.name} could not be loaded: {error}", rows=()))
@@ -195,12 +195,12 @@ class Fleet:
 
     # -- what replicas say -----------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
+    def _check_devices(self) -> None:
         """Have devices come, or are there none any more?"""
         places = self._places()
         for make in self._scale_up(len(places)):
             state = self._place(len(self.states), make)
-            self._owner.hear(f"{state.name} is added: there are devices for it")
+            self._owner.notify(f"{state.name} is added: there are devices for it")
             self.states.append(state)
             state.start()
         if not places or not all(state.waits_for for state in places):
@@ -211,13 +211,13 @@ class Fleet:
             raise ReplicaDeadError(f"no replica is left: {places[0].name} and all others wait for "
                                    f"{places[0].waits_for}, and nobody had it free for {ROOM_SECONDS:g} s")
 
-    def _whom_to_ask(self, timeout_seconds: float) -> Iterable[ReplicaState]:
+    def _states_to_poll(self, timeout_seconds: float) -> Iterable[ReplicaState]:
         """Those that have something to say; all of them, once in a while: one that is stopped says nothing."""
         if self._works_here:
             return self.states
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            self._look_around()
+        if time.monotonic() >= self._poll_all_at:
+            self._poll_all_at = time.monotonic() + _POLL_ALL_SECONDS
+            self._check_devices()
             return self.states
         woken: set[ReplicaState | None] = set()
         with contextlib.suppress(queue.Empty):
@@ -226,56 +226,56 @@ class Fleet:
                 woken.add(self._woken.get_nowait())
         return [state for state in woken if state is not None] if woken else self.states
 
-    def _take(self, state: ReplicaState, event: Event) -> None:
+    def _handle_event(self, state: ReplicaState, event: Event) -> None:
         if isinstance(event, Finished):
             for row in event.rows:
                 state.held.remove(row.number)
-                state.begun.discard(row.number)
+                state.started.discard(row.number)
             self._finished += event.rows
             state.num_finished += len(event.rows)
-            state.gave_nothing = False  # what its workers prepared then may wait now
+            state.returned_none = False  # what its workers prepared then may wait now
             self._free(state)
-        elif isinstance(event, Begun):
-            state.begun.update(event.indices)
+        elif isinstance(event, Started):
+            state.started.update(event.indices)
         elif isinstance(event, Returned):
-            state.is_asked, state.gave_nothing = False, not event.indices
+            state.is_recalling, state.returned_none = False, not event.indices
             state.held.difference_update(event.indices)
-            state.begun.difference_update(event.indices)
+            state.started.difference_update(event.indices)
             self._rows.requeue(event.indices)
             self._free(state)
         elif isinstance(event, Progressed):
             state.latest = event.stats
         elif isinstance(event, Opened):
-            self._owner.hear(event)
+            self._owner.notify(event)
         elif isinstance(event, Loading):
             self._report(state, event)
         elif isinstance(event, Ready):
-            self._welcome(state, event.facts)
+            self._record_ready(state, event.facts)
 
     def _report(self, state: ReplicaState, event: Loading) -> None:
         """Of the first replica that is there; the others do the same."""
-        if not self._has_begun and state is next(each for each in self.states if each.replica and not each.waits_for):
-            self._owner.hear(event)
+        if not self._is_serving and state is next(each for each in self.states if each.replica and not each.waits_for):
+            self._owner.notify(event)
 
     def _free(self, state: ReplicaState) -> None:
         """It may take others again, if the suspect that it had alone is gone."""
         if state.lone is not None and state.lone not in state.held:
             state.lone, state.is_reserved = None, self._rows.has_suspects
 
-    def _welcome(self, state: ReplicaState, facts: ReplicaFacts) -> None:
+    def _record_ready(self, state: ReplicaState, facts: ReplicaFacts) -> None:
         if self._facts is None:
             self._facts = facts
         _refuse_another(state.name, self._facts, facts)
         state.facts = facts
-        if self._has_begun:
+        if self._is_serving:
             assert state.replica is not None, f"{state.name} is dead"
-            state.replica.begin(self._terms)
+            state.replica.serve(self._stamp)
 
     # -- deaths ----------------------------------------------------------------------------------------------------
 
     def _retire(self, state: ReplicaState, error: ReplicaDeadError) -> None:
         assert state.replica is not None, f"{state.name} died twice"
-        under_way = set(state.begun if error.rows is None else state.held.intersection(error.rows))
+        under_way = set(state.started if error.rows is None else state.held.intersection(error.rows))
         if not state.replica.can_restart or (state.replica.is_inline and not error.request_ids):
             raise error  # where no row is the cause, the next engine of this process would die as well
         held = state.retire()
@@ -285,8 +285,8 @@ class Fleet:
         limit = "" if math.isinf(self._max_restarts) else f" of {self._max_restarts}"
         restarts = f"started again ({state.num_deaths}{limit})"
         what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"
-        self._owner.hear(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
-                         f"under way; {what}")
+        self._owner.notify(f"{error}; {len(held)} rows that it had go to other replicas, {len(under_way)} of them were "
+                           f"under way; {what}")
         if is_last:
             raise ReplicaDeadError(f"no replica is left; the last one: {error}") from error
 

@@ -17,7 +17,6 @@ from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError,
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -28,6 +27,7 @@ from npu_runner.serving.replica import (
     ReplicaFacts,
     ReplicaStats,
     Returned,
+    Started,
 )
 
 # Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
@@ -56,9 +56,9 @@ class InlineReplica(Replica):
         self.name = name
         self._open = ExitStack()
         self._engine: Any = None
-        self._has_begun = False
+        self._is_serving = False
         self._failure: NpuRunnerError | None = None
-        self._tell: Callable[[Event], None]
+        self._notify: Callable[[Event], None]
         self._in_flight: dict[str, Prepared] = {}
         """What the engine has."""
         self._given_back: set[str] = set()
@@ -68,7 +68,7 @@ class InlineReplica(Replica):
         self._must_step = False
         self._wait_seconds = 0.0
         self._events: list[Event] = []
-        self._begun: list[int] = []
+        self._started: list[int] = []
         self._finished: list[FinishedRow] = []
         self._report_at = 0.0
 
@@ -76,21 +76,21 @@ class InlineReplica(Replica):
     def _load(self) -> ReplicaFacts:
         """Load `_engine`, and say what it is."""
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
+        self._notify = notify
 
-    def begin(self, terms: Any) -> None:
-        self._has_begun = True
+    def serve(self, stamp: Any) -> None:
+        self._is_serving = True
         self._max_waiting = max_waiting_requests(self._engine.max_num_seqs)
         self._sizes = deque(maxlen=self._max_waiting)
 
     def submit(self, run: Any) -> None:
         self.endpoint.submit(run)
 
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self.endpoint.recall(num_rows, begun=begun)
-        if self._has_begun and len(found) < num_rows:
-            found += self._recall_prepared(num_rows - len(found), begun=begun)
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        found = self.endpoint.recall(num_rows, include_started=include_started)
+        if self._is_serving and len(found) < num_rows:
+            found += self._recall_prepared(num_rows - len(found), include_started=include_started)
         # The figures are told without them.
         self._events += [Returned(found), Progressed(self.stats())]
 
@@ -99,14 +99,14 @@ class InlineReplica(Replica):
             pass  # raised below, once all events are told
         elif self._engine is None:
             self._events.append(Ready(self._load()))
-        elif not self._has_begun:
+        elif not self._is_serving:
             self.endpoint.pool.raise_failure()
         else:
             try:
                 if not self._must_step:
                     self._admit()
                 # The driver hears of rows before they are under way: they may be the end of this process.
-                self._must_step = bool(self._begun)
+                self._must_step = bool(self._started)
                 if not self._must_step and self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         self._finish(output)
@@ -137,7 +137,7 @@ class InlineReplica(Replica):
 
     def _report(self, phase: str) -> None:
         """The progress of an engine."""
-        self._tell(Loading(phase))
+        self._notify(Loading(phase))
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class InlineReplica(Replica):
         assert name is not None, "only a request that cannot be served has no name"
         self._in_flight[name] = prepared
         self._sizes.append(prepared.num_bytes)
-        self._begun.append(prepared.number)
+        self._started.append(prepared.number)
         return prepared.num_sequences
 
     def _wait(self, seconds: float) -> None:
@@ -185,9 +185,9 @@ class InlineReplica(Replica):
         else:
             self._finished.append(self.endpoint.finish(self._in_flight.pop(name), output))
 
-    def _recall_prepared(self, num_rows: int, *, begun: bool) -> list[int]:
-        """Abort at most `num_rows` rows that are prepared or wait in the engine, with `begun` running ones, too.
-        Returns their numbers."""
+    def _recall_prepared(self, num_rows: int, *, include_started: bool) -> list[int]:
+        """Abort at most `num_rows` rows that are prepared or wait in the engine, with `include_started` also running
+        ones. Returns their numbers."""
         dropped: list[int] = []
         while len(dropped) < num_rows and (prepared := self.endpoint.next(0.0)) is not None:
             if prepared.error is None:
@@ -197,7 +197,7 @@ class InlineReplica(Replica):
         num_waiting = self._engine.num_waiting
         for name, prepared in reversed(list(self._in_flight.items())):
             num_waiting -= prepared.num_sequences
-            if len(dropped) >= num_rows or (num_waiting < 0 and not begun):
+            if len(dropped) >= num_rows or (num_waiting < 0 and not include_started):
                 break
             self._engine.abort_request(name)
             self._given_back.add(name)
@@ -211,11 +211,11 @@ class InlineReplica(Replica):
         return found or None
 
     def _add_events(self) -> None:
-        if self._begun:
-            self._events.append(Begun(self._begun))
+        if self._started:
+            self._events.append(Started(self._started))
         if self._finished:
             self._events.append(Finished(self._finished))
         if self._finished or time.monotonic() >= self._report_at:
             self._report_at = time.monotonic() + _REPORT_SECONDS
             self._events.append(Progressed(self.stats()))
-        self._begun, self._finished = [], []
+        self._started, self._finished = [], []

@@ -50,7 +50,7 @@ class RowQueue:
     def has_suspects(self) -> bool:
         return bool(self._alone)
 
-    def take(self, num_rows: int) -> Sequence[int]:
+    def pop(self, num_rows: int) -> Sequence[int]:
         """At most `num_rows` rows, neighbours if possible."""
         if self._again:
             return [self._again.popleft() for _ in range(min(num_rows, len(self._again)))]
@@ -59,7 +59,7 @@ class RowQueue:
             return range(first, self._next)
         return [row for row in range(first, self._next) if row not in self._are_alone]
 
-    def take_suspect(self) -> int:
+    def pop_suspect(self) -> int:
         return self._alone.popleft()
 
     def requeue(self, rows: Iterable[int]) -> None:
@@ -102,7 +102,7 @@ class LoadBalancer:
         self._rows = rows
         self._make_run = make_run
 
-    def hand_out(self) -> None:
+    def assign_rows(self) -> None:
         """Suspects one by one; free rows, each run to the least loaded replica; then what others have not begun."""
         if self._rows.has_suspects:
             self._run_suspects()
@@ -110,8 +110,8 @@ class LoadBalancer:
             state = self._least_loaded()
             if state is None:
                 return
-            self._give(state, self._rows.take(self._run_length(state)))
-        self._even_out()
+            self._assign(state, self._rows.pop(self._run_length(state)))
+        self._balance()
 
     def _least_loaded(self) -> ReplicaState | None:
         """Who has the smallest part of what it has use for."""
@@ -123,15 +123,15 @@ class LoadBalancer:
         share = len(self._rows) // (2 * len(self._states)) if len(self._states) > 1 else len(self._rows)
         return max(1, min(_MAX_ROWS_OF_RUN, share, state.max_rows - len(state.held)))
 
-    def _give(self, state: ReplicaState, rows: Sequence[int]) -> None:
+    def _assign(self, state: ReplicaState, rows: Sequence[int]) -> None:
         if not rows:
             return
         assert state.replica is not None, f"{state.name} is dead"
         state.held.update(rows)
-        state.gave_nothing = False
+        state.returned_none = False
         state.replica.submit(self._make_run(rows))
 
-    def _even_out(self) -> None:
+    def _balance(self) -> None:
         """No new row is left: a replica with none, or far fewer than another, gets rows that the other has not
         begun."""
         living = [state for state in self._states if state.facts is not None and not state.is_reserved]
@@ -140,13 +140,13 @@ class LoadBalancer:
         least = min(living, key=lambda state: len(state.held))
         for loaded in living:
             surplus = (len(loaded.held) - len(least.held)) // 2
-            may_ask = not loaded.is_asked and not loaded.gave_nothing
-            if may_ask and surplus and (not least.held or len(loaded.held) - len(loaded.begun) >= _FEW_ROWS):
-                self._ask_back(loaded, surplus)
+            may_ask = not loaded.is_recalling and not loaded.returned_none
+            if may_ask and surplus and (not least.held or len(loaded.held) - len(loaded.started) >= _FEW_ROWS):
+                self._recall(loaded, surplus)
 
-    def _ask_back(self, state: ReplicaState, num_rows: int) -> None:
+    def _recall(self, state: ReplicaState, num_rows: int) -> None:
         assert state.replica is not None, f"{state.name} is dead"
-        state.is_asked = True
+        state.is_recalling = True
         state.replica.recall(num_rows)
 
     def _run_suspects(self) -> None:
@@ -159,8 +159,8 @@ class LoadBalancer:
                 return
             state.is_reserved = True
         if state.held:
-            if state.lone is None and not state.is_asked and not state.gave_nothing:
-                self._ask_back(state, len(state.held))
+            if state.lone is None and not state.is_recalling and not state.returned_none:
+                self._recall(state, len(state.held))
             return
-        state.lone = self._rows.take_suspect()
-        self._give(state, [state.lone])
+        state.lone = self._rows.pop_suspect()
+        self._assign(state, [state.lone])

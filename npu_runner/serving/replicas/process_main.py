@@ -55,7 +55,7 @@ class ReplicaHost:
         self._channel = channel
         self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._num_held = 0
-        self._is_ready = self._has_begun = False
+        self._is_ready = self._is_serving = False
 
     def run(self) -> None:
         """Raises ChannelClosed when the driver is gone."""
@@ -63,8 +63,8 @@ class ReplicaHost:
         try:
             with self._make() as replica:
                 replica.start(lambda: None, lambda event: self._send([event]))
-                while self._obey(replica):
-                    self._send(replica.poll(_BUSY_SECONDS if self._has_begun else _IDLE_SECONDS))
+                while self._run_commands(replica):
+                    self._send(replica.poll(_BUSY_SECONDS if self._is_serving else _IDLE_SECONDS))
         except ChannelClosed:
             raise
         except NpuRunnerError as error:
@@ -80,10 +80,10 @@ class ReplicaHost:
         except ChannelClosed:
             self._commands.put(_END)
 
-    def _obey(self, replica: Replica) -> bool:
+    def _run_commands(self, replica: Replica) -> bool:
         """Do what was said since the last time; with nothing else to do, wait for it. False: it is over."""
         try:
-            is_idle = not self._num_held if self._has_begun else self._is_ready
+            is_idle = not self._num_held if self._is_serving else self._is_ready
             name, value = self._commands.get(timeout=_IDLE_SECONDS) if is_idle else self._commands.get_nowait()
             while True:
                 if (name, value) == _END:
@@ -92,10 +92,10 @@ class ReplicaHost:
                     self._num_held += len(value)
                     replica.submit(value)
                 elif name == "recall":
-                    replica.recall(value[0], begun=value[1])
+                    replica.recall(value[0], include_started=value[1])
                 else:
-                    self._has_begun = True
-                    replica.begin(value)
+                    self._is_serving = True
+                    replica.serve(value)
                 name, value = self._commands.get_nowait()
         except queue.Empty:
             return True

@@ -33,7 +33,7 @@ _GRACE_SECONDS = 3.0
 TOKEN_VARIABLE = "NPU_RUNNER_REPLICA"
 _ORPHAN_GRACE_SECONDS = 5.0
 _ORPHAN_END_SECONDS = 60.0
-_ORPHAN_LOOK_SECONDS = 0.02
+_ORPHAN_POLL_SECONDS = 0.02
 _numbers = itertools.count()
 
 
@@ -59,7 +59,7 @@ class ProcessReplica(RemoteReplica):
         assert self._child is not None, f"{self.name} was not started"
         return self._child
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         ours, theirs = socket.socketpair()
         variables = {**self._placement.environment, TOKEN_VARIABLE: self._token}
         self._socket, self._channel = ours, Channel(ours)
@@ -68,8 +68,8 @@ class ProcessReplica(RemoteReplica):
                                 descriptors=[theirs.fileno(), *self._inherited], variables=variables)
         self._start_reader(wake)
         self._outbox = Outbox(self._channel, f"{self.name}: writer")
-        self._tell(self._placement.cores)
-        self._tell(self._make)
+        self._send_command(self._placement.cores)
+        self._send_command(self._make)
 
     def close(self) -> None:
         if self._child is None:
@@ -89,7 +89,7 @@ class ProcessReplica(RemoteReplica):
             print(f"{self.name}: processes {left} do not end", file=sys.stderr, flush=True)
         self._child = None
 
-    def _tell(self, command: Any) -> None:
+    def _send_command(self, command: Any) -> None:
         assert self._outbox is not None, f"{self.name} was not started"
         self._outbox.put(command)
 
@@ -106,7 +106,7 @@ class ProcessReplica(RemoteReplica):
     def _where(self) -> str:
         return f"{self._placement.description}, process {self.process_id}"
 
-    def _look_after(self) -> None:
+    def _check_alive(self) -> None:
         if self._started.is_stopped_for(STOPPED_SECONDS):
             self._failure = ReplicaDeadError(f"it has been stopped for {STOPPED_SECONDS:g} seconds (SIGSTOP)")
 
@@ -165,5 +165,5 @@ def end_members(token: str) -> list[int]:
             for process_id in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
-        time.sleep(_ORPHAN_LOOK_SECONDS)
+        time.sleep(_ORPHAN_POLL_SECONDS)
     return left

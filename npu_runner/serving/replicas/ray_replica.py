@@ -47,7 +47,7 @@ class RayReplica(RemoteReplica):
         self._actor: Any = None
         self._is_there = False
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         remote: Any = ray.remote  # its types know no groups
         actor_class = remote(concurrency_groups={"commands": 1, "events": 1})(RayReplicaHost)
         self._started = Stopwatch()
@@ -56,8 +56,8 @@ class RayReplica(RemoteReplica):
             self.name, npu_runner.__version__, packed)
         self._start_reader(wake)
 
-    def _tell(self, command: tuple[str, Any]) -> None:
-        self._actor.tell.remote(command)
+    def _send_command(self, command: tuple[str, Any]) -> None:
+        self._actor.command.remote(command)
 
     def close(self) -> None:
         if self._actor is None:
@@ -73,14 +73,14 @@ class RayReplica(RemoteReplica):
 
     def _receive(self) -> list[tuple[Any, int]]:
         try:
-            messages = ray.get(self._actor.hear.remote())
+            messages = ray.get(self._actor.poll_events.remote())
         except ray.exceptions.RayError as error:
             raise _last_word(error) from None
         if not self._is_there:
             self._is_there, self.waits_for, self.num_rows_ahead = True, None, self._num_rows_ahead
         return [(message, size_of(message)) for message in messages]
 
-    def _look_after(self) -> None:
+    def _check_alive(self) -> None:
         if not self._is_there and self._started.exceeds(WAITING_SECONDS):
             self.waits_for = self._demand.wanted
 
@@ -117,7 +117,7 @@ class _Link:
 
 
 class RayReplicaHost:
-    """`tell` and `hear` run in a thread each, so commands keep their order and never wait for events."""
+    """`command` and `poll_events` run in a thread each, so commands keep their order and never wait for events."""
 
     def __init__(self, name: str, version: str, packed_make: bytes):
         """`version`: of the driver's package. `packed_make`: what makes the replica, for that version to read."""
@@ -128,12 +128,12 @@ class RayReplicaHost:
         self._thread.start()
 
     @ray.method(concurrency_group="commands")
-    def tell(self, message: Any) -> None:
-        """("begin" | "submit" | "recall", value), as in process_main."""
+    def command(self, message: Any) -> None:
+        """("serve" | "submit" | "recall", value), as in process_main."""
         self._link.commands.put(message)
 
     @ray.method(concurrency_group="events")
-    def hear(self) -> list[Any]:
+    def poll_events(self) -> list[Any]:
         """What has come since the last call; waits for something, for a moment."""
         found = []
         message = self._link.events.get(_HEAR_SECONDS)

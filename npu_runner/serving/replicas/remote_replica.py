@@ -33,7 +33,7 @@ class RemoteReplica(Replica):
         self._reader: threading.Thread | None = None
 
     @abstractmethod
-    def _tell(self, command: tuple[str, Any]) -> None:
+    def _send_command(self, command: tuple[str, Any]) -> None:
         """Send it. To one that is dead this is nothing: `poll` says so."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class RemoteReplica(Replica):
         other side."""
 
     @abstractmethod
-    def _look_after(self) -> None:
+    def _check_alive(self) -> None:
         """It is silent: set `_failure` if it will never say anything."""
 
     @abstractmethod
@@ -66,14 +66,14 @@ class RemoteReplica(Replica):
             if messages:
                 wake()
 
-    def begin(self, terms: Any) -> None:
-        self._tell(("begin", terms))
+    def serve(self, stamp: Any) -> None:
+        self._send_command(("serve", stamp))
 
     def submit(self, run: Any) -> None:
-        self._tell(("submit", run))
+        self._send_command(("submit", run))
 
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        self._tell(("recall", (num_rows, begun)))
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        self._send_command(("recall", (num_rows, include_started)))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         message = self._inbox.get(timeout_seconds)
@@ -86,7 +86,7 @@ class RemoteReplica(Replica):
             message = self._inbox.get(0.0)
         if not events:
             if self._failure is None:
-                self._look_after()
+                self._check_alive()
             if self._failure is not None:
                 raise self._named(self._failure)
         return events

@@ -17,26 +17,26 @@ _GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "v
 
 
 class ReplicaState:
-    """`held`: rows it was given and has not done; `begun`: those of them that its engine has."""
+    """`held`: rows it was given and has not done; `started`: those of them that its engine has."""
 
     def __init__(self, number: int, make: MakeReplica, wake: Callable[[ReplicaState], None],
-                 tell: Callable[[ReplicaState, Event], None]):
-        """`wake`, `tell`: as replicas call them, with the place."""
+                 notify: Callable[[ReplicaState, Event], None]):
+        """`wake`, `notify`: as replicas call them, with the place."""
         self.number = number
         self.facts: ReplicaFacts | None = None
         self.held: set[int] = set()
-        self.begun: set[int] = set()
+        self.started: set[int] = set()
         self.lone: int | None = None
         """The suspect that it runs with nothing beside it."""
         self.is_reserved = False
         """It gets no rows until it has none: then suspects."""
-        self.is_asked = False
+        self.is_recalling = False
         """Rows were requested back, and no answer has arrived."""
-        self.gave_nothing = False
+        self.returned_none = False
         """It returned no row at the last request."""
         self.num_finished = self.num_deaths = 0
         self._make = make
-        self._wake, self._tell = wake, tell
+        self._wake, self._notify = wake, notify
         self._retirement: threading.Thread | None = None
         self._earlier = ReplicaStats()
         self.latest = ReplicaStats()
@@ -46,7 +46,7 @@ class ReplicaState:
 
     def start(self) -> None:
         assert self.replica is not None, f"{self.name} is dead"
-        self.replica.start(lambda: self._wake(self), lambda event: self._tell(self, event))
+        self.replica.start(lambda: self._wake(self), lambda event: self._notify(self, event))
 
     @property
     def waits_for(self) -> str | None:
@@ -66,9 +66,9 @@ class ReplicaState:
     def retire(self) -> set[int]:
         """It is dead: returns the rows that it had. What is left of it is ended, in a thread of its own unless
         it worked here."""
-        held, self.held, self.begun = self.held, set(), set()
+        held, self.held, self.started = self.held, set(), set()
         dead, self.replica, self.facts, self.lone = self.replica, None, None, None
-        self.is_reserved = self.is_asked = self.gave_nothing = False
+        self.is_reserved = self.is_recalling = self.returned_none = False
         self.num_deaths += 1
         self._earlier, self.latest = added([self._earlier, _without_gauges(self.latest)]), ReplicaStats()
         assert dead is not None, f"{self.name} died twice"

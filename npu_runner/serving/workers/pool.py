@@ -235,7 +235,7 @@ class WorkerPool(Generic[Task]):
 
     def _serve_events(self, selector: selectors.BaseSelector) -> None:
         # Without a worker (the last one died when it was offered a task) the next round starts one at once.
-        waits = [worker.watch.look_seconds(self._limit_of(worker)) for worker in self._workers if worker.watch]
+        waits = [worker.watch.poll_seconds(self._limit_of(worker)) for worker in self._workers if worker.watch]
         timeout = min(waits, default=_LONGEST_WAIT_SECONDS) if self._workers else 0.0
         for key, _ in selector.select(timeout):
             if key.data is None:
