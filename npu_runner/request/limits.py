@@ -1,6 +1,6 @@
-"""What one request may ask for: every limit in one place, with the words that name value and limit. Knows no request.
+"""All limits of a request, and the checks whose messages name value and limit. Knows no request.
 
-They are checked before anything is decoded, tokenized, validated or queued. Generous ones are settings (RunnerConfig)
+They are checked before any data is decoded, tokenized, validated or queued. Generous ones are settings (RunnerConfig)
 or options of the batch job (BatchOptions), whose defaults are these; docs/limits.md lists all of them.
 """
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """One number for each thing a request can have too much of."""
+    """The limits, each with its unit."""
 
     max_row_bytes: int = 256 * MIB
     """Bytes of a row."""
@@ -69,7 +69,8 @@ class Limits:
     max_pattern_size: int = 512
     """Tokens of a pattern that `repetition_detection` looks for."""
     max_ngram_window: int = 8192
-    """Last tokens of an answer that `no_repeat_ngram_size` looks back at; without `no_repeat_ngram_window` so many."""
+    """Last tokens of an answer in which `no_repeat_ngram_size` finds repetitions; the default of
+    `no_repeat_ngram_window`."""
     max_ngram_exempt_ids: int = 64
     """Entries of `no_repeat_ngram_exempt_ids`."""
     max_template_kwargs: int = 64
@@ -105,7 +106,7 @@ class Limits:
     and enum hold; definitions of a grammar, places with alternatives, repetitions (one that is counted by its binary
     digits), and 64 for each schema or grammar inside."""
     max_optional_parts: int = 512
-    """What may be left out of one expression, or of a terminal: memory grows with the square."""
+    """Optional parts of one expression, or of a terminal: memory grows with the square."""
     max_all_optional_parts: int = 4096
     """The same of all expressions of a rule together."""
     max_rule_intersections: int = 8
@@ -149,8 +150,8 @@ def check_count(name: str, what: str, value: Sized | int, limit: int, code: str 
 
 
 def given_fields(value: Any, name: str, known: Sequence[str], code: str) -> dict[str, Any]:
-    """What the object `value` has of the fields of `name` that are known, but for null. Raises RequestError for what is
-    no object, with `code`, and for an unknown field."""
+    """The fields of the object `value` that are not null. Raises RequestError for an unknown field, and, with `code`,
+    for a value that is no object."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", code, name)
     for each in value:

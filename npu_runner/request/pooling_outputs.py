@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from npu_runner.request.outputs import PooledRequestOutput, RequestOutput
+from npu_runner.request.outputs import PooledRequestOutput
 from npu_runner.request.pooling_params import Classes
 
 
@@ -25,17 +25,12 @@ class PoolingOutput:
 
 @dataclass(frozen=True)
 class ClassificationOutput:
-    """`probs`: of each class, or without `use_activation` the logits. `label`: of the likeliest. `logits`: float32
-    (W,), what the probabilities are made of."""
+    """`probs`: the probability of each class, or without `use_activation` its logit. `label`: the likeliest class.
+    `logits`: float32 (W,), before the activation."""
 
     probs: list[float]
     label: str
     logits: np.ndarray
-
-    @classmethod
-    def of(cls, logits_W: np.ndarray, classes: Classes, *, is_raw: bool = False) -> ClassificationOutput:
-        probs_W = logits_W if is_raw else classes.probabilities(logits_W)
-        return cls(probs_W.tolist(), classes.label(logits_W), logits_W)
 
     @property
     def num_classes(self) -> int:
@@ -44,36 +39,34 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, repr=False)
 class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
-    """An array of one prompt."""
+    """The array of one prompt."""
 
-    @classmethod
-    def of(cls, output: RequestOutput, classes: Classes | None = None, *, is_raw: bool = False) -> PoolingRequestOutput:
-        """The result of a request with one prompt. `classes`: the model's, for a classifier; `is_raw` keeps logits."""
-        if classes is None or is_raw:
-            return cls.of_values(output, PoolingOutput)
-        return cls.of_values(output, lambda logits_W: PoolingOutput(classes.probabilities(logits_W)))
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> PoolingOutput:
+        return PoolingOutput(values if classes is None or is_raw else classes.probabilities(values))
 
     @property
     def data(self) -> np.ndarray:
         """The array. Raises RequestError with the reason where there is none."""
-        return self.there().data
+        return self.require_outputs().data
 
 
 @dataclass(frozen=True, repr=False)
 class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
     """The classes of one prompt."""
 
-    @classmethod
-    def of(cls, output: RequestOutput, classes: Classes, *, is_raw: bool = False) -> ClassificationRequestOutput:
-        """The result of a request with one prompt; with `is_raw`, its `probs` are logits."""
-        return cls.of_values(output, lambda logits_W: ClassificationOutput.of(logits_W, classes, is_raw=is_raw))
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> ClassificationOutput:
+        assert classes is not None, "only a classifier gives classes"
+        probs_W = values if is_raw else classes.probabilities(values)
+        return ClassificationOutput(probs_W.tolist(), classes.label(values), values)
 
     @property
     def probs(self) -> list[float]:
         """Raises RequestError with the reason where there are none."""
-        return self.there().probs
+        return self.require_outputs().probs
 
     @property
     def label(self) -> str:
         """Raises RequestError with the reason where there is none."""
-        return self.there().label
+        return self.require_outputs().label
