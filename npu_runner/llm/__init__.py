@@ -47,7 +47,7 @@ from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown, wrong_type
 from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
 from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
@@ -266,8 +266,7 @@ class LLM:
         Everything else is as in `embed`. Raises RequestError for another task.
         """
         if pooling_task not in _TASKS:
-            raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(_TASKS)}",
-                               "invalid_value", "pooling_task")
+            raise field_error("pooling_task", f"{shown(pooling_task)} is not one of {', '.join(_TASKS)}")
         classes = self.processor.classes if pooling_task == CLASSIFY else None
         wrap = partial(PoolingRequestOutput.from_output, classes=classes)
         return self._pool(prompts, with_task(pooling_params, _TASKS[pooling_task]), pooling_task, wrap, use_tqdm,
@@ -311,8 +310,7 @@ class LLM:
         self.processor.check_task("score")
         params = PoolingParams() if pooling_params is None else pooling_params
         if not isinstance(params, PoolingParams):
-            raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
-                               "invalid_type", "pooling_params")
+            raise wrong_type("pooling_params", "one PoolingParams", params)
         given = checked_options("score", options, PairOptions)
         parse = pair_parser(self.processor, self._media_rules(given.pop("allowed_media_dir", None)), **given)
         return self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors,

@@ -21,7 +21,7 @@ from npu_runner.prompts.tasks import MadeTask, PromptTask, chat_task, pair_task,
 from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tokenizer import plain_number
 from npu_runner.prompts.text.tools import parse_tools
-from npu_runner.request.limits import plain_template_kwargs, shown
+from npu_runner.request.limits import field_error, plain_template_kwargs, shown
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -52,10 +52,9 @@ def is_one_conversation(conversations: Any) -> bool:
 
 
 def _no_params(given: Any) -> RequestError:
-    return RequestError(
-        f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
-        "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
-        "sampling_params")
+    return field_error("sampling_params", f"{type(given).__name__} {shown(given)} is not SamplingParams (for embed: "
+                       "PoolingParams), nor a list of them; write SamplingParams(max_tokens=3), or "
+                       "SamplingParams(**fields)", "invalid_type")
 
 
 def with_task(given: PoolingParams | Iterable[PoolingParams] | None, task: str | None) -> PoolingParams | Iterable[Any]:
@@ -142,8 +141,7 @@ def checked_options(call: str, options: Mapping[str, Any], kind: type) -> dict[s
         if name not in known:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; {_instead_of(name, known)}")
         if name in _UNSERVED and value is not None and value != _UNSERVED[name][0]:
-            message = f"{name}: {shown(value)} is not served: {_UNSERVED[name][1]}"
-            raise RequestError(message, "unsupported_parameter", name)
+            raise field_error(name, f"{shown(value)} is not served: {_UNSERVED[name][1]}", "unsupported_parameter")
     return {name: value for name, value in options.items() if name not in _UNSERVED and value is not None}
 
 
@@ -189,7 +187,7 @@ def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: 
         if is_conversation(item):
             return chat(item)
         for name in options:
-            raise RequestError(f"{name}: belongs to messages; a raw prompt is used as it is", "invalid_value", name)
+            raise field_error(name, "belongs to messages; a raw prompt is used as it is")
         return parse_prompt(item)
 
     return parse

@@ -33,7 +33,7 @@ from npu_runner.prompts.text.chat_template import (
 from npu_runner.prompts.text.messages import Conversation, MediaLimits, Seen, checked_text, parse_content
 from npu_runner.prompts.text.tokenizer import TextLength
 from npu_runner.prompts.vision_prompts import Known, VisionPrompts, not_cut
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown
 from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
 
@@ -81,12 +81,12 @@ def parse_side(content: Any, where: str, limits: MediaLimits, addresses: Address
     """A query or a document of text, or of vLLM's {"content": parts}. Raises RequestError naming the field."""
     if isinstance(content, Mapping):
         if list(content) != ["content"]:
-            message = f'{where}: an object is {{"content": parts}}, and this one has {shown(list(content))}'
-            raise RequestError(message, "invalid_type", where)
+            raise field_error(where, f'an object is {{"content": parts}}, and this one has {shown(list(content))}',
+                              "invalid_type")
         content, where = content["content"], f"{where}.content"
     elif not isinstance(content, str):
-        message = f'{where}: text or an object {{"content": parts}} is needed, not {type(content).__name__}'
-        raise RequestError(message, "invalid_type", where)
+        raise field_error(where, f'text or an object {{"content": parts}} is needed, not {type(content).__name__}',
+                          "invalid_type")
     seen: list[tuple[Seen, str]] = []
     side = Side(parse_content(content, where, limits, seen, addresses), seen)
     limits.check(seen, seen[-1][1] if seen else where)
@@ -322,8 +322,8 @@ class TextPairs:
         for name, value in (("instruction", instruction), ("chat_template_kwargs", chat_template_kwargs),
                             ("mm_processor_kwargs", mm_processor_kwargs)):
             if value:
-                raise RequestError(f"{name}: a classifier's prompt is the two texts alone; leave it out",
-                                   "unsupported_parameter", name)
+                raise field_error(name, "a classifier's prompt is the two texts alone; leave it out",
+                                  "unsupported_parameter")
         asked, shown = _text_of(query, "the query"), _text_of(document, "the document")
         if not asked.strip() and not shown.strip():
             raise RequestError("query and document are both empty; give text", "empty_prompt")

@@ -64,6 +64,7 @@ from npu_runner.prompts.vision_prompts import (
     read_video_prompts,
     read_vision_tokens,
 )
+from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
@@ -171,7 +172,7 @@ class ChatProcessor(RequestChecks):
         try:
             return self._chat_with(ChatTemplate(source, self._special_tokens))
         except ModelError as error:
-            raise RequestError(f"chat_template: {error}", "chat_template_error", "chat_template") from error
+            raise field_error("chat_template", f"{error}", "chat_template_error") from error
 
     def _kwargs_of_settings(self) -> dict[str, Any]:
         try:
@@ -218,9 +219,8 @@ class ChatProcessor(RequestChecks):
         Raises RequestError if it is not set and no parser is known.
         """
         if self._tool_call_parser is None and self.settings.tool_call_parser == "auto":
-            raise RequestError(
-                "tools: how this model writes its calls is not known; name a parser with --tool-call-parser, or none "
-                "to have them as text", "unsupported_parameter", "tools")
+            raise field_error("tools", "how this model writes its calls is not known; name a parser with "
+                              "--tool-call-parser, or none to have them as text", "unsupported_parameter")
         return self._tool_call_parser
 
     def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams:
@@ -370,7 +370,7 @@ class ChatProcessor(RequestChecks):
         else:
             token_ids = checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
         if not token_ids:
-            raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
+            raise field_error("prompt", "it is empty", "empty_prompt")
         return token_ids
 
 

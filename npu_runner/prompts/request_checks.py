@@ -12,7 +12,7 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.text.tokenizer import TextLength, resolve_sampling
 from npu_runner.prompts.vision_prompts import not_cut
-from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
+from npu_runner.request.limits import check_logprobs, check_prompt_logprobs, field_error
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
 from npu_runner.request.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def _check_dimensions(dimensions: int | None, pooling: VectorPooling, hidden_siz
 
 
 def _refusal(name: str, why: str) -> RequestError:
-    return RequestError(f"{name}: {why}", "invalid_pooling_parameter", name)
+    return field_error(name, f"{why}", "invalid_pooling_parameter")
 
 
 class RequestChecks:
@@ -102,9 +102,8 @@ class RequestChecks:
             return None
         most = self.max_model_len - (params.max_tokens or 1)
         if asked > self.max_model_len or (asked == -1 and most < 1):
-            raise RequestError(
-                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
-                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name)
+            raise field_error(name, f"{asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the "
+                              f"model's {self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter")
         return most if asked == -1 else asked
 
     def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
@@ -119,14 +118,14 @@ class RequestChecks:
     def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
         """Raises RequestError for a thinking budget that nothing would come of."""
         if params.max_thinking_tokens is not None and prompt.thinking is None:
-            raise RequestError("max_thinking_tokens: a raw prompt does not say where reasoning begins; ask in a chat",
-                               "unsupported_parameter", "max_thinking_tokens")
+            raise field_error("max_thinking_tokens", "a raw prompt does not say where reasoning begins; ask in a chat",
+                              "unsupported_parameter")
 
     def check_can_think(self) -> None:
         """Raises RequestError where a thinking budget would limit nothing."""
         if self.reasoning_tokens is None:
-            raise RequestError("max_thinking_tokens: this model has no end-of-thinking token, or reasoning_parser is "
-                               "none; leave it out", "unsupported_parameter", "max_thinking_tokens")
+            raise field_error("max_thinking_tokens", "this model has no end-of-thinking token, or reasoning_parser is "
+                              "none; leave it out", "unsupported_parameter")
 
     @property
     def task(self) -> str:

@@ -25,6 +25,7 @@ from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.messages import Conversation, check_ending, parse_messages
 from npu_runner.prompts.text.tokenizer import plain_ids
+from npu_runner.request.limits import field_error, wrong_type
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -189,8 +190,7 @@ def text_task(item: Any) -> TextTask:
     for name in given:
         if name not in _FIELDS:
             shown = str(name)[:60]
-            message = f"{shown}: not supported; a prompt has {', '.join(_FIELDS)}"
-            raise RequestError(message, "unsupported_field", shown)
+            raise field_error(shown, f"not supported; a prompt has {', '.join(_FIELDS)}", "unsupported_field")
     kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
     prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
     images, where_images, videos, where_videos = _media(given)
@@ -211,10 +211,10 @@ def _text_task(prompt: Any, **shown: Any) -> TextTask:
 
 def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:
     if first not in given and second not in given:
-        raise RequestError(f"{second}: missing; give it as text or token ids", "missing_field", second)
+        raise field_error(second, "missing; give it as text or token ids", "missing_field")
     # vLLM's prompts of ids may bring their text along; the ids count, there as here.
     if isinstance(given.get(first), str):
-        raise RequestError(f"{first}: a list of token ids is needed, not text", "invalid_type", first)
+        raise field_error(first, "a list of token ids is needed, not text", "invalid_type")
     return given.get(first, given.get(second))
 
 
@@ -225,13 +225,12 @@ def _media(given: Mapping[str, Any]) -> tuple[Any, str, Any, str]:
     name, data = "multi_modal_data", given["multi_modal_data"]
     for own in ("images", "videos"):
         if own in given:
-            raise RequestError(f"{own}: there is {name} as well; give one of the two", "invalid_value", own)
+            raise field_error(own, f"there is {name} as well; give one of the two")
     if not isinstance(data, Mapping):
-        raise RequestError(f"{name}: an object is needed, not {type(data).__name__}", "invalid_type", name)
+        raise wrong_type(name, "an object", data)
     for kind, value in data.items():
         if kind not in ("image", "video") and value is not None:
-            where = f"{name}.{str(kind)[:60]}"
-            raise RequestError(f"{where}: not supported; image and video are", "unsupported_field", where)
+            raise field_error(f"{name}.{str(kind)[:60]}", "not supported; image and video are", "unsupported_field")
     return _listed(data.get("image")), f"{name}.image", _listed(data.get("video")), f"{name}.video"
 
 
@@ -247,7 +246,7 @@ def _listed(value: Any) -> Any:
 
 def _several(given: Any, name: str, what: str) -> Sequence[Any]:
     if isinstance(given, (str, bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
-        raise RequestError(f"{name}: {what} are needed, not {type(given).__name__}", "invalid_type", name)
+        raise field_error(name, f"{what} are needed, not {type(given).__name__}", "invalid_type")
     return given
 
 
@@ -297,7 +296,7 @@ def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
     try:
         return _Pixels(open_image(image, max_source_pixels=max_source_pixels))
     except RequestError as error:
-        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+        raise field_error(where, error.message, error.code) from error
 
 
 def unread_file(image: Image.Image) -> bytes | None:

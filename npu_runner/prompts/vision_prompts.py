@@ -29,6 +29,7 @@ from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.messages import Seen
 from npu_runner.prompts.text.tokenizer import TextLength
+from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
 _STEPS_PER_SECOND = 4
@@ -205,11 +206,11 @@ class VisionPrompts:
         name = FIELD
         is_map = isinstance(kwargs, Mapping)
         if self.videos is None and is_map and any(key not in OF_IMAGES for key in kwargs if kwargs[key] is not None):
-            message = f"{name}: it is about videos, and this model takes none: {self._no_videos}; leave it out"
-            raise RequestError(message, "model_has_no_video", name)
+            raise field_error(name, f"it is about videos, and this model takes none: {self._no_videos}; leave it out",
+                              "model_has_no_video")
         given = checked_kwargs(kwargs)
         if self.settings is None and given:
-            raise RequestError(f"{name}: this model reads text only; leave it out", "model_has_no_vision", name)
+            raise field_error(name, "this model reads text only; leave it out", "model_has_no_vision")
         of_videos = {key: value for key, value in given.items() if key not in OF_IMAGES}
         images = None if self.settings is None else bounded(self.settings, given)
         videos = self.videos
@@ -245,8 +246,8 @@ class VisionPrompts:
             if num_videos < len(seen):
                 return asked
             where = f"{FIELD}.{next(iter(asked.bounds))}"
-            raise RequestError(f"{where}: it bounds images, and this prompt shows videos alone, whose pixels `size` in "
-                               "the checkpoint's file bounds; leave it out", "unsupported_field", where)
+            raise field_error(where, "it bounds images, and this prompt shows videos alone, whose pixels `size` in the "
+                              "checkpoint's file bounds; leave it out", "unsupported_field")
         loaded = max(self.settings, settings.frame, key=most_tokens)
         frame = bounded(settings.frame, asked.bounds, loaded)
         return replace(asked, videos=replace(asked.videos, settings=replace(settings, frame=frame)))
@@ -277,7 +278,7 @@ class VisionPrompts:
             assert isinstance(source, bytes), "a video is encoded bytes"
             return asked.videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
-            raise RequestError(f"{where}: {name}{error.message}", error.code, where) from error
+            raise field_error(where, f"{name}{error.message}", error.code) from error
 
     def _prepare_image(self, image: bytes | Image.Image, settings: ImageSettings | None, *, is_low: bool) -> ImageInput:
         assert settings is not None, "a prompt for a model that reads text only has no images"
@@ -302,8 +303,8 @@ class VisionPrompts:
 def not_cut(num_tokens: int, most: int, why: str) -> RequestError:
     """The error of a prompt that should have been truncated to `most` tokens."""
     name = "truncate_prompt_tokens"
-    message = f"{name}: the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it"
-    return RequestError(message, "prompt_not_truncated", name)
+    return field_error(name, f"the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it",
+                       "prompt_not_truncated")
 
 
 def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, given_fields, shown
+from npu_runner.request.limits import LIMITS, field_error, given_fields, shown
 
 NAME = "repetition_detection"
 
@@ -74,4 +74,4 @@ def _count(name: str, value: Any) -> int:
 
 def _error(name: str, what: str) -> RequestError:
     field = f"{NAME}.{name}"
-    return RequestError(f"{field}: {what}", "invalid_sampling_parameter", field)
+    return field_error(field, f"{what}", "invalid_sampling_parameter")

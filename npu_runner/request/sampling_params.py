@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
@@ -109,8 +109,8 @@ class SamplingParams:
         def __new__(cls, **fields: Any) -> SamplingParams:
             """Raises RequestError for a field of vLLM's, now or before, that is not served."""
             for name in fields.keys() & _NOT_SERVED.keys():
-                raise RequestError(f"{name}: SamplingParams has no such field; {_NOT_SERVED[name]}",
-                                   "unsupported_parameter", name)
+                raise field_error(name, f"SamplingParams has no such field; {_NOT_SERVED[name]}",
+                                  "unsupported_parameter")
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class SamplingParams:
 
 
 def _error(name: str, what: str) -> RequestError:
-    return RequestError(f"{name}: {what}", code="invalid_sampling_parameter", param=name)
+    return field_error(name, f"{what}", "invalid_sampling_parameter")
 
 
 def _boolean(name: str, value: Any) -> bool:

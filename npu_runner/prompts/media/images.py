@@ -24,7 +24,7 @@ from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.prompts.media.image_formats import FORMATS, check_pixels, missing_decoder, open_encoded
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_settings import VideoSettings
-from npu_runner.request.limits import LIMITS
+from npu_runner.request.limits import LIMITS, field_error
 from npu_runner.request.prompt_inputs import ImageInput
 
 # H, W sides of an image
@@ -248,17 +248,17 @@ def as_image(value: Any, where: str) -> Any:
     try:
         pixels = value.numpy(force=True) if hasattr(value, "detach") else np.asarray(value)  # torch's, wherever it lies
     except (TypeError, ValueError, RuntimeError) as error:  # numbers that numpy has not: bfloat16
-        raise RequestError(f"{where}: the array cannot be read ({error})", "invalid_type", where) from error
+        raise field_error(where, f"the array cannot be read ({error})", "invalid_type") from error
     if pixels.dtype != np.uint8:
-        raise RequestError(f"{where}: the array holds {pixels.dtype}; uint8 is needed, 0 to 255: scale it, then "
-                           ".astype('uint8')", "invalid_type", where)
+        raise field_error(where, f"the array holds {pixels.dtype}; uint8 is needed, 0 to 255: scale it, then "
+                          ".astype('uint8')", "invalid_type")
     if pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS and pixels.shape[0] in _COLOURS:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[-1] == 1:
         pixels = pixels[..., 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS):
-        raise RequestError(f"{where}: the array has the shape {pixels.shape}; (height, width, 3) is needed",
-                           "invalid_type", where)
+        raise field_error(where, f"the array has the shape {pixels.shape}; (height, width, 3) is needed",
+                          "invalid_type")
     if 0 in pixels.shape:
-        raise RequestError(f"{where}: the array has the shape {pixels.shape}: no area", "image_empty", where)
+        raise field_error(where, f"the array has the shape {pixels.shape}: no area", "image_empty")
     return Image.fromarray(np.ascontiguousarray(pixels))

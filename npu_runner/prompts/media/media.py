@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
-from npu_runner.request.limits import LIMITS
+from npu_runner.request.limits import LIMITS, field_error
 
 KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
 """What the parts of a message that have an image or a video are called."""
@@ -130,9 +130,8 @@ class Addresses:
             return None
         detail = value.get("detail") if isinstance(value, Mapping) else None
         if detail not in DETAILS if KINDS[name] == "image" else detail is not None:
-            raise RequestError(
-                f"{where}.detail: {str(detail)[:40]!r} is not supported; of images low, high and auto are",
-                code="unsupported_field", param=f"{where}.detail")
+            raise field_error(f"{where}.detail", f"{str(detail)[:40]!r} is not supported; of images low, high and auto "
+                              "are", "unsupported_field")
         url, rules = value.get("url") if isinstance(value, Mapping) else value, self._rules
         if isinstance(url, Path):
             url = os.path.realpath(url)
@@ -149,11 +148,9 @@ class Addresses:
         that has all of them."""
         total = sum({media.url: media.num_bytes() for media in self._known.values()}.values())
         if total > self._rules.max_total_bytes:
-            raise RequestError(
-                f"{where}: the {len(self._known)} different images and videos have {total} bytes together, at most "
-                f"{self._rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
-                "media_too_large",
-                where)
+            raise field_error(where, f"the {len(self._known)} different images and videos have {total} bytes together, "
+                              f"at most {self._rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them "
+                              "down", "media_too_large")
 
 
 @contextlib.contextmanager
@@ -161,7 +158,7 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+        raise field_error(where, error.message, error.code) from error
 
 
 def _decode_data_url(rest: str, max_bytes: int) -> bytes:

@@ -18,6 +18,7 @@ from npu_runner.prompts.media.images import image_input
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.video_files import VideoFile
 from npu_runner.prompts.media.video_settings import VideoSettings
+from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import ImageInput
 
 # H, W sides of a resized frame
@@ -41,9 +42,8 @@ class Video:
             return cls(bytes(given))
         if isinstance(given, Media):
             return cls(given)
-        message = (f"{where}: the encoded bytes of a video are needed, not {type(given).__name__}; decoded frames do "
-                   "not say when they are shown: encode them, or send them as images")
-        raise RequestError(message, "invalid_type", where)
+        raise field_error(where, f"the encoded bytes of a video are needed, not {type(given).__name__}; decoded frames "
+                          "do not say when they are shown: encode them, or send them as images", "invalid_type")
 
 
 @dataclass(frozen=True)
@@ -95,5 +95,5 @@ def _pair(frames: list[np.ndarray], settings: VideoSettings) -> ImageInput:
 
 def no_videos(why: str, where: str) -> RequestError:
     """The error of a video for a model that takes none."""
-    return RequestError(f"{where}: this model takes no videos here: {why}; send frames of it as images",
-                        "model_has_no_video", where)
+    return field_error(where, f"this model takes no videos here: {why}; send frames of it as images",
+                       "model_has_no_video")

@@ -22,7 +22,7 @@ from npu_runner.checkpoint.files import read_json, read_text
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.text.template_sandbox import TEMPLATE_FAULTS, BoundedEnvironment
 from npu_runner.prompts.text.tokenizer import read_special_tokens
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown
 
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """What makes a prompt of a conversation, and is not for a request to set."""
@@ -58,11 +58,11 @@ class ChatTemplate:
         for name in kwargs:
             where = f"chat_template_kwargs.{name[:60]}"
             if name in _OURS or name in self.token_variables:
-                raise RequestError(f"{where}: is not for a request to set", "unsupported_parameter", where)
+                raise field_error(where, "is not for a request to set", "unsupported_parameter")
             if name not in self.variables:
                 known = ", ".join(sorted(self.variables)) or "no others"
-                message = f"{where}: the model's chat template reads no such name; it reads {known}"
-                raise RequestError(message, "unknown_parameter", where)
+                raise field_error(where, f"the model's chat template reads no such name; it reads {known}",
+                                  "unknown_parameter")
 
     def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
                tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
@@ -222,13 +222,10 @@ def kwargs_with_effort(kwargs: Mapping[str, Any] | None, effort: str | None,
     if effort is None:
         return kwargs
     if effort not in get_args(Effort):
-        message = f"{_EFFORT}: {shown(effort)} is not one of {', '.join(get_args(Effort))}"
-        raise RequestError(message, "invalid_value", _EFFORT)
+        raise field_error(_EFFORT, f"{shown(effort)} is not one of {', '.join(get_args(Effort))}")
     if not template_reads(_EFFORT):
-        message = (f"{_EFFORT}: {effort!r} would do nothing, the model's chat template reads none; what it does read "
-                   "goes into chat_template_kwargs")
-        raise RequestError(message, "unsupported_parameter", _EFFORT)
+        raise field_error(_EFFORT, f"{effort!r} would do nothing, the model's chat template reads none; what it does "
+                          "read goes into chat_template_kwargs", "unsupported_parameter")
     if (kwargs or {}).get(_EFFORT, effort) != effort:
-        message = f"{_EFFORT}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
-        raise RequestError(message, "invalid_value", _EFFORT)
+        raise field_error(_EFFORT, f"{effort!r}, and another one stands in chat_template_kwargs; give one of them")
     return {**(kwargs or {}), _EFFORT: effort}

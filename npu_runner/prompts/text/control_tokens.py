@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.errors import RequestError
+from npu_runner.request.limits import field_error
 
 _FENCE_CANDIDATES = range(0xE000, 0xF8FF)  # private use: never part of a word, a space or another character
 
@@ -104,7 +105,7 @@ def unused_fences(texts: Sequence[str]) -> tuple[str, str]:
     used = set().union(*texts)
     free = [chr(code) for code in _FENCE_CANDIDATES if chr(code) not in used]
     if len(free) < 2:
-        raise RequestError("messages: the text holds every private-use character", "invalid_unicode", "messages")
+        raise field_error("messages", "the text holds every private-use character", "invalid_unicode")
     return free[0], free[1]
 
 

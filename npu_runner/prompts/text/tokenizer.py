@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.checkpoint.files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown, wrong_type
 from npu_runner.request.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -104,8 +104,8 @@ def resolve_sampling(params: SamplingParams, encode: Callable[[str], list[int]],
             if ids:
                 found[ids] = None
     if not found:
-        raise RequestError("bad_words: this model's tokenizer makes no token of any of them; leave them out",
-                           code="invalid_sampling_parameter", param="bad_words")
+        raise field_error("bad_words", "this model's tokenizer makes no token of any of them; leave them out",
+                          "invalid_sampling_parameter")
     found |= dict.fromkeys(map(tuple, params.bad_words_token_ids))
     resolved = tuple(sorted(found))
     return params if resolved == params.bad_words_token_ids else params.replace(bad_words_token_ids=resolved)
@@ -143,12 +143,11 @@ def plain_ids(prompt: Any) -> Any:
 def checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """A list of them. Raises RequestError for anything else."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt")
+        raise wrong_type("prompt", "text or a list of token ids", prompt)
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt")
+            raise field_error("prompt", f"{token!r} is not a token id of this model (0 to {vocab_size - 1})",
+                              "invalid_type")
     return list(prompt)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import with_grammar
+from npu_runner.request.limits import field_error
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 Tools = Sequence[Mapping[str, Any]]
@@ -146,8 +147,7 @@ def _refuse_others(schema: Mapping[str, Any], known: frozenset[str], where: str)
 
 
 def _unserved(place: str, why: str) -> RequestError:
-    return RequestError(f"tool_choice: a call cannot be forced, for {place}: {why}", "unsupported_parameter",
-                        "tool_choice")
+    return field_error("tool_choice", f"a call cannot be forced, for {place}: {why}", "unsupported_parameter")
 
 
 def _text(text: str) -> str:
