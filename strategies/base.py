@@ -22,8 +22,7 @@ from npu_runner.errors import ConfigError, ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoForm
+from npu_runner.prompts.media.video_settings import VideoForm, read_video_settings
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.text.tokenizer import read_tokenizer
 from npu_runner.request.prompt_inputs import ImageInput

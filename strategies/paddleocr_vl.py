@@ -18,8 +18,7 @@ from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.vision.paddleocr_vl import SiglipTower
 from npu_runner.models.vision.parts import known_activation
-from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.resizing import Resizing
+from npu_runner.prompts.media.image_settings import ImageSettings, Resizing
 from npu_runner.strategies.qwen2_vl import is_tied
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 

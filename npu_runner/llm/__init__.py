@@ -48,8 +48,14 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
 from npu_runner.request.limits import field_error, shown, wrong_type
-from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
+from npu_runner.request.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    EngineStats,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams

@@ -24,8 +24,7 @@ from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.processor_kwargs import FIELD, OF_IMAGES, bounded, checked_kwargs, most_tokens
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
+from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.messages import Seen
 from npu_runner.prompts.text.tokenizer import TextLength

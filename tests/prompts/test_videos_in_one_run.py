@@ -19,8 +19,7 @@ from preprocessing_checkpoints import write_qwen_vl
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm
+from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm, read_video_settings
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.vision_prompts import mrope_positions

@@ -25,8 +25,8 @@ from npu_runner.processes.channel import ChannelClosed
 from npu_runner.processes.stopwatch import Stopwatch
 from npu_runner.serving.replica import Event, Finished, Replica
 from npu_runner.serving.replicas.process_main import ReplicaHost
+from npu_runner.serving.replicas.process_replica import RemoteReplica
 from npu_runner.serving.replicas.ray_cluster import Demand
-from npu_runner.serving.replicas.remote_replica import RemoteReplica
 from npu_runner.threads import wait_briefly
 
 # An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
