@@ -107,14 +107,9 @@ class ImageSettings:
         return self.patch_size * self.merge_size
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest names them, whatever becomes of the names here."""
-        return {
-            "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "patch_size": self.patch_size,
-            "temporal_patch_size": self.temporal_patch_size, "merge_size": self.merge_size, "resample": self.resample,
-            "rescale_factor": self.rescale_factor, "image_mean": self.image_mean, "image_std": self.image_std,
-            # Qwen2-VL's is not named: manifests are older than the choice.
-            **({} if self.resizing is Resizing.AREA else {"resizing": self.resizing.value}),
-        }
+        """The fields, for a manifest. Qwen2-VL's resizing is not named: manifests are older than the choice."""
+        values = {**asdict(self), "resizing": self.resizing.value}
+        return {name: value for name, value in values.items() if value != Resizing.AREA.value}
 
     def digest(self) -> bytes:
         """16 bytes that differ when any setting differs."""

@@ -83,11 +83,6 @@ class VideoSettings:
     """A frame takes no more than `max_video_tokens`, nor than its share of the video's pixels."""
     max_video_tokens: int = 768
 
-    @classmethod
-    def own_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What these rules have beside those of this class, as a file says it."""
-        return {}
-
     def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
         """These, as one request wants them: checked `mm_processor_kwargs` of videos, `fps`, `num_frames` or
         `max_frames`."""
@@ -225,10 +220,6 @@ class SteadyVideoSettings(_Paced):
     max_duration: int = 300
     """Seconds up to which each one is seen."""
 
-    @classmethod
-    def own_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"max_duration": positive_integer(values.get("max_duration"), cls.max_duration)}
-
     def paced(self, num_source_frames: int, source_fps: float) -> Iterable[int]:
         seconds, most = _seconds(num_source_frames, source_fps), int(self.max_duration * self.fps)
         if seconds <= self.max_duration:
@@ -298,6 +289,7 @@ _IMAGES_FILE = "preprocessor_config.json"
 _RULES: dict[VideoForm, type[VideoSettings]] = {
     VideoForm.TIMESTAMPS: VideoSettings, VideoForm.STEPS: FrameVideoSettings, VideoForm.SECONDS: FrameVideoSettings,
     VideoForm.WHOLE_SECONDS_BEHIND: SteadyVideoSettings, VideoForm.SECONDS_BEHIND: SlowingVideoSettings}
+_COUNTS = ("min_frames", "max_frames", "max_video_tokens", "max_duration")
 _GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}
 # What files do not say, by the rules that they are for.
 _DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
@@ -376,8 +368,5 @@ def _from_values(values: Mapping[str, Any], rules: type[VideoSettings], *, is_of
     num_frames = own.get("num_frames")
     return rules(
         frame=frame, fps=fps, num_frames=None if num_frames is None else positive_integer(num_frames),
-        min_frames=positive_integer(own.get("min_frames"), default.min_frames),
-        max_frames=positive_integer(own.get("max_frames"), default.max_frames),
         cap_pixels_per_frame=bool(own.get("cap_pixels_per_frame")),
-        max_video_tokens=positive_integer(own.get("max_video_tokens"), default.max_video_tokens),
-        **rules.own_fields(own))
+        **{name: positive_integer(own.get(name), getattr(default, name)) for name in _COUNTS if hasattr(default, name)})

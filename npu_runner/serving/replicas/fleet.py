@@ -145,8 +145,7 @@ class Fleet:
         for state in self.states:
             state.is_reserved = state.lone is not None or (state.is_reserved and self._rows.has_suspects)
             if state.replica is not None and state.held:
-                state.is_recalling = True
-                state.replica.recall(len(state.held), include_started=True)
+                state.recall(len(state.held), include_started=True)
 
     def serve(self, stamp: Any) -> None:
         """From here on rows are answered. `stamp` go to every replica, to later ones as well."""

@@ -124,12 +124,8 @@ class LoadBalancer:
         return max(1, min(_MAX_ROWS_OF_RUN, share, state.max_rows - len(state.held)))
 
     def _assign(self, state: ReplicaState, rows: Sequence[int]) -> None:
-        if not rows:
-            return
-        assert state.replica is not None, f"{state.name} is dead"
-        state.held.update(rows)
-        state.returned_none = False
-        state.replica.submit(self._make_run(rows))
+        if rows:
+            state.submit(rows, self._make_run(rows))
 
     def _balance(self) -> None:
         """No new row is left: a replica with none, or far fewer than another, gets rows that the other has not
@@ -142,12 +138,7 @@ class LoadBalancer:
             surplus = (len(loaded.held) - len(least.held)) // 2
             may_ask = not loaded.is_recalling and not loaded.returned_none
             if may_ask and surplus and (not least.held or len(loaded.held) - len(loaded.started) >= _FEW_ROWS):
-                self._recall(loaded, surplus)
-
-    def _recall(self, state: ReplicaState, num_rows: int) -> None:
-        assert state.replica is not None, f"{state.name} is dead"
-        state.is_recalling = True
-        state.replica.recall(num_rows)
+                loaded.recall(surplus)
 
     def _run_suspects(self) -> None:
         """One replica is kept free of all others for them."""
@@ -160,7 +151,7 @@ class LoadBalancer:
             state.is_reserved = True
         if state.held:
             if state.lone is None and not state.is_recalling and not state.returned_none:
-                self._recall(state, len(state.held))
+                state.recall(len(state.held))
             return
         state.lone = self._rows.pop_suspect()
         self._assign(state, [state.lone])

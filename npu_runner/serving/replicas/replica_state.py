@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import Event, Replica, ReplicaFacts, ReplicaStats
@@ -62,6 +63,18 @@ class ReplicaState:
             return self.facts.max_rows
         # Until another one that has died before is ready, others take its rows.
         return 0 if self.num_deaths else self.replica.num_rows_ahead
+
+    def submit(self, rows: Sequence[int], run: Any) -> None:
+        """Assign `rows`; `run`: the same, as the replica accepts them."""
+        assert self.replica is not None, f"{self.name} is dead"
+        self.held.update(rows)
+        self.returned_none = False
+        self.replica.submit(run)
+
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        assert self.replica is not None, f"{self.name} is dead"
+        self.is_recalling = True
+        self.replica.recall(num_rows, include_started=include_started)
 
     def retire(self) -> set[int]:
         """It is dead: returns the rows that it had. What is left of it is ended, in a thread of its own unless
