@@ -1,5 +1,4 @@
-"""A child process as its parent sees it: running, stopped or ended. Also the start of the child (`main`). Knows nothing
-of its work.
+"""A child process for its parent: running, stopped or ended. Also the start of the child (`main`). Knows no work.
 
 One recipe for workers, ranks, replicas and probes. Nothing is imported from the working directory (commands.py). Ctrl-C
 in a terminal does not reach it. Its standard output is the parent's standard error unless a file is given. It has a

@@ -1,11 +1,10 @@
-"""Prompts of a query and a document, for a model that scores: parsed, shown, cut where that is asked for, with images
-in their places. Knows nothing of rows, nor of what is made of a prompt.
+"""Prompts of a query and a document, for a model that scores: parsed, rendered, truncated, with images in their places.
+Knows nothing of rows, nor of what is made of a prompt.
 
-A reranker is shown both by the checkpoint's chat template, if it renders both, else by the text that Qwen's rerankers
-are published with. A template is given one message of each role, and one of role system in front for an instruction, as
-sentence-transformers and vLLM do. A classifier of one label takes both texts as the checkpoint's tokenizer puts
-pairs together: sentence-transformers' CrossEncoder and vLLM make the same ones, and where they would differ, scores are
-refused.
+A reranker's prompt is rendered by the checkpoint's chat template, if it renders both, else by the published text of
+Qwen's rerankers. A template gets one message of each role, and one of role system in front for an instruction, as in
+sentence-transformers and vLLM. For a classifier of one label the checkpoint's tokenizer joins both texts, as in
+sentence-transformers' CrossEncoder and vLLM. Where these two differ, scores are refused.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ from npu_runner.request.prompt_inputs import PromptInputs
 logger = logging.getLogger(__name__)
 
 QUERY, DOCUMENT, INSTRUCTION = "query", "document", "system"
-"""The roles."""
 _PUBLISHED_TOKENS = ("<|im_start|>", "<|im_end|>")
-"""What a tokenizer must have for the published text."""
+"""Tokens that the published text needs."""
 
 _JUDGE = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that '
           'the answer can only be "yes" or "no".')
@@ -119,7 +117,7 @@ def _is_one(given: Any) -> bool:
 
 
 def pair_files(settings: PairSettings) -> tuple[str, ...]:
-    """What else shapes these prompts, beside PROMPT_FILES."""
+    """The files that shape these prompts, beside PROMPT_FILES."""
     named = () if settings.template_name is None else (named_template_file(settings.template_name),)
     return (*PAIR_FILES, *named)
 
@@ -146,7 +144,7 @@ def read_pair_template(folder: Path, settings: PairSettings, config: Mapping[str
 
 
 def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """What stands for an image and for a video in a text: their token, between those of vision."""
+    """The placeholders of an image and of a video in a text: their token, between the tokens around vision."""
     def text(name: str) -> str:
         token_id = config.get(name)
         return (tokenizer.id_to_token(token_id) or "") if isinstance(token_id, int) and token_id >= 0 else ""
@@ -158,8 +156,8 @@ def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
 class PairTemplate(ChatTemplate):
     """A template that renders a query and a document.
 
-    `accepts_parts`: it is given each message's content as a list of parts, else as one string. There `placeholders`
-    ("image", "video") stand for what is seen. `is_published`: it is the published text, not the checkpoint's.
+    `accepts_parts`: each message's content is a list of parts, else one string with `placeholders` ("image", "video").
+    `is_published`: it is the published text, not the checkpoint's.
     """
 
     def __init__(self, source: str, token_variables: Mapping[str, str], *, accepts_parts: bool,
@@ -171,7 +169,6 @@ class PairTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
                tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
-        """See ChatTemplate."""
         shaped = [{**message, "content": self._shaped(message["content"])} for message in messages]
         return super().render(shaped, kwargs, tools=tools, add_generation_prompt=add_generation_prompt)
 
@@ -195,7 +192,7 @@ class PairTemplate(ChatTemplate):
         return sorted((role for role, place in found.items() if place >= 0), key=found.__getitem__)
 
     def kept(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that the template reads."""
+        """The kwargs that the template reads."""
         return {name: value for name, value in kwargs.items() if name in self.variables}
 
 
@@ -233,16 +230,16 @@ class PairPrompts:
         self._reads_variable = _VARIABLE in chat.template.variables
 
     def identity(self) -> dict[str, Any]:
-        """What shapes them beside the template, JSON-ready."""
+        """The settings that shape prompts beside the template, JSON-ready."""
         return {"instruction": self._settings.instruction, "chat_template_kwargs": self._template_kwargs,
                 "add_generation_prompt": self._settings.add_generation_prompt, "is_published": self._is_published}
 
     def __call__(self, query: Side, document: Side, *, instruction: str | None = None,
                  chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None) -> PromptInputs:
-        """`instruction`: what is looked for, in words. `truncate_prompt_tokens`: of a longer prompt the end of the
-        document is left out, the template stays whole. `known`: as in VisionPrompts. Raises RequestError."""
-        asked = self._vision.as_asked(mm_processor_kwargs)
+        """`instruction`: the task of the search, in words. `truncate_prompt_tokens`: a longer prompt loses the end of
+        the document, and no part of the template. `known`: as in VisionPrompts. Raises RequestError."""
+        requested = self._vision.requested(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         messages = [{"role": QUERY, "content": query.content}, {"role": DOCUMENT, "content": document.content}]
         told = self._settings.instruction if instruction is None else instruction
@@ -257,10 +254,9 @@ class PairPrompts:
         sides = {QUERY: query, DOCUMENT: document}
         in_order = [located for role in self._order if role in sides for located in sides[role].seen]
         seen = self._vision.in_order(token_ids, in_order)
-        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked, known), text=text)
+        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, requested, known), text=text)
 
     def _as_variable(self, instruction: str) -> dict[str, Any]:
-        """Of a template that renders no message of role system."""
         if not self._reads_variable:
             raise RequestError("instruction: the model's chat template renders none; leave it out",
                                "unsupported_parameter", _VARIABLE)
@@ -318,7 +314,7 @@ class TextPairs:
     def __call__(self, query: Side, document: Side, *, instruction: str | None = None,
                  chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None) -> PromptInputs:
-        """`truncate_prompt_tokens`: of a longer prompt the end of the document is left out. Raises RequestError."""
+        """`truncate_prompt_tokens`: a longer prompt loses the end of the document. Raises RequestError."""
         for name, value in (("instruction", instruction), ("chat_template_kwargs", chat_template_kwargs),
                             ("mm_processor_kwargs", mm_processor_kwargs)):
             if value:
@@ -330,7 +326,7 @@ class TextPairs:
         self._text_length.check([asked, shown], is_cut=truncate_prompt_tokens is not None)
         token_ids = _cut(self._tokenizer.encode(asked, shown), truncate_prompt_tokens)
         self._vision.in_order(token_ids, [])
-        prompt = self._vision.prompt(token_ids, [], None, self._vision.as_asked(None))
+        prompt = self._vision.prompt(token_ids, [], None, self._vision.requested(None))
         return replace(prompt, text=self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 

@@ -1,4 +1,4 @@
-"""Prompts that are to be prepared, in this process or in a worker, with the images that they bring. Imports no torch.
+"""Prompts to prepare, in this process or in a worker, with their images. Imports no torch.
 
 Encoded images travel as they are, and so does the file of a PIL image that was opened and not yet read: the worker
 decodes them. A PIL image whose pixels the caller has already is made upright RGB here and travels as these pixels.
@@ -60,7 +60,7 @@ class PromptTask(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """About what a sendable task takes until it is prepared."""
+        """The approximate size of a sendable task."""
         return self.num_chars + sum({id(image): _size(image) for image, _ in self.images}.values())
 
     def sendable(self, max_source_pixels: int) -> PromptTask:
@@ -90,7 +90,7 @@ class MadeTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(PromptTask):
-    """A conversation that was parsed. `options`: ChatProcessor's, as far as they ask for anything."""
+    """A parsed conversation. `options`: ChatProcessor's, without None."""
 
     conversation: Conversation
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class TextTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask(PromptTask):
-    """A query and a document that were parsed. `options`: PairPrompts' own."""
+    """A parsed query and document. `options`: PairPrompts' own."""
 
     query: Side
     document: Side
@@ -155,7 +155,7 @@ class PairTask(PromptTask):
 
 def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules,
               options: Mapping[str, Any]) -> PairTask:
-    """Raises RequestError for what can be seen without reading an address or decoding an image."""
+    """Raises RequestError for faults that show without reading an address or decoding an image."""
     addresses = Addresses(media)
     query, document = (parse_side(side, name, processor.media_limits, addresses)
                        for side, name in zip(pair, ("data_1", "data_2"), strict=True))
@@ -165,8 +165,8 @@ def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules
 
 
 def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **options: Any) -> ChatTask:
-    """`options`: ChatProcessor's; None asks for nothing. Raises RequestError for what can be seen without reading an
-    address or decoding an image."""
+    """`options`: ChatProcessor's, or None. Raises RequestError for faults that show without reading an address or
+    decoding an image."""
     conversation = parse_messages(messages, processor.media_limits, media)
     check_ending(conversation, options.get("add_generation_prompt"), options.get("continue_final_message", False))
     # A string of a class of its own may be one that no worker knows.
@@ -179,10 +179,10 @@ def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **opti
 
 
 def text_task(item: Any) -> TextTask:
-    """Of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or "multi_modal_data":
-    {"image": one or several, "video": one or several}, "mm_processor_kwargs"}. None asks for nothing.
+    """The task of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or
+    "multi_modal_data": {"image": one or several, "video": one or several}, "mm_processor_kwargs"}.
 
-    Raises RequestError naming the field. Where the prompt is neither text nor token ids, preparing it says so.
+    Raises RequestError naming the field. A prompt that is neither text nor token ids is refused when it is prepared.
     """
     if not isinstance(item, Mapping):
         return _text_task(plain_ids(item))
@@ -264,10 +264,8 @@ class _Pixels:
 
 
 def _sendable_images(images: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:
-    """What travels in the place of each (image, where it stood); of the same image it is the same object.
-
-    Raises RequestError for an image that is decoded here and cannot be.
-    """
+    """Each image in a picklable form; the same image is the same object. Raises RequestError for an image that is
+    decoded here and cannot be."""
     known: dict[int, Any] = {}
     for image, where in images:
         if id(image) not in known:

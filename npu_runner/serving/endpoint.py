@@ -31,8 +31,7 @@ class Task(Protocol):
         """Its index among the requests of the fleet."""
 
     @property
-    def num_bytes(self) -> int:
-        """Its size."""
+    def num_bytes(self) -> int: ...
 
     @property
     def is_worth_a_worker(self) -> bool:
@@ -75,7 +74,6 @@ def prepare_prompt(processor: ChatProcessor, task: PromptTask) -> Prepared:
 
 
 def failed_prompt(task: Task, error: RequestError) -> Prepared:
-    """A prompt of `LLM` that cannot be served."""
     return Prepared(number=task.number, name=f"request-{task.number}", error=error)
 
 
@@ -105,7 +103,6 @@ class Endpoint:
             self.wants_grammars.set()
 
     def submit(self, tasks: Iterable[Task]) -> None:
-        """Take these tasks. Returns at once."""
         for task in tasks:
             if task.is_worth_a_worker and self.pool.num_workers:
                 self._in_pool[task.number] = task
@@ -141,5 +138,4 @@ class Endpoint:
         return None
 
     def finish(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        """The bytes of the request's answer, or of the error that it ended with."""
         return self._write(prepared, result)

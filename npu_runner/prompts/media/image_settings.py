@@ -20,14 +20,14 @@ class Resizing(Enum):
     """Sides become multiples of one token's, and the area comes between two bounds. Families differ in the rest."""
 
     AREA = "area"
-    """Nothing else (Qwen2-VL)."""
+    """No further rule (Qwen2-VL)."""
     SHORT_SIDE = "short_side"
     """A side shorter than a token's first becomes as long, and the other grows with it (PaddleOCR-VL)."""
     FRAMES = "frames"
     """An image with such a side first grows as a whole, and the area is that of all frames of a patch (GLM-4V)."""
 
     def enlarged(self, height: int, width: int, side: int) -> tuple[int, int]:
-        """(height, width) before the area is looked at. `side`: of one token, in pixels."""
+        """(height, width) before the area is bounded. `side`: one token's side in pixels."""
         if min(height, width) >= side or self is Resizing.AREA:
             return height, width
         return _with_a_longer_side(height, width, side) if self is Resizing.SHORT_SIDE else grown(height, width, side)
@@ -51,8 +51,8 @@ def within_bounds(height: int, width: int, side: int, bounds: tuple[int, int], *
                   num_counted: int = 1) -> tuple[int, int]:
     """(height, width) as multiples of `side`, in a shape as near as the bounds on the area allow.
 
-    `bounds`: pixels of all frames, from the least to the most. An image that is out of them is scaled by what
-    `num_frames` have; whether it is, is seen by `num_counted`, for which incomplete groups are rounded.
+    `bounds`: the least and the most pixels of all frames. `num_counted` frames decide whether an image is out of them
+    (incomplete groups are rounded); it is then scaled by the pixels of `num_frames`.
     """
     least, most = bounds
     rounded = round(height / side) * side, round(width / side) * side
@@ -77,7 +77,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Everything that decides which numbers the vision tower sees for an image.
+    """All settings that shape the vision tower's input for an image.
 
     The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel. Without rescaling or
     normalisation these are 1, 0 and 1. Defaults are those of transformers' Qwen2-VL image processor; a family with
@@ -209,8 +209,8 @@ def _tower_of(vision_config: Mapping[str, Any], default: ImageSettings) -> Mappi
 
 
 def settings_from(values: Mapping[str, Any], default: ImageSettings = QWEN2_VL_IMAGES) -> ImageSettings:
-    """What a preprocessor's file says, and `default` where it says nothing. Raises TypeError, ValueError or KeyError
-    for what is no such file, ModelError for a `size` that does not bound an image's area."""
+    """The settings of a preprocessor's file, with `default` for the missing ones. Raises TypeError, ValueError or
+    KeyError for another kind of file, ModelError for a `size` that does not bound an image's area."""
     for name in ("do_center_crop", "do_pad"):
         if values.get(name):
             raise ValueError(f"{name} is set, which this runner does not do")

@@ -1,7 +1,7 @@
-"""Turns an encoded image into the resized uint8 pixels the vision tower expects. Knows nothing of prompts or devices.
+"""Turns an encoded image into the resized uint8 pixels of the vision tower. Knows nothing of prompts or devices.
 
 Transparency is laid on white, EXIF rotation is applied, 16-bit grey is scaled to 8 bit, an animation is its first
-frame. What cannot be shown faithfully is a RequestError.
+frame. An image that has no faithful 8-bit form is a RequestError.
 
 Beside the decoder's memory, a source pixel takes at most 8 bytes in any mode. Conversion works in strips, and each step
 frees the image before it.
@@ -128,7 +128,7 @@ def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image
 
 @contextlib.contextmanager
 def _pillow_allows(num_pixels: int) -> Iterator[None]:
-    """Lift Pillow's limit, which is the whole process's, while a header is read; only for those who want more."""
+    """Raise Pillow's limit, which is the whole process's, while a header is read, if `num_pixels` exceeds it."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is None or num_pixels <= 2 * limit:  # it warns above the limit and refuses above twice the limit
         yield

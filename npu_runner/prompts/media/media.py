@@ -1,7 +1,7 @@
-"""Fetches the bytes that an address of an image or a video means: inline data, a file in the allowed folder, no more.
+"""Reads the bytes behind an address of an image or a video: inline data, or a file in the allowed folder.
 
-Addresses are counted and measured first; each different one is then read once, when its turn comes. Knows nothing of
-what the bytes are. No network: a job reads only what its owner put on this machine.
+Addresses are counted and measured first; each different one is then read once. Knows nothing of what the bytes are. No
+network: a job reads only files that its owner put on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
 from npu_runner.request.limits import LIMITS, field_error
 
 KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
-"""What the parts of a message that have an image or a video are called."""
+"""The types of parts with an image or a video, and the kind of each."""
 DETAILS = (None, "auto", "high", "low")
 
 
@@ -31,9 +31,9 @@ class MediaRules:
 
     allowed_dir: Path | str | None = None
     max_bytes: int = LIMITS.max_media_bytes
-    """Of one file or decoded data: URL."""
+    """The limit for one file or decoded data: URL."""
     max_total_bytes: int = LIMITS.max_prompt_media_bytes
-    """Of all different ones of a prompt."""
+    """The limit for all different files of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Media:
     where: str
     rules: MediaRules
     detail: str | None = None
-    """OpenAI's: "low" is seen with few tokens."""
+    """OpenAI's: "low" has few tokens."""
 
     def load(self) -> bytes:
         """Its bytes, read now. Raises RequestError naming the field, as `load_media` does."""
@@ -53,11 +53,11 @@ class Media:
 
     @property
     def name(self) -> str:
-        """How an error names it in front of its reason: the file's address, nothing for a data: URL."""
+        """The file's address, for messages; empty for a data: URL."""
         return "" if self.url[:5].lower() == "data:" else f"{_shown(self.url)}: "
 
     def num_bytes(self) -> int:
-        """How many `load` gives, without reading a file; of a data: URL an upper bound."""
+        """The bytes that `load` gives, without reading a file; an upper bound for a data: URL."""
         with _named(self.where):
             return _num_bytes(self.url, self.rules)
 

@@ -1,5 +1,4 @@
-"""A checkpoint's settings for videos: which frames, their sizes, their times in the prompt. Knows nothing of files or
-pixels.
+"""A checkpoint's settings for videos: sampled frames, their sizes, their times in the prompt. Knows no pixels.
 
 The rules are those of transformers' video processors: Qwen3-VL's, in whose terms a video is frames x height x width,
 and Qwen2-VL's, which bounds each frame. GLM's families see a pace by the clock, where other families spread a count
@@ -33,11 +32,11 @@ from npu_runner.prompts.media.image_settings import (
 )
 
 ASSUMED_FPS = 24.0
-"""Of a video that does not say how fast it is."""
+"""Frames per second of a video whose file does not say it."""
 
 
 class VideoForm(Enum):
-    """How a family is shown a video."""
+    """The form of a video in a family's prompt."""
 
     TIMESTAMPS = "timestamps"
     """Each pair of frames behind its time, which is text; a pair has positions of its own (Qwen3-VL)."""
@@ -63,7 +62,7 @@ class VideoForm(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Everything that decides which numbers the vision tower sees for a video."""
+    """All settings that shape the vision tower's input for a video."""
 
     unread: ClassVar[frozenset[str]] = frozenset(("min_pixels", "max_pixels"))
     """Fields of files that these rules do not read."""
@@ -74,24 +73,23 @@ class VideoSettings:
     frame: ImageSettings
     """Patches and colours of a frame; its min_pixels and max_pixels bound the pixels of all frames together."""
     fps: float = 2.0
-    """Frames taken of each second, ..."""
+    """Frames per second, ..."""
     num_frames: int | None = None
-    """... or how many of the whole video, whatever its length."""
+    """... or the number of frames of the whole video."""
     min_frames: int = 4
     max_frames: int = 768
     cap_pixels_per_frame: bool = False
-    """A frame takes no more than `max_video_tokens`, nor than its share of the video's pixels."""
+    """A frame has no more than `max_video_tokens`, nor than its share of the video's pixels."""
     max_video_tokens: int = 768
 
-    def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
-        """These, as one request wants them: checked `mm_processor_kwargs` of videos, `fps`, `num_frames` or
-        `max_frames`."""
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> VideoSettings:
+        """The settings with a request's checked `fps`, `num_frames` or `max_frames`."""
         wanted = replace(self, num_frames=None) if "fps" in kwargs else self
         wanted = replace(wanted, **kwargs)
         return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
 
     def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
-        """Which of a video's frames are shown: int64, ascending, evenly from the first to the last."""
+        """The indices of the frames to show: int64, ascending, evenly from the first to the last."""
         num_frames = self.num_frames
         if num_frames is None:
             num_frames = int(num_source_frames / source_fps * self.fps)
@@ -136,7 +134,7 @@ class VideoSettings:
         return replace(self.frame, min_pixels=least, max_pixels=most).largest_size(max_tokens)
 
     def seconds_per_pair(self, num_frames: int, num_source_frames: int, source_fps: float) -> float:
-        """Of a video of which `num_frames` are shown, however far the repeated last one goes."""
+        """Seconds between pairs if `num_frames` are shown."""
         return self.frame.temporal_patch_size * num_source_frames / (num_frames * source_fps)
 
 
@@ -272,13 +270,12 @@ def _by_the_clock(num_frames: int, frame_seconds: float, step_seconds: float, en
 
 
 def _between(first: int, last: int, count: int) -> list[int]:
-    """Rounded down."""
     places: list[int] = np.linspace(first, last, count, dtype=np.int64).tolist()
     return places
 
 
 def _spread(num_frames: int, count: int) -> list[int]:
-    """At most `count` of so many frames, evenly from the first to the last."""
+    """At most `count` frames, evenly from the first to the last."""
     places: list[int] = np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(np.int64).tolist()
     return places
 
@@ -291,7 +288,7 @@ _RULES: dict[VideoForm, type[VideoSettings]] = {
     VideoForm.WHOLE_SECONDS_BEHIND: SteadyVideoSettings, VideoForm.SECONDS_BEHIND: SlowingVideoSettings}
 _COUNTS = ("min_frames", "max_frames", "max_video_tokens", "max_duration")
 _GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}
-# What files do not say, by the rules that they are for.
+# Defaults of the files' fields, by rules.
 _DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
     VideoSettings: {
         "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
@@ -307,10 +304,10 @@ def read_video_settings(folder: Path, config: Mapping[str, Any], *, form: VideoF
                         fps: float | None = None, max_frames: int | None = None, num_frames: int | None = None,
                         min_pixels: int | None = None, max_pixels: int | None = None) -> VideoSettings:
     """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given. `min_pixels`
-    and `max_pixels`, which are of images, bound each frame where the rules do so.
+    and `max_pixels` bound each frame if the rules bound frames.
 
-    The files are looked at in transformers' order. Raises ModelError for a checkpoint that has none of them, or one
-    whose videos we cannot prepare.
+    The files are read in transformers' order. Raises ModelError if there is none, or if its videos cannot be
+    prepared.
     """
     values, source = _read_values(folder)
     try:
@@ -331,7 +328,7 @@ def read_video_settings(folder: Path, config: Mapping[str, Any], *, form: VideoF
 
 def _bounded(frame: ImageSettings, min_pixels: int | None, max_pixels: int | None, source: str) -> ImageSettings:
     wanted = replace(frame, min_pixels=min_pixels or frame.min_pixels, max_pixels=max_pixels or frame.max_pixels)
-    if max_pixels is not None and min_pixels is None:  # to see less is what was asked for
+    if max_pixels is not None and min_pixels is None:  # a smaller frame was requested
         wanted = replace(wanted, min_pixels=min(wanted.min_pixels, wanted.max_pixels))
     if wanted.min_pixels > wanted.max_pixels:
         raise ModelError(f"image_min_pixels {wanted.min_pixels} is more than a frame's {wanted.max_pixels} in "

@@ -39,10 +39,7 @@ class Video:
 
     @classmethod
     def from_source(cls, given: Any, where: str) -> Video:
-        """Whatever a video may be given as: encoded bytes of any kind, their address, or one of these.
-
-        Raises RequestError naming `where`.
-        """
+        """A video of encoded bytes, or of their address. Raises RequestError naming `where`."""
         if isinstance(given, cls):
             return given
         if isinstance(given, (bytes, bytearray, memoryview)):
@@ -55,7 +52,7 @@ class Video:
 
 @dataclass(frozen=True)
 class VideoInput:
-    """A video as the tower sees it, when each pair is shown and how long, in seconds."""
+    """A video for the tower, with the time of each pair and the seconds between pairs."""
 
     pairs: list[ImageInput]
     timestamps: list[float]
@@ -63,10 +60,8 @@ class VideoInput:
 
 
 def prepare_video(data: bytes, settings: VideoSettings, *, check_tokens: Callable[[int], None]) -> VideoInput:
-    """Sample, decode and resize. `check_tokens` is told how many tokens the pairs will have, before they are decoded.
-
-    Raises RequestError, never anything else, for a bad video.
-    """
+    """Sample, decode and resize. `check_tokens` gets the number of tokens of all pairs before they are decoded. Raises
+    RequestError, never another error, for a bad video."""
     with VideoFile(data) as file:
         indices = settings.sample(file.num_frames, file.fps).tolist()
         height, width = settings.fit(len(indices), file.height, file.width)
@@ -101,7 +96,6 @@ def _pair(frames: list[np.ndarray], settings: VideoSettings) -> ImageInput:
 
 
 def no_videos(why: str, where: str) -> RequestError:
-    """The error of a video for a model that takes none."""
     return field_error(where, f"this model takes no videos here: {why}; send frames of it as images",
                        "model_has_no_video")
 
@@ -143,7 +137,6 @@ class VideoFile:
             self._pts, self._starts = _scan(container, stream)
             self.fps = _rate(stream)
         self.num_frames = len(self._pts)
-        """In the order in which they are shown; which time each one has, its file may say or not."""
         if not self.num_frames:
             raise RequestError("the video has no frames", "video_empty")
 
@@ -198,7 +191,7 @@ class VideoFile:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
         """The container and its first video, with the decoder's errors as ours."""
-        # Decoders hear of the options, too, also of those that learn what is in the file. A worker has a core.
+        # All decoders get the options, also those that probe the file. A worker has one core.
         codec_options = {"max_pixels": str(LIMITS.max_video_pixels), "threads": "1"}
         what = "opened"
         try:
@@ -310,8 +303,8 @@ def _wanted_groups(pts: Sequence[int], starts: Sequence[int], wanted: set[int]) 
 
 
 def _numbered(frames: Sequence[Any], index_of: dict[int, int], start: int) -> Iterator[tuple[int, Any]]:
-    """Those that are shown. A damaged one damages all that depend on it. Before `start`, where decoding began, they
-    depend on frames that were not decoded, and are not used."""
+    """(index, frame) of the frames that are shown. A damaged frame damages all that depend on it. Frames before
+    `start`, where decoding started, depend on frames that were not decoded, and are not used."""
     for frame in frames:
         if frame.is_corrupt and (frame.pts is None or frame.pts >= start):
             raise _damaged(frame)

@@ -1,6 +1,6 @@
 """Renders a checked conversation through the chat template into token ids. Knows nothing of images' pixels.
 
-What a person typed stays text: messages, calls and tools with control tokens in them are rendered between fences.
+Typed control tokens stay text: messages, calls and tools that contain them are rendered between fences.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ChatPrompts:
     def text_and_ids(self, conversation: Conversation, kwargs: Mapping[str, Any], *,
                      tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
                      continue_final_message: bool = False) -> tuple[str, list[int]]:
-        """What the template writes, and its tokens. `tools`: checked. Raises RequestError where the template refuses,
-        or reads no tools."""
+        """The rendered text and its tokens. `tools`: checked. Raises RequestError if the template refuses, or reads no
+        tools."""
         template = self._needed_template()
         if tools and not template.reads_tools:
             raise field_error("tools", "the model's chat template reads none; describe them in a message, or choose "

@@ -25,11 +25,11 @@ from npu_runner.prompts.text.tokenizer import read_special_tokens
 from npu_runner.request.limits import field_error, shown
 
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""What makes a prompt of a conversation, and is not for a request to set."""
+"""Variables that a request cannot set."""
 DEFAULT = "default"
-"""The name of the template that counts where none is asked for."""
+"""The name of the template for requests that name none."""
 _TOOL_USE = "tool_use"
-"""The name of the one that counts where a request has tools."""
+"""The name of the template for requests with tools."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _MAX_WORDS = 1000
 """Characters of a template's own message, and of its pattern for a date."""
@@ -51,7 +51,7 @@ class ChatTemplate:
             raise ModelError(f"the chat template does not compile: {error or type(error).__name__}") from error
         self.reads_tools = "tools" in read
         self.variables = read - _OURS - self.token_variables.keys()
-        """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
+        """The names that it reads beside the conversation, which `chat_template_kwargs` may set."""
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raises RequestError for a name that the template never reads: it would have no effect."""
@@ -129,7 +129,7 @@ def read_named_template(folder: Path, name: str, *, has_vision: bool) -> ChatTem
 
 
 def _sources(folder: Path, *, has_vision: bool) -> Iterator[Any]:
-    """What the files hold as chat template, the first one first: text, or several by name."""
+    """The chat templates of the files, in transformers' order: each a text, or several by name."""
     for name in ("processor_config.json", "chat_template.json") if has_vision else ():
         if (source := (read_json(folder, name) or {}).get("chat_template")) is not None:
             yield source

@@ -126,7 +126,6 @@ def _select(added: Iterable[AddedToken], template_literals: Sequence[str], alway
 
 
 def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and after a text."""
     probe = "a"
     bare = tokenizer.encode(probe, add_special_tokens=False).ids
     whole = tokenizer.encode(probe, add_special_tokens=True).ids

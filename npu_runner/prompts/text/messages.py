@@ -25,12 +25,12 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("name",), "user": ("name",), "tool": ("name", "tool_call_id"),
     "assistant": ("name", "reasoning_content", "tool_calls")}
-"""What a message of each role may have beside role and content."""
+"""The fields of a message of each role, beside role and content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """How many images and videos a prompt may show to a model. `by_kind`: as in limit_mm_per_prompt."""
+    """The most images and videos of a prompt. `by_kind`: as in limit_mm_per_prompt."""
 
     has_vision: bool
     max_images: int
@@ -110,8 +110,8 @@ def parse_messages(messages: Any, limits: MediaLimits, media: MediaRules | None 
 
 def parse_content(content: Any, where: str, limits: MediaLimits, seen: list[tuple[Seen, str]],
                   addresses: Addresses | None = None, *, role: str = "user") -> str | list[dict[str, str]]:
-    """What a template sees of a content; images and videos are added to `seen`, each with where it stood. Raises
-    RequestError naming the field."""
+    """The content for a template; images and videos are added to `seen`, each with its field. Raises RequestError
+    naming the field."""
     if isinstance(content, str):
         return checked_text(content, where)
     if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
@@ -147,8 +147,8 @@ def _role(message: Any, where: str) -> str:
 
 
 def _others(message: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
-    """What a message has beside role and content. Fields that are null, and the lists that OpenAI's answers have empty,
-    are as if they were not there."""
+    """The fields of a message beside role and content. Null fields, and the empty lists of OpenAI's answers, are left
+    out."""
     given = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
     found: dict[str, Any] = {}
     for name, value in given.items():

@@ -60,7 +60,6 @@ def arguments_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def hermes_call(function: Mapping[str, Any], rule: str, where: str) -> str:
-    """JSON between tags."""
     head = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": '
     schema = arguments_schema(function, where)
     return f"{rule}: {_text(head)} {rule}_arguments {_text('}' + chr(10) + '</tool_call>')}\n" \
@@ -122,7 +121,7 @@ def _text_rules(rule: str, schema: Any, end: str, place: str) -> Iterator[str]:
 
 
 def _text_branch(schema: Any, types: ArgumentTypes, place: str) -> Mapping[str, Any]:
-    """What a schema that admits texts says of them."""
+    """The part of a schema that constrains texts."""
     for _ in range(_MOST_STEPS):
         if not isinstance(schema, dict):
             return {}
@@ -156,7 +155,7 @@ def _text(text: str) -> str:
 
 
 class ArgumentTypes:
-    """Of the schemas within one schema, which their references lead into."""
+    """The JSON types of the schemas within one schema, whose references they may have."""
 
     def __init__(self, root: Mapping[str, Any]):
         self._root = root
@@ -175,7 +174,7 @@ class ArgumentTypes:
         return functools.reduce(_both, said)
 
     def target(self, reference: str) -> Any:
-        """What a reference within the schema leads to; None where it leads nowhere or elsewhere."""
+        """The target of a reference within the schema; None if there is none, or if it lies elsewhere."""
         node: Any = self._root
         if reference.partition("#")[0]:
             return None

@@ -1,4 +1,4 @@
-"""How models write tool calls, and how they are read out of an answer. Knows text and schemas, no tokens or requests.
+"""Parses tool calls in the formats that models write. Knows text and schemas, no tokens or requests.
 
 A package may bring a parser of its own: an entry point "npu_runner.tool_parsers", a subclass of ToolParser.
 """
@@ -69,7 +69,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-        """What is left of the answer's text, and the calls in it, in order; `tools` as the request has them.
+        """The answer's text without its calls, and the calls in order; `tools`: the request's.
 
         A call that cannot be read is left in the text. Where the parser raises ValueError, the whole answer is text.
         """

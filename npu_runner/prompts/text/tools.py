@@ -40,10 +40,8 @@ def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def arguments_object(given: Any, loads: Callable[[str], Any]) -> Any:
-    """A call's arguments, which may be JSON text. Null and nothing are no arguments, {}, as text, too.
-
-    Raises what `loads` raises, ValueError or RecursionError. What is no object is the caller's to refuse.
-    """
+    """A call's arguments, which may be JSON text; null and the empty text are {}. Raises the errors of `loads`,
+    ValueError or RecursionError. The caller refuses values that are no object."""
     value = (loads(given) if given.strip() else None) if isinstance(given, str) else given
     return {} if value is None else value
 

@@ -1,5 +1,5 @@
-"""Which rows are still to be assigned, and to which replica by its load: new ones in their order, requeued ones, and
-suspects, one at a time. Knows nothing of what is in a row, nor of replicas' messages.
+"""Queues unassigned rows and balances them over replicas: new rows in order, requeued ones, suspects one at a time.
+Knows nothing of a row's data, nor of replicas' messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from npu_runner.serving.blame import MAX_DEATHS
 from npu_runner.serving.replicas.replica_state import ReplicaState
 
 _MAX_ROWS_OF_RUN = 32
-# Rows that one replica has and has not begun, with which it does not wait until others have none.
+# With this many rows outside its engine, a replica gives some back before others are idle.
 _FEW_ROWS = 10
 
 
@@ -68,19 +68,18 @@ class RowQueue:
             (self._alone if row in self._are_alone else self._again).appendleft(row)
 
     def isolate(self, rows: Iterable[int]) -> None:
-        """These run alone. To be called before they are assigned."""
+        """Have these rows run alone. Call it before they are assigned."""
         for row in rows:
             if row not in self._are_alone:
                 self._are_alone.add(row)
                 self._alone.append(row)
 
     def drop(self, rows: Iterable[int]) -> None:
-        """These are never assigned. To be called before they are."""
+        """Never assign these rows. Call it before they are assigned."""
         self._are_alone.update(rows)
 
     def count_death(self, rows: Iterable[int]) -> list[int]:
-        """These were under way when a replica died. Returns those that run alone from now on, once they are
-        requeued."""
+        """These rows were under way when a replica died. Returns the ones that run alone once they are requeued."""
         suspects = []
         for row in rows:
             self._num_deaths[row] += 1
@@ -90,7 +89,7 @@ class RowQueue:
         return suspects
 
     def isolate_on_return(self, row: int) -> None:
-        """It was the only one under way in a death: it runs alone, once it is put back."""
+        """It was the only row under way in a death: it runs alone once it is requeued."""
         self._are_alone.add(row)
 
 
@@ -103,7 +102,7 @@ class LoadBalancer:
         self._make_run = make_run
 
     def assign_rows(self) -> None:
-        """Suspects one by one; free rows, each run to the least loaded replica; then what others have not begun."""
+        """Assign suspects one by one, and each run of free rows to the least loaded replica; then balance the rest."""
         if self._rows.has_suspects:
             self._run_suspects()
         while len(self._rows):
@@ -114,7 +113,7 @@ class LoadBalancer:
         self._balance()
 
     def _least_loaded(self) -> ReplicaState | None:
-        """Who has the smallest part of what it has use for."""
+        """The state with the smallest share of its `max_rows`."""
         with_room = [state for state in self._states if len(state.held) < state.max_rows and not state.is_reserved]
         return min(with_room, key=lambda state: len(state.held) / state.max_rows, default=None)
 
@@ -128,20 +127,19 @@ class LoadBalancer:
             state.submit(rows, self._make_run(rows))
 
     def _balance(self) -> None:
-        """No new row is left: a replica with none, or far fewer than another, gets rows that the other has not
-        begun."""
+        """No new row is left: recall rows outside of engines for a replica with none, or with far fewer."""
         living = [state for state in self._states if state.facts is not None and not state.is_reserved]
         if len(living) < 2:
             return
         least = min(living, key=lambda state: len(state.held))
         for loaded in living:
             surplus = (len(loaded.held) - len(least.held)) // 2
-            may_ask = not loaded.is_recalling and not loaded.returned_none
-            if may_ask and surplus and (not least.held or len(loaded.held) - len(loaded.started) >= _FEW_ROWS):
+            may_recall = not loaded.is_recalling and not loaded.returned_none
+            if may_recall and surplus and (not least.held or len(loaded.held) - len(loaded.started) >= _FEW_ROWS):
                 loaded.recall(surplus)
 
     def _run_suspects(self) -> None:
-        """One replica is kept free of all others for them."""
+        """Reserve one replica for suspects."""
         state = next((state for state in self._states if state.is_reserved), None)
         if state is None:
             state = min((state for state in self._states if state.facts is not None),

@@ -1,8 +1,12 @@
-"""A replica in a process of this host, with devices of its own, as the driver sees it. Knows nothing of what it serves.
+"""The driver's end of a replica that runs elsewhere (RemoteReplica), and of one in a process of this host with its own
+devices (ProcessReplica). Knows nothing of the served rows.
 
-The other end is process_main.py. Ranks and workers are children of the replica's process. If that is killed they have
-no parent, and a new replica must not start on devices that they still hold. So all processes of a replica, however they
-were started, have its token in their environment.
+Commands are sent at once, and a thread receives events as far as its queue has room. So a driver with a slow disk slows
+the replica down, and does not fill the host's memory.
+
+The other end of a process is process_main.py. Ranks and workers are its children. If it is killed they have no parent,
+and a new replica must not start on devices that they still hold. So all processes of a replica have its token in their
+environment.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ _MAX_INBOX_BYTES = 64 << 20
 
 
 class RemoteReplica(Replica):
-    """Has the replica that `make` (picklable) makes run there."""
+    """Runs the replica that `make` (picklable) makes elsewhere. Subclasses know where, and the way to it."""
 
     can_restart = True
 
@@ -42,26 +46,26 @@ class RemoteReplica(Replica):
         self.num_rows_ahead = num_rows_ahead
         self._make = make
         self._inbox = ByteBoundedQueue(_MAX_INBOX_BYTES)
-        """Lists of events; an error is the last word."""
+        """Lists of events; an error is the last item."""
         self._failure: NpuRunnerError | None = None
         self._reader: threading.Thread | None = None
 
     @abstractmethod
     def _send_command(self, command: tuple[str, Any]) -> None:
-        """Send it. To one that is dead this is nothing: `poll` says so."""
+        """Send it; to a dead replica without effect: `poll` reports its death."""
 
     @abstractmethod
     def _receive(self) -> list[tuple[Any, int]]:
-        """Messages that have come, with their bytes; waits for some, and may return without any. Raises what ended the
-        other side."""
+        """New messages, with their bytes; waits for some, and may return none. Raises the error that ended the other
+        side."""
 
     @abstractmethod
     def _check_alive(self) -> None:
-        """It is silent: set `_failure` if it will never say anything."""
+        """It sent no event: set `_failure` if it never will."""
 
     @abstractmethod
     def _where(self) -> str:
-        """What people need to find it: devices and process, or actor."""
+        """Its devices and process, or its actor, for people."""
 
     def _start_reader(self, wake: Callable[[], None]) -> None:
         self._reader = threading.Thread(target=self._read, args=(wake,), name=f"{self.name}: reader", daemon=True)
@@ -126,7 +130,7 @@ _numbers = itertools.count()
 
 
 class ProcessReplica(RemoteReplica):
-    """Has the replica that `make` (picklable) makes run there. `inherited`: descriptors that it has too."""
+    """Runs the replica that `make` (picklable) makes in a process. `inherited`: descriptors that it inherits."""
 
     def __init__(self, name: str, make: Callable[[], Replica], placement: Placement, *, num_rows_ahead: int,
                  inherited: Sequence[int] = ()):
@@ -163,7 +167,7 @@ class ProcessReplica(RemoteReplica):
         if self._child is None:
             return
         with contextlib.suppress(OSError):
-            # It sees the end of its commands, and ends in good order. What is not sent by now never will be.
+            # It sees the end of its commands, and ends in good order. Unsent messages are dropped.
             self._socket.shutdown(socket.SHUT_WR)
         self._inbox.close()
         self._child.kill(_GRACE_SECONDS)
@@ -225,7 +229,7 @@ class Outbox:
         with contextlib.suppress(ChannelClosed):
             while (message := self._messages.get()) is not None:
                 self._channel.send_packed(message)
-                del message  # images of many rows, perhaps, and the next message may be long in coming
+                del message  # it may hold images of many rows, and the next message may come late
 
 
 def members(token: str) -> list[int]:

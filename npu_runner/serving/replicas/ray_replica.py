@@ -1,5 +1,5 @@
-"""A replica in a Ray actor, on whatever host of the cluster has room: `RayReplica` as the driver sees it, and in the
-actor `RayReplicaHost`. Knows nothing of rows.
+"""A replica in a Ray actor, on any host of the cluster: `RayReplica` is the driver's end, `RayReplicaHost` the actor's.
+Knows nothing of rows.
 
 The host is the ReplicaHost of a process of this host (process_main.py), with calls of the actor for its socket. It ends
 with its actor; its ranks and workers end with it. The fleet starts a dead replica again, with a new object.
@@ -29,7 +29,7 @@ from npu_runner.serving.replicas.process_replica import RemoteReplica
 from npu_runner.serving.replicas.ray_cluster import Demand
 from npu_runner.threads import wait_briefly
 
-# An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
+# Ray does not report an actor that waits for room; with room it is placed within this time.
 WAITING_SECONDS = 30.0
 _END_SECONDS = 10.0
 _MAX_WAITING_BYTES = 64 << 20
@@ -38,10 +38,10 @@ _END = object()
 
 
 class RayReplica(RemoteReplica):
-    """Has the replica that `make` (picklable) makes run in an actor that takes `demand`."""
+    """Runs the replica that `make` (picklable) makes in an actor that needs `demand`."""
 
     def __init__(self, name: str, make: Callable[[], Replica], demand: Demand, *, num_rows_ahead: int):
-        super().__init__(name, make, num_rows_ahead=0)  # rows for an actor that nobody has room for would lie there
+        super().__init__(name, make, num_rows_ahead=0)  # an actor without room would keep rows
         self._num_rows_ahead = num_rows_ahead
         self._demand = demand
         self._actor: Any = None
@@ -134,7 +134,7 @@ class RayReplicaHost:
 
     @ray.method(concurrency_group="events")
     def poll_events(self) -> list[Any]:
-        """What has come since the last call; waits for something, for a moment."""
+        """The events since the last call; waits briefly for some."""
         found = []
         message = self._link.events.get(_HEAR_SECONDS)
         while message is not None:
