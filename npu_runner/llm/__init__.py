@@ -266,7 +266,7 @@ class LLM:
         """Arrays of raw prompts, of a model that was loaded for numbers. `pooling_task`, as vLLM calls them:
 
         - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
-          Each step's come to the host with it. Nothing is taken from the prefix cache.
+          The states of a step are copied to the host with it. The prefix cache is not used.
         - embed: the vector that `embed` gives. classify: the probabilities that `classify` gives.
 
         Everything else is as in `embed`. Raises RequestError for another task.
@@ -323,7 +323,7 @@ class LLM:
                          wrap=ScoringRequestOutput.from_output)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; of several replicas their sums, as they told last."""
+        """Counters and gauges; sums of the last reports if there are several replicas."""
         return self._service.stats()
 
     def close(self) -> None:

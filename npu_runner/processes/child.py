@@ -169,7 +169,7 @@ def _queue() -> queue.SimpleQueue[Callable[[], None]]:
     with _lock:
         if _start_queue is None or _start_queue[0] != os.getpid():
             found: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-            # A daemon: at the interpreter's end it must not go before children that are asked to end in good order.
+            # A daemon: at the interpreter's end it must not go before children that end in good order.
             threading.Thread(target=_work, args=(found,), name="start-children", daemon=True).start()
             _start_queue = os.getpid(), found
         return _start_queue[1]

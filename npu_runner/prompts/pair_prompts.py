@@ -242,11 +242,11 @@ class PairPrompts:
         requested = self._vision.requested(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         messages = [{"role": QUERY, "content": query.content}, {"role": DOCUMENT, "content": document.content}]
-        told = self._settings.instruction if instruction is None else instruction
-        if told is not None and INSTRUCTION in self._order:
-            messages.insert(0, {"role": INSTRUCTION, "content": told})
-        elif told is not None:
-            kwargs |= self._as_variable(told)
+        instruction = self._settings.instruction if instruction is None else instruction
+        if instruction is not None and INSTRUCTION in self._order:
+            messages.insert(0, {"role": INSTRUCTION, "content": instruction})
+        elif instruction is not None:
+            kwargs |= self._as_variable(instruction)
         conversation = Conversation(messages, [*query.seen, *document.seen])
         self._check(conversation, is_cut=truncate_prompt_tokens is not None)
         most = None if conversation.seen else truncate_prompt_tokens
@@ -320,11 +320,11 @@ class TextPairs:
             if value:
                 raise field_error(name, "a classifier's prompt is the two texts alone; leave it out",
                                   "unsupported_parameter")
-        asked, shown = _text_of(query, "the query"), _text_of(document, "the document")
-        if not asked.strip() and not shown.strip():
+        query_text, document_text = _text_of(query, "the query"), _text_of(document, "the document")
+        if not query_text.strip() and not document_text.strip():
             raise RequestError("query and document are both empty; give text", "empty_prompt")
-        self._text_length.check([asked, shown], is_cut=truncate_prompt_tokens is not None)
-        token_ids = _cut(self._tokenizer.encode(asked, shown), truncate_prompt_tokens)
+        self._text_length.check([query_text, document_text], is_cut=truncate_prompt_tokens is not None)
+        token_ids = _cut(self._tokenizer.encode(query_text, document_text), truncate_prompt_tokens)
         self._vision.in_order(token_ids, [])
         prompt = self._vision.prompt(token_ids, [], None, self._vision.requested(None))
         return replace(prompt, text=self._tokenizer.decode(token_ids, skip_special_tokens=False))

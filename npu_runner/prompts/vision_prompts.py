@@ -93,7 +93,7 @@ class VideoPrompts:
 
     def written_behind(self, token_ids: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
         """`before`, the time of a pair, as the tokenizer writes it directly behind `token_ids`. Punctuation at their
-        end may become one token with it, and is taken from them."""
+        end may become one token with it, and is removed from them."""
         marks: list[int] = []
         while self.form is VideoForm.TIMESTAMPS and token_ids:
             piece = self.tokenizer.decode([token_ids[-1]], skip_special_tokens=False)

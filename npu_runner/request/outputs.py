@@ -49,7 +49,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over the sampled tokens; None where no log probabilities were asked for."""
+        """The sum over the sampled tokens; None without log probabilities."""
         if self.logprobs is None:
             return None
         if isinstance(self.logprobs, CompactLogprobs):
@@ -176,7 +176,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """`embedding`: float32 (D,), as long as `dimensions` asked for."""
+    """`embedding`: float32 (D,), of `dimensions` numbers if the request sets them."""
 
     embedding: np.ndarray
 

@@ -83,8 +83,8 @@ SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """`labels`: names of the W classes, in their order. `activation`: softmax, one of the classes is it; sigmoid, each
-    for itself; identity, the logits are numbers to be told (regression)."""
+    """`labels`: names of the W classes, in their order. `activation`: softmax, one class is right; sigmoid, each class
+    by itself; identity, the logits are the result (regression)."""
 
     labels: tuple[str, ...]
     activation: str

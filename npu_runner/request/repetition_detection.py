@@ -1,6 +1,5 @@
-"""When an answer that repeats itself ends: vLLM's RepetitionDetectionParams. Knows no model and no text.
-
-`RepetitionDetector` follows an answer token by token.
+"""Ends an answer that repeats itself: vLLM's RepetitionDetectionParams, and a detector that follows an answer token by
+token. Knows no model and no text.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _NOT_SERVED = {
 class SamplingParams:
     """Decoding settings of one request. Values out of range raise RequestError with the field's name.
 
-    Numbers may be numpy's; None stands for nothing asked where a list, a mapping or top_k is due, and -1 for all in
-    top_k. What is kept are Python's own.
+    Numbers may be numpy's; they are stored as Python's own. None is the empty list or mapping, and no top_k; -1 is no
+    top_k, too.
 
     The penalties are OpenAI's (frequency, presence: over generated tokens only, subtracted from the logits) and
     CTRL's repetition penalty (arXiv 1909.05858: over prompt and generated tokens, positive logits divided,
@@ -66,7 +66,7 @@ class SamplingParams:
     """Added to the logits of the given token ids, -100 to 100."""
     seed: int | None = None
     """Same seed, same tokens, but for rounding: what else is in the batch changes the last digits of logits, and with
-    them one draw in some 27,000 (docs/batch.md). None draws a fresh one."""
+    them one sampled token in some 27,000 (docs/batch.md). None: a fresh seed."""
     stop: Sequence[str] = ()
     """The text ends before the first of these strings, wherever token boundaries fall."""
     stop_token_ids: Sequence[int] = ()

@@ -54,7 +54,7 @@ class AllowedFolder:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             _require_regular(status)
-            return file.read(min(status.st_size, max_bytes))  # read() takes all the memory it is asked for at once
+            return file.read(min(status.st_size, max_bytes))  # read() allocates the whole size at once
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, str, os.stat_result]]:

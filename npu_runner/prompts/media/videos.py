@@ -240,7 +240,7 @@ def _check_declared(container: Any, stream: Any) -> None:
             "(max_video_seconds); cut it", "video_too_long")
     _check_count(stream.frames)
     if not 0 < stream.width * stream.height <= LIMITS.max_video_pixels:
-        # A decoder that is told of the limit forgets the size beyond it.
+        # With a limit set, a decoder forgets a size beyond it.
         raise RequestError(f"the video declares no size, or more than the {LIMITS.max_video_pixels} pixels allowed "
                            "(max_video_pixels); scale it down", "video_too_large")
 

@@ -115,7 +115,7 @@ def _rendered_up_to_the_end(render: Any, messages: list[dict[str, Any]], *, mark
         raise field_error("continue_final_message", "the model's chat template leaves the last message out",
                           "chat_template_error")
     at = rendered.rindex(mark)
-    # A template that trims its messages has taken the space behind the mark, and would have taken those before it.
+    # A template that trims its messages has removed the space behind the mark, and would have removed those before it.
     return str(rendered[:at]) if rendered[at + 1 : at + 2] == " " else str(rendered[:at].rstrip())
 
 

@@ -93,7 +93,7 @@ class ControlTokens:
         return [token.id for word in words for token in self._tokenizer.model.tokenize(word)]
 
     def _after_other_text(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        # Some tokenizers put a space before the first word. A newline in front, taken off again, shows them that
+        # Some tokenizers put a space before the first word. A newline in front, removed again, shows them that
         # this is not the first; where it melts into the text the tokenizer is not of that kind.
         ids = encode("\n" + text)
         num_newline = len(self._newline_ids)

@@ -19,7 +19,7 @@ _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 def parse_tools(tools: Any, *, is_call_forced: bool = False) -> list[dict[str, Any]]:
     """A checked copy of `tools`, as the template sees it. Raises RequestError naming the field.
 
-    `is_call_forced`: the answer is calls, by a grammar of their schemas. `strict` is taken then, and only then.
+    `is_call_forced`: the answer is calls, by a grammar of their schemas. `strict` is accepted then, and only then.
     """
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise wrong_type("tools", "a list", tools)
@@ -79,7 +79,7 @@ def _check_strict(strict: Any, field: str, is_call_forced: bool) -> None:
     if not isinstance(strict, (bool, type(None))):
         raise wrong_type(field, "true, false or null", strict)
     if strict and not is_call_forced:
-        raise field_error(field, "true is taken where a row forces the call (tool_choice required, or a function's "
+        raise field_error(field, "true is accepted where a row forces the call (tool_choice required, or a function's "
                           "name): then arguments always fit. Elsewhere they are what the model writes: force the call, "
                           "or set it to false", "unsupported_parameter")
 
