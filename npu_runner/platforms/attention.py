@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.ops import HeadNorms, Ops
+from npu_runner.platforms.platform import AttentionFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
@@ -23,6 +25,8 @@ class AttentionBackend(ABC):
 
     name: str
     """What `attention_backend` calls it."""
+    facts: AttentionFacts = AttentionFacts()
+    """Those of `Platform.attention_backends`."""
     pads_with_real_rows: bool = False
     """Padded rows of a decode graph read what a real row reads. Short ones would slow down a kernel that depends on the
     shortest context. Each still writes to a slot of its own in the null block."""
@@ -34,7 +38,7 @@ class AttentionBackend(ABC):
 
     def with_kv_scales(self, scales_2: Tensor) -> AttentionBackend:
         """The same for a layer whose cache, in e4m3, holds its keys and values divided by these. float32 (2,), on the
-        device: of keys, of values. Asked for where `Platform.fp8_cache_backends` name the backend."""
+        device: of keys, of values. For backends with an `fp8_prompt_room`."""
         raise AssertionError(f"{self.name} keeps keys and values in the model's dtype")
 
     @abstractmethod
@@ -55,7 +59,7 @@ class AttentionBackend(ABC):
 
     def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
         """How many tiles a captured prefill of so many tokens and sequences has at most. A tile is four numbers that
-        say what some tokens attend to. Asked for where `Platform.prefill_graph_backends` name the backend."""
+        say what some tokens attend to. For backends that `records_prefills`."""
         raise AssertionError(f"prefills of {self.name} are not captured")
 
     def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
@@ -106,13 +110,18 @@ class AttentionBackend(ABC):
         """Preparation of `vision` for consecutive images of these numbers of rows, once for all layers."""
         return list(lengths)
 
-    def vision_head_dim(self, head_dim: int) -> int:
-        """The even head dim, `head_dim` or more, that `vision` takes; towers fill their weights up to it with zeros."""
-        return head_dim
-
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
         """Full attention within each image, (T, N, H). `scale` is that of the model's own head dim."""
+
+
+def tower_head_dim(facts: AttentionFacts, head_dim: int) -> int:
+    """The head dim, `head_dim` or more, that `vision` computes. Towers pad their weights to it with zeros."""
+    dims = (head_dim,) if facts.vision_head_dims is None else facts.vision_head_dims
+    if head_dim > dims[-1]:
+        raise ConfigError(f"vision head dim {head_dim}: the attention of this platform takes {dims[-1]} at most; use "
+                          "another platform for this model")
+    return next(dim for dim in dims if dim >= head_dim)
 
 
 def ends_of_tokens(query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:

@@ -154,11 +154,11 @@ class GatedDeltaBackend(ABC):
     def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> Any:
         """Preparation of a decode step with drafts, once for all layers: it comes back as `metadata.state_plan`.
         `runs_T` says on the device what `query_lens_B` says (StepInputs.runs). Raises ConfigError where no drafts are
-        verified (`Platform.most_state_drafts`)."""
+        verified (`StateFacts.most_drafts`)."""
         raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts; leave speculative_config out")
 
     def plan_drafts_in_graph(self, runs_T: Tensor) -> Any:
-        """The same as part of a graph, for steps with drafts and without, where `Platform.graphs_take_state_drafts`.
+        """The same as part of a graph, for steps with drafts and without, where `StateFacts.drafts_in_graphs`.
         Padded rows have one token each, and may share slots: what they read and leave there means nothing."""
         raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts in graphs; set graph_mode eager")
 

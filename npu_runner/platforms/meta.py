@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.platform import AttentionFacts
 from npu_runner.platforms.quantised import (
     Fp8Rows,
     Fp8Weight,
@@ -179,12 +180,10 @@ def _rounded(x_TI: Tensor) -> Int8Rows:
 
 
 class MetaAttention(AttentionBackend):
-    """vision_head_dims, fp8_prompt_room: the platform's."""
-
     name = "meta"
 
-    def __init__(self, vision_head_dims: Sequence[int] | None, fp8_prompt_room: int):
-        self._vision_head_dims, self._fp8_prompt_room = vision_head_dims, fp8_prompt_room
+    def __init__(self, facts: AttentionFacts):
+        self.facts = facts
         self._wide: Tensor | None = None
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -196,8 +195,8 @@ class MetaAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
-        room = self._fp8_prompt_room if k_cache.dtype == torch.float8_e4m3fn and window is None else 0
-        num_blocks = -(-room * len(q_TNH) // k_cache.shape[1])
+        room = self.facts.fp8_prompt_room if k_cache.dtype == torch.float8_e4m3fn and window is None else None
+        num_blocks = -(-(room or 0) * len(q_TNH) // k_cache.shape[1])
         if num_blocks > (0 if self._wide is None else self._wide.shape[1]):
             self._wide = q_TNH.new_empty((2, num_blocks, *k_cache.shape[1:]))  # it stays, for all layers
         return q_TNH.new_empty(q_TNH.shape)
@@ -205,10 +204,6 @@ class MetaAttention(AttentionBackend):
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
         return q_BNH.new_empty(q_BNH.shape)
-
-    def vision_head_dim(self, head_dim: int) -> int:
-        dims = self._vision_head_dims
-        return head_dim if dims is None else min((dim for dim in dims if dim >= head_dim), default=head_dim)
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
         return q_TNH.new_empty(q_TNH.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -58,6 +58,35 @@ class ModelNeeds:
     """Heads of the vision tower and their dim."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionFacts:
+    """What an attention backend can do. Rooms above read this before the backend exists, on hosts without its device.
+    """
+
+    block_sizes: tuple[int, ...] | None = None
+    """The sizes of KV blocks that it reads; None: any."""
+    vision_head_dims: tuple[int, ...] | None = None
+    """The head dims that it computes for vision towers, in ascending order; None: any."""
+    fp8_prompt_room: int | None = None
+    """None: keys and values stay in the model's dtype. Else it can keep them in e4m3. A prefill then has room in 16
+    bits for this multiple of the largest prefill's tokens."""
+    records_prefills: bool = False
+    """Its short prefills are recorded in graphs, in every graph mode but eager (`graph_tiles`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFacts:
+    """What a platform's Gated DeltaNet backend can do."""
+
+    most_drafts: int | None = 0
+    """The most drafts of a row that it verifies; None: any number."""
+    drafts_in_graphs: bool = False
+    """Decode graphs take steps with drafts."""
+    ring_length: int = 0
+    """Steps without drafts between two writes of a state. The backend is then a RingedGatedDelta, and drafts go into
+    rings, too. 0: every step writes the state."""
+
+
 class Platform(ABC):
     """One vendor. Its constructor takes nothing and touches no device."""
 
@@ -65,15 +94,12 @@ class Platform(ABC):
     priority: int = 10
     """`auto` takes the usable platform of the highest priority. Ours: 30 and 20 with devices, 0 without."""
     defaults: PlatformDefaults
-    attention_backends: tuple[str, ...]
-    """What `attention_backend` may name beside auto."""
-    supported_block_sizes: tuple[int, ...] | None = None
-    """None: any."""
+    attention_backends: Mapping[str, AttentionFacts]
+    """What `attention_backend` may name. auto takes the first."""
+    state_facts: StateFacts = StateFacts()
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
     keeps_graphs: tuple[str, ...] = ()
     """The graph modes whose compiled graphs can be kept from one run to the next."""
-    vision_head_dims: tuple[int, ...] | None = None
-    """The head dims that towers are laid out for, rising; None: any."""
     weight_forms: tuple[str, ...] = ()
     """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
     `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
@@ -82,22 +108,8 @@ class Platform(ABC):
     """The graph modes in which it has none of these."""
     rounds_weights: bool = False
     """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
-    state_ring_length: int = 0
-    """Tokens from one write of a Gated DeltaNet state to the next, in decode steps without drafts: its backend is a
-    RingedGatedDelta, and drafts go into rings, too. 0: every step writes it."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
-    fp8_cache_backends: tuple[str, ...] = ()
-    """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
-    fp8_prompt_room: int = 0
-    """For prefills over keys and values in e4m3, so many times the largest one's tokens have room in 16 bits."""
-    prefill_graph_backends: tuple[str, ...] = ()
-    """The attention backends whose short prefills are recorded in graphs, in every graph mode but eager. Then
-    `GraphCompiler.records`."""
-    most_state_drafts: int | None = 0
-    """Drafts of a row that its Gated DeltaNet verifies (`plan_drafts`, or `plan_drafts_in_ring`); None: any number."""
-    graphs_take_state_drafts: bool = False
-    """Such steps run in decode graphs, too (`plan_drafts_in_graph`, or `plan_drafts_in_ring`)."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str
@@ -148,8 +160,8 @@ class Platform(ABC):
         return None
 
     def why_no_fp8_cache(self) -> str | None:
-        """Why this host keeps keys and values in the model's dtype; None: it can keep them in e4m3."""
-        return None if self.fp8_cache_backends else f"platform {self.name} keeps them in the model's dtype"
+        """Why this host's devices cannot keep keys and values in e4m3, whatever the backend; None: they can."""
+        return None
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""

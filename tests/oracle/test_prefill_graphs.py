@@ -22,6 +22,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.graphs import GraphResourceError
+from npu_runner.platforms.platform import AttentionFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket
@@ -82,7 +83,7 @@ class Repeating(UncompiledGraphs):
 def used(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often a graph of each size has run."""
     if platform_name == "cpu":
-        monkeypatch.setattr(CpuPlatform, "prefill_graph_backends", ("torch",))
+        monkeypatch.setattr(CpuPlatform, "attention_backends", {"torch": AttentionFacts(records_prefills=True)})
         monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: Repeating())
         monkeypatch.setattr("npu_runner.platforms.cpu.attention.CpuAttention", TiledAttention)
     elif platform_name != "cuda":

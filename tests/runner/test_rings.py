@@ -20,6 +20,7 @@ from npu_runner.platforms.cpu.ops import CpuGatedDelta
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring, RingedGatedDelta, StateSave
 from npu_runner.platforms.gated_delta_plan import PrefillPlan
+from npu_runner.platforms.platform import StateFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.states import StatePlan, StatePool, StateShape
@@ -123,8 +124,8 @@ class RingedCpu(RingedGatedDelta, CpuGatedDelta):
 
 
 def turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuPlatform, "state_ring_length", LENGTH)
-    monkeypatch.setattr(CpuPlatform, "graphs_take_state_drafts", True)
+    facts = StateFacts(most_drafts=None, drafts_in_graphs=True, ring_length=LENGTH)
+    monkeypatch.setattr(CpuPlatform, "state_facts", facts)
     monkeypatch.setattr(CpuPlatform, "make_gated_delta", lambda self, shape, dtype: RingedCpu(shape))
     monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
 

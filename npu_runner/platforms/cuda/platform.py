@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cuda import FP8_PROMPT_ROOM
-from npu_runner.platforms.platform import Platform, PlatformDefaults
+from npu_runner.platforms.platform import AttentionFacts, Platform, PlatformDefaults, StateFacts
 
 if TYPE_CHECKING:
     import torch
@@ -50,20 +51,17 @@ def _too_old(what: str, since: Capability, capability: Capability) -> str | None
 class CudaPlatform(Platform):
     name = "cuda"
     priority = 20
-    attention_backends = ("triton", "flashinfer")
+    attention_backends = MappingProxyType({
+        "triton": AttentionFacts(fp8_prompt_room=FP8_PROMPT_ROOM, records_prefills=True),
+        "flashinfer": AttentionFacts()})
+    # Rings of 16 tokens were no faster (steps of 1 to 256 sequences), for twice the memory.
+    state_facts = StateFacts(most_drafts=None, drafts_in_graphs=True, ring_length=8)
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
     weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
     modes_without_forms = ("max-autotune",)
-    fp8_cache_backends = ("triton",)
-    fp8_prompt_room = FP8_PROMPT_ROOM
-    prefill_graph_backends = ("triton",)
     copies_rows_to_experts = False
-    most_state_drafts = None
-    graphs_take_state_drafts = True
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
-    # 16 tokens were no quicker (steps of 1 to 256 sequences), for twice the memory.
-    state_ring_length = 8
     ray_resource = "GPU"
     visible_devices = "CUDA_VISIBLE_DEVICES"
     remedy = ("take a torch that is built for CUDA, with triton; nvidia-smi says which GPUs the driver sees, "

@@ -7,14 +7,15 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.host_settings import allocator_defaults, check_graph_mode, most_graphs, process_defaults
-from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS, npu_settings
+from npu_runner.platforms.npu.settings import ATTENTION_FACTS, npu_settings
 from npu_runner.platforms.npu.versions import cann_version, is_85, soc_name
-from npu_runner.platforms.platform import ModelNeeds, Platform, PlatformDefaults
+from npu_runner.platforms.platform import ModelNeeds, Platform, PlatformDefaults, StateFacts
 
 if TYPE_CHECKING:
     import torch
@@ -36,15 +37,12 @@ _HEAD_DIM_OF_EVERY_CANN = 128
 class NpuPlatform(Platform):
     name = "npu"
     priority = 30
-    attention_backends = ("fused",)
-    # Blocks of 128: the only size that every document of the attention kernel allows for prefill and decode.
+    attention_backends = MappingProxyType({"fused": ATTENTION_FACTS})
+    # The fused operator takes eight tokens of a sequence.
+    state_facts = StateFacts(most_drafts=7, drafts_in_graphs=True)
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
-    supported_block_sizes = (128,)
-    vision_head_dims = VISION_HEAD_DIMS
     weight_forms = ("int8", "int8_static", "int8_experts", "grouped")
-    most_state_drafts = 7  # the fused operator takes eight tokens of a sequence
-    graphs_take_state_drafts = True
     lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
     ray_resource = "NPU"

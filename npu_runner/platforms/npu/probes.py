@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import reference_platform
-from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend, tower_head_dim
 from npu_runner.platforms.npu.attention import NpuAttention
 from npu_runner.platforms.npu.cann85 import REMEDY
 from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
@@ -228,7 +228,7 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
     assert needs.tower is not None, "asked for towers alone"
     num_heads, head_dim = needs.tower
     width, num_patches, ops = num_heads * head_dim, sum(_IMAGES), side.ops
-    padding = (side.attention.vision_head_dim(head_dim) - head_dim) // 2
+    padding = (tower_head_dim(side.attention.facts, head_dim) - head_dim) // 2
 
     def padded(x: Tensor) -> Tensor:
         return F.pad(x.unflatten(-1, (2, head_dim // 2)), (0, padding)).flatten(-2)
