@@ -86,8 +86,9 @@ def matrix(shape: Shape, num_outputs: int, num_inputs: int, weights: str) -> Any
 
 
 def of_layer(shape: Shape, weights: str, *, is_sweep: bool) -> Iterator[dict[str, Any]]:
-    ops = pick_platform("cuda").make_ops()
-    run = ops.experts if weights == "bf16" else ops.quantised_experts
+    platform = pick_platform("cuda")
+    ops = platform.make_ops()
+    run = ops.experts if weights == "bf16" else platform.make_quantised_ops(ops).experts
     layers = [[matrix(shape, 2 * shape.width, shape.hidden_size, weights),
                matrix(shape, shape.hidden_size, shape.width, weights)] for _ in range(2)]
     for num_tokens in TOKENS:

@@ -18,17 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.ops import HeldExperts, TorchOps
+from npu_runner.platforms.ops import HeldExperts, Ops, TorchOps
 from npu_runner.platforms.platform import AttentionFacts
-from npu_runner.platforms.quantised import (
-    Fp8Rows,
-    Fp8Weight,
-    Int8Rows,
-    Int8Weight,
-    QuantisedExperts,
-    StaticInt8Weight,
-    StaticRows,
-)
+from npu_runner.platforms.quantised import Int8Weight, QuantisedExperts, QuantisedOps, QuantisedWeight, RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import SideResult, SideStream
 
@@ -97,20 +89,6 @@ class MetaOps(TorchOps):
     def __init__(self, *, copies_rows_to_experts: bool):
         self._copies_rows = copies_rows_to_experts
 
-    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
-        return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
-
-    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        return _product_in_8_bits(x_TI, len(weight.scales_O))
-
-    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        return _product_in_8_bits(x_TI, len(weight.values_OI))
-
-    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # what many rows may take
-        return x_TI.new_empty(len(x_TI), len(dequantised_OI))
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -152,10 +130,29 @@ class MetaOps(TorchOps):
         del rows_PD, hidden_PI, outputs_PD
         return out_TD
 
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+class MetaQuantisedOps(QuantisedOps):
+    """copies_rows_to_experts: see MetaOps."""
+
+    def __init__(self, ops: Ops, *, copies_rows_to_experts: bool):
+        super().__init__(ops)
+        self._copies_rows = copies_rows_to_experts
+
+    def linear(self, x_TI: Tensor | RoundedRows, weight: QuantisedWeight, bias_O: Tensor | None) -> Tensor:
+        if isinstance(weight, GroupedWeight):
+            assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
+            dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # many rows may need it
+            return x_TI.new_empty(len(x_TI), len(dequantised_OI))
+        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
+        scales_T = x_TI.new_empty(len(x_TI), dtype=torch.float32) if (
+            isinstance(x_TI, Tensor) and isinstance(weight, Int8Weight)) else None
+        out_TO = values_TI.new_empty(len(values_TI), len(weight.values_OI), dtype=x_TI.dtype)
+        del scales_T
+        return out_TO
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        """As `experts`, inputs of both products in 8 bits. Where rows are copied, products of gate and up are int32.
-        Else they are of x's dtype, and so is what is rounded for the second product."""
+        """As `experts`, inputs of both matmuls in 8 bits. Where rows are copied, the results of gate and up are
+        int32. Else they are of x's dtype, and so is what is rounded for the second matmul."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.values.numel() // (len(down.values) * hidden_size)
         rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else len(x_TD), hidden_size, dtype=torch.int8)
@@ -167,16 +164,6 @@ class MetaOps(TorchOps):
         out_TD = torch.empty_like(x_TD)
         del rows_PD, hidden_PI, rounded_PI, outputs_PD
         return out_TD
-
-
-def _product_in_8_bits(x_TI: Tensor | Fp8Rows | StaticRows, num_outputs: int) -> Tensor:
-    values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
-    return values_TI.new_empty(len(values_TI), num_outputs, dtype=x_TI.dtype)
-
-
-def _rounded(x_TI: Tensor) -> Int8Rows:
-    return Int8Rows(torch.empty_like(x_TI, dtype=torch.int8), x_TI.new_empty(len(x_TI), dtype=torch.float32),
-                    x_TI.dtype)
 
 
 class MetaAttention(AttentionBackend):

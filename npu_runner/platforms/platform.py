@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.ops import Ops
+    from npu_runner.platforms.quantised import QuantisedOps
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,12 @@ class Platform(ABC):
 
     @abstractmethod
     def make_ops(self) -> Ops: ...
+
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        """Operators for weights of `weight_forms`, on top of `ops`."""
+        from npu_runner.platforms.quantised import QuantisedOps
+
+        return QuantisedOps(ops)
 
     @abstractmethod
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,

@@ -145,7 +145,8 @@ class ModelRunner(ModelRunnerBase):
         if self.delta_shape is not None:
             self.gated_delta = self.platform.make_gated_delta(self.delta_shape, self.dtype)
             logger.info("Gated DeltaNet: %s", self.gated_delta.name)
-        context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device, self.gated_delta)
+        context = LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device, self.gated_delta,
+                               quantised=self.platform.make_quantised_ops(self.ops))
         self.model = load(self.checkpoint, self.settings, context, self.platform.memory, self._report_weights)
         self.model.requires_grad_(False).eval()
         self.windows = resolve_windows(self.model, self.settings.max_model_len)

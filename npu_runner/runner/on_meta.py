@@ -20,7 +20,7 @@ from npu_runner.layers.gated_delta import gated_delta_shape
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms import reference_platform
 from npu_runner.platforms.devices import Memory
-from npu_runner.platforms.meta import META, LiveBytes, MetaAttention, MetaOps, MetaSideStream
+from npu_runner.platforms.meta import META, LiveBytes, MetaAttention, MetaOps, MetaQuantisedOps, MetaSideStream
 from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
 from npu_runner.request.prompt_inputs import ImageInput
@@ -78,8 +78,10 @@ class NetworkOnMeta:
         self._attention = MetaAttention(attention_facts(config, platform))
         delta = gated_delta_shape(model_config, self._tp)
         self._gated_delta = None if delta is None else TorchGatedDelta(delta)
-        context = LayerContext(MetaOps(copies_rows_to_experts=platform.copies_rows_to_experts), self._attention,
-                               self._tp, self._dtype, META, self._gated_delta, settings.weight_forms)
+        ops = MetaOps(copies_rows_to_experts=platform.copies_rows_to_experts)
+        quantised = MetaQuantisedOps(ops, copies_rows_to_experts=platform.copies_rows_to_experts)
+        context = LayerContext(ops, self._attention, self._tp, self._dtype, META, self._gated_delta,
+                               settings.weight_forms, quantised)
         with torch.inference_mode():
             self._model: Any = strategy.build(model_config, settings.max_model_len, context)
         hold(self._model)

@@ -6,12 +6,11 @@ M rows, I input features, O output features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
+from npu_runner.platforms import find_platform
 from npu_runner.platforms.grouped import GroupedWeight, packed, product, unpacked
 
 LIMIT = 2.0
@@ -61,27 +60,27 @@ def bias_of(num_outputs: int, dtype: torch.dtype, device: torch.device) -> Tenso
     return bias_O.to(torch.float32 if dtype == BF16 else dtype).to(device)
 
 
-def check(ops: Any, bits: int, group_size: int, shape: tuple[int, int], rows: tuple[int, ...], dtype: torch.dtype,
+def check(bits: int, group_size: int, shape: tuple[int, int], rows: tuple[int, ...], dtype: torch.dtype,
           device: torch.device, *, has_zeros: bool) -> None:
     weight = weight_of(bits, group_size, shape, dtype, device, has_zeros=has_zeros)
     whole_OI, bias_O = exact(weight), bias_of(shape[0], dtype, device)
-    settled = ops.settled(weight)
-    assert settled.scales.nbytes == weight.scales.nbytes
-    assert settled.values.nbytes * shape[0] == weight.values.nbytes * -(-shape[0] // 64) * 64
+    cuda = find_platform("cuda")
+    ops = cuda.make_quantised_ops(cuda.make_ops())
+    prepared = ops.prepare_weight(weight)
+    assert prepared.scales.nbytes == weight.scales.nbytes
+    assert prepared.values.nbytes * shape[0] == weight.values.nbytes * -(-shape[0] // 64) * 64
     for num_rows in rows:
         x_MI = rows_of(num_rows, shape[1], dtype, device)
         for bias in (None, bias_O):
-            assert_near(ops.grouped_linear(x_MI, settled, bias), whole_OI, x_MI, weight, bias)
-    assert ops.grouped_linear(x_MI[:0], settled, bias_O).shape == (0, shape[0])
+            assert_near(ops.linear(x_MI, prepared, bias), whole_OI, x_MI, weight, bias)
+    assert ops.linear(x_MI[:0], prepared, bias_O).shape == (0, shape[0])
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (8, 32), (4, 0)])
 def test_small_products(bits: int, group_size: int, has_zeros: bool, device: torch.device) -> None:
     """Also where kernels are interpreted."""
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    check(TritonOps(), bits, group_size, (72, 256), (1, 3, 70, 200), BF16, device, has_zeros=has_zeros)
+    check(bits, group_size, (72, 256), (1, 3, 70, 200), BF16, device, has_zeros=has_zeros)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
@@ -91,9 +90,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_s
                   device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("takes minutes where kernels are interpreted")
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    check(TritonOps(), bits, group_size, shape, ROWS, dtype, device, has_zeros=has_zeros)
+    check(bits, group_size, shape, ROWS, dtype, device, has_zeros=has_zeros)
 
 
 def test_a_tile_that_cuts_inputs_and_one_row_alone(device: torch.device) -> None:
@@ -101,10 +98,10 @@ def test_a_tile_that_cuts_inputs_and_one_row_alone(device: torch.device) -> None
 
     for bits, group_size in ((4, 128), (4, 64), (8, 0)):
         weight = weight_of(bits, group_size, (72, 768), BF16, device, has_zeros=True)
-        settled, whole_OI = kernels.settled(weight), exact(weight)
+        prepared, whole_OI = kernels.prepared(weight), exact(weight)
         x_MI = rows_of(1, 768, BF16, device)
         for tile in (kernels.Tile(4, 3, 4), kernels.Tile(4, 3, 8)):
             out_MO = x_MI.new_empty(1, 72)
-            kernels.few_rows(x_MI, settled, None, out_MO, tile)
+            kernels.few_rows(x_MI, prepared, None, out_MO, tile)
             assert_near(out_MO, whole_OI, x_MI, weight, None)
-        assert_near(kernels.one_row(x_MI, settled, None), whole_OI, x_MI, weight, None)
+        assert_near(kernels.one_row(x_MI, prepared, None), whole_OI, x_MI, weight, None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from npu_runner.platforms import find_platform
 from npu_runner.platforms.ops import TorchOps
 from npu_runner.platforms.quantised import (
     FP8,
@@ -23,6 +24,7 @@ from npu_runner.platforms.quantised import (
     Fp8Weight,
     Int8Rows,
     Int8Weight,
+    QuantisedOps,
     fp8_rows,
     int8_rows,
 )
@@ -82,14 +84,19 @@ def wide(values: Tensor, scales: Tensor) -> Tensor:
     return values.double() * scales.double().repeat_interleave(len(values) // len(scales), 0).repeat_interleave(128, 1)
 
 
-def multiply(ops: Any, form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
-    return (ops.int8_linear if form == INT8 else ops.fp8_linear)(rows, weight, bias_O)
+def quantised_ops() -> QuantisedOps:
+    cuda = find_platform("cuda")
+    return cuda.make_quantised_ops(cuda.make_ops())
+
+
+def multiply(ops: QuantisedOps, form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
+    return ops.linear(rows, weight, bias_O)
 
 
 def plain_product(form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
     """The definition; a product of int8 in the library wants more than 16 rows."""
     if form != INT8 or len(rows[0]) > 16:
-        return multiply(TorchOps(), form, rows, weight, bias_O)
+        return multiply(QuantisedOps(TorchOps()), form, rows, weight, bias_O)
     sums = (rows[0].double() @ weight[0].double().T).float()  # exact: whole numbers below 2^53
     out_MO = sums * rows[1][:, None] * weight[1]
     return (out_MO if bias_O is None else out_MO + bias_O).to(rows.dtype)
@@ -110,9 +117,7 @@ def assert_near(found: Tensor, plain: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_any_number_of_rows(form: str, shape: tuple[int, int], has_bias: bool) -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    generator, ops = torch.Generator("cuda").manual_seed(0), TritonOps()
+    generator, ops = torch.Generator("cuda").manual_seed(0), quantised_ops()
     weight = weight_of(form, *shape, generator)
     bias = torch.randn(shape[0], generator=generator, device="cuda") if has_bias else None
     bias = bias if form == INT8 or bias is None else bias.bfloat16()
@@ -126,14 +131,12 @@ def test_products_of_any_number_of_rows(form: str, shape: tuple[int, int], has_b
 
 
 def test_int8_of_float16() -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     generator = torch.Generator("cuda").manual_seed(1)
     weight = weight_of(INT8, 1280, 512, generator)
     for num_rows in (1, 5, 40):
         x_MI = rows_of(num_rows, 512, generator, torch.float16)
         rows = rounded(INT8, x_MI)
-        assert_near(TritonOps().int8_linear(x_MI, weight, None), plain_product(INT8, rows, weight, None),
+        assert_near(quantised_ops().linear(x_MI, weight, None), plain_product(INT8, rows, weight, None),
                     exact(rows, weight, None))
 
 
@@ -152,8 +155,6 @@ def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
 
 
 def test_int8_of_sizes_that_no_8_divides() -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     generator = torch.Generator("cuda").manual_seed(7)
     for shape in ((100, 512), (60, 500)):
         weight = weight_of(INT8, *shape, generator)
@@ -161,16 +162,14 @@ def test_int8_of_sizes_that_no_8_divides() -> None:
             x_MI = rows_of(num_rows, shape[1], generator, torch.bfloat16)
             rows = rounded(INT8, x_MI)
             plain = (wide(*rows[:2]).float() @ wide(*weight).float().T).bfloat16()
-            assert_near(TritonOps().int8_linear(x_MI, weight, None), plain, exact(rows, weight, None))
+            assert_near(quantised_ops().linear(x_MI, weight, None), plain, exact(rows, weight, None))
 
 
 def test_no_rows() -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     generator = torch.Generator("cuda").manual_seed(3)
     for form in FORMS:
         weight = weight_of(form, 256, 512, generator)
-        found = multiply(TritonOps(), form, torch.empty(0, 512, device="cuda", dtype=torch.bfloat16), weight, None)
+        found = multiply(quantised_ops(), form, torch.empty(0, 512, device="cuda", dtype=torch.bfloat16), weight, None)
         assert found.shape == (0, 256)
 
 
@@ -184,12 +183,9 @@ def test_rounded_inputs_are_the_definitions(form: str, num_rows: int) -> None:
     x_MI, residual = (rows_of(num_rows, 1536, generator, torch.bfloat16) for _ in range(2))
     gain = torch.randn(1536, generator=generator, device="cuda").bfloat16()
     normed, total = ops.add_rms_norm(x_MI, residual, gain, 1e-6)
-    if form == INT8:
-        behind, summed = ops.add_rms_norm_int8(x_MI, residual, gain, 1e-6)
-    else:
-        behind, summed = ops.add_rms_norm_fp8(x_MI, residual, gain, 1e-6, in_blocks=form == FP8_BLOCKS)
+    behind, summed = quantised_ops().add_rms_norm(x_MI, residual, gain, 1e-6, form)
     assert torch.equal(summed, total)
-    activated = ops.silu_and_mul_for(torch.cat((x_MI, residual), dim=1), form)
+    activated = quantised_ops().silu_and_mul(torch.cat((x_MI, residual), dim=1), form)
     for found, values in ((rounded(form, x_MI), x_MI), (behind, normed),
                           (activated, ops.silu_and_mul(torch.cat((x_MI, residual), dim=1)))):
         defined = int8_rows(values) if form == INT8 else fp8_rows(values, in_blocks=form == FP8_BLOCKS)
@@ -222,9 +218,7 @@ def test_nan_stays() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_captured_product_gives_what_it_gave(form: str) -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    generator, ops = torch.Generator("cuda").manual_seed(5), TritonOps()
+    generator, ops = torch.Generator("cuda").manual_seed(5), quantised_ops()
     weight = weight_of(form, 1280, 1536, generator)
     for num_rows in (1, 8, 64):
         x_MI = rows_of(num_rows, 1536, generator, torch.bfloat16).contiguous()
@@ -246,9 +240,7 @@ def test_a_captured_product_gives_what_it_gave(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_two_streams_at_once(form: str, num_rows: int) -> None:
     """Each has counters of its own for the parts of a product."""
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    generator, ops = torch.Generator("cuda").manual_seed(6), TritonOps()
+    generator, ops = torch.Generator("cuda").manual_seed(6), quantised_ops()
     weight = weight_of(form, 4096, 4096, generator)
     inputs = [rows_of(num_rows, 4096, generator, torch.bfloat16) for _ in range(2)]
     expected = [multiply(ops, form, x_MI, weight, None) for x_MI in inputs]

@@ -27,7 +27,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight, dequantised, packed, unpacked
-from npu_runner.platforms.quantised import INT8
+from npu_runner.platforms.quantised import INT8, QuantisedOps
 from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.formats import awq, compressed_int, fp8_block, gptq, integers, modelslim_int4, modelslim_int8
 from scripts.quantised.writing import quantise
@@ -95,7 +95,7 @@ class Parts(TensorParallel):
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:
     return LayerContext(CpuOps(), None, Parts(rank, size), dtype, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8, GROUPED))
+                        weight_forms=(INT8, GROUPED), quantised=QuantisedOps(CpuOps()))
 
 
 def folder(path: Path, tensors: Mapping[str, Made], config: dict[str, Any] | str) -> Path:
@@ -271,7 +271,7 @@ def test_the_definition_rounds_a_weight_once(dtype: torch.dtype) -> None:
     exact = (numbers * scales.double()[..., None]).flatten(1)
     assert torch.equal(dequantised(weight, dtype), exact.to(dtype))
     bias = torch.randn(96).to(torch.float32 if dtype == torch.bfloat16 else dtype)
-    found = CpuOps().grouped_linear(TOKENS.to(dtype), weight, bias)
+    found = QuantisedOps(CpuOps()).linear(TOKENS.to(dtype), weight, bias)
     expected = TOKENS.to(dtype).double() @ exact.T + bias.double()
     assert found.dtype == dtype
     assert float((found.double() - expected).abs().max()) < 2 * torch.finfo(dtype).eps * float(expected.abs().max())

@@ -26,7 +26,7 @@ from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.layers.weight_forms import hold_as_stored
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.quantised import INT8, INT8_STATIC
+from npu_runner.platforms.quantised import INT8, INT8_STATIC, QuantisedOps
 from scripts.quantised.formats import compressed_int, fp8_block, modelslim_int8, modelslim_static
 from scripts.quantised.writing import quantise
 from tests.oracle.int8_reference import rounded_product
@@ -49,7 +49,7 @@ class Parts(TensorParallel):
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:
     return LayerContext(CpuOps(), None, Parts(rank, size), dtype, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8, INT8_STATIC))
+                        weight_forms=(INT8, INT8_STATIC), quantised=QuantisedOps(CpuOps()))
 
 
 def compressed(inputs: dict[str, Any] | None, **of_weights: Any) -> dict[str, Any]:

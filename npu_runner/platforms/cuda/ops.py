@@ -20,38 +20,21 @@ from npu_runner.platforms.cuda import (
     experts,
     few_outputs,
     gated_rows,
-    grouped_products,
     hopper_few_rows,
     products,
-    quantised_experts,
     token_masks,
 )
-from npu_runner.platforms.cuda import quantised_inputs as inputs
-from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
-from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
-from npu_runner.platforms.quantised import (
-    FP8,
-    FP8_BLOCKS,
-    INT8,
-    Fp8Rows,
-    Fp8Weight,
-    Int8Rows,
-    Int8Weight,
-    QuantisedExperts,
-    RoundedRows,
-)
 
 # Heads of one token that one program turns; they share its cos and sin.
 _ROTARY_HEADS = 8
 # Among what is compiled: no weight has so many features.
-_GATED, _DRAW, _MASKS, _MASKED_DRAW, _QUANTISED, _GROUPED, _SIGMOID = -1, -2, -3, -4, -5, -6, -7
+_GATED, _DRAW, _MASKS, _MASKED_DRAW, _SIGMOID = -1, -2, -3, -4, -5
 
 
 class TritonOps(Ops):
     draws_greedily = True
-    fuses_rounding = True
 
     def __init__(self) -> None:
         self._compiled: set[tuple[int, ...]] = set()
@@ -79,49 +62,6 @@ class TritonOps(Ops):
             hopper_few_rows.prepare(weight_OD, x_TD.dtype, in_blocks=False)
             for num_rows in {1, min(2, products.most_rows(weight_OD))}:
                 products.few_rows(x_TD[:1].expand(num_rows, -1).contiguous(), weight_OD, bias_O)
-
-    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = x_TI if isinstance(x_TI, Int8Rows) else Int8Rows(*inputs.quantise_rows(x_TI, torch.int8), x_TI.dtype)
-        return self._quantised_product(rows, weight, bias_O)
-
-    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        in_blocks = weight.scales.dim() == 2
-        rows = x_TI if isinstance(x_TI, Fp8Rows) else Fp8Rows(
-            *inputs.quantise_rows(x_TI, inputs.FP8, in_groups=in_blocks), x_TI.dtype)
-        return self._quantised_product(rows, weight, bias_O)
-
-    def _quantised_product(self, rows: Int8Rows | Fp8Rows, weight: Int8Weight | Fp8Weight,
-                           bias_O: Tensor | None) -> Tensor:
-        """Kernels of the first product with a weight of this shape are computed for few rows, too."""
-        values_OI, scales = weight
-        kind = (*values_OI.shape, _number_of(rows.dtype), scales.dim(), int(values_OI.dtype == torch.int8),
-                int(bias_O is not None), _QUANTISED)
-        if kind not in self._compiled and len(rows.values_TI):
-            self._compiled.add(kind)
-            quantised.compile_all(values_OI, scales, bias_O, rows.dtype)
-        return quantised.product(rows.values_TI, rows[1], values_OI, scales, bias_O, rows.dtype)
-
-    def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        return grouped_products.settled(weight)
-
-    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        kind = (*weight.values.shape, len(weight.scales), int(weight.zeros is not None), int(bias_O is not None),
-                _number_of(x_TI.dtype), _GROUPED)
-        if kind not in self._compiled and len(x_TI):
-            self._compiled.add(kind)
-            grouped_products.compile_all(weight, bias_O, x_TI.dtype)
-        return grouped_products.product(x_TI, weight, bias_O)
-
-    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
-                          eps: float) -> tuple[Int8Rows, Tensor]:
-        values_TD, scales_T, total_TD = inputs.add_rms_norm_quantised(x_TD, residual_TD, weight_D, eps, torch.int8)
-        return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
-
-    def add_rms_norm_fp8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *,
-                         in_blocks: bool) -> tuple[Fp8Rows, Tensor]:
-        values_TD, scales, total_TD = inputs.add_rms_norm_quantised(x_TD, residual_TD, weight_D, eps, inputs.FP8,
-                                                                    in_groups=in_blocks)
-        return Fp8Rows(values_TD, scales, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND = x if x.dim() == 3 else x[:, None]
@@ -199,13 +139,6 @@ class TritonOps(Ops):
         )
         return out_TI
 
-    def silu_and_mul_for(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
-        if form not in (INT8, FP8, FP8_BLOCKS):
-            return self.silu_and_mul(gate_up_T2I)
-        rows = inputs.silu_and_mul_quantised(gate_up_T2I, torch.int8 if form == INT8 else inputs.FP8,
-                                             in_groups=form == FP8_BLOCKS)
-        return (Int8Rows if form == INT8 else Fp8Rows)(*rows, gate_up_T2I.dtype)
-
     def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
         num_tokens, width = x_TD.shape
@@ -226,14 +159,6 @@ class TritonOps(Ops):
             self._compiled.add(kind)
             experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
         return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
-
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        kind = (*gate_up.values.shape, experts_TK.shape[1], held, gate_up.scales.dim(), _QUANTISED)
-        if kind not in self._compiled:
-            self._compiled.add(kind)
-            quantised_experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
-        return quantised_experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
 
     def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._draw_from_softmax

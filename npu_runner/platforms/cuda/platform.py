@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.ops import Ops
+    from npu_runner.platforms.quantised import QuantisedOps
 
 Capability = tuple[int, int]
 """A GPU's compute capability: (8, 0) is Ampere, (7, 5) Turing."""
@@ -120,6 +121,11 @@ class CudaPlatform(Platform):
         from npu_runner.platforms.cuda.ops import TritonOps
 
         return TritonOps()
+
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        from npu_runner.platforms.cuda.quantised_ops import TritonQuantisedOps
+
+        return TritonQuantisedOps(ops)
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:

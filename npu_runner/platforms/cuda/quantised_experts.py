@@ -46,7 +46,7 @@ def tilings(values: Tensor) -> tuple[Tiling, ...]:
 
 def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                 down: QuantisedExperts, held: HeldExperts | None) -> Tensor:
-    """`Ops.quantised_experts`."""
+    """`QuantisedOps.experts`."""
     num_experts, choices = len(gate_up.values), tilings(gate_up.values)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
         return products(x_TD, weights_TK, unsorted(experts_TK, held), gate_up, down, choices[0])

@@ -15,8 +15,8 @@ from torch import Tensor
 from npu_runner.platforms import reference_platform
 from npu_runner.platforms.npu.ops import NpuOps
 from npu_runner.platforms.npu.probes import BOUND, difference
-from npu_runner.platforms.ops import Ops
-from npu_runner.platforms.quantised import INT8, INT8_STATIC, Int8Weight, NormRounding, StaticInt8Weight
+from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
+from npu_runner.platforms.quantised import INT8, INT8_STATIC, Int8Weight, NormRounding, QuantisedOps, StaticInt8Weight
 
 _NUM_TOKENS, _NUM_INPUTS, _NUM_OUTPUTS = 37, 512, 384
 _INPUT_SCALE, _INPUT_OFFSET, _EPS = 1 / 32, -9, 1e-6
@@ -49,13 +49,14 @@ def why_unproven(forms: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _finding(compute: Callable[[Ops, _Numbers], Tensor]) -> str | None:
+def _finding(compute: Callable[[QuantisedOps, _Numbers], Tensor]) -> str | None:
     numbers, device = _draw(), torch.device("npu", torch.npu.current_device())
     try:
-        found = compute(NpuOps(), numbers.to(device, torch.bfloat16)).cpu()
+        found = compute(NpuQuantisedOps(NpuOps()), numbers.to(device, torch.bfloat16)).cpu()
     except RuntimeError as refusal:
         return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
-    error = difference(found, compute(reference_platform().make_ops(), numbers.to(torch.device("cpu"), torch.float32)))
+    plain = QuantisedOps(reference_platform().make_ops())
+    error = difference(found, compute(plain, numbers.to(torch.device("cpu"), torch.float32)))
     if error <= BOUND:
         return None
     return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
@@ -73,14 +74,14 @@ def _draw() -> _Numbers:
                     values_OI, scales_O, normal(_NUM_OUTPUTS).float())
 
 
-def _by_row(ops: Ops, numbers: _Numbers) -> Tensor:
+def _by_row(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
     """With a bias, and behind a norm (T, 2 O)."""
-    weight = Int8Weight(ops.settled_int8(numbers.values_OI), numbers.scales_O)
-    rows, _ = ops.add_rms_norm_int8(numbers.x_TI, numbers.residual_TI, numbers.gain_I, _EPS)
-    return torch.cat((ops.int8_linear(numbers.x_TI, weight, numbers.bias_O), ops.int8_linear(rows, weight, None)), 1)
+    weight = ops.prepare_weight(Int8Weight(numbers.values_OI, numbers.scales_O))
+    rows, _ = ops.add_rms_norm(numbers.x_TI, numbers.residual_TI, numbers.gain_I, _EPS, INT8)
+    return torch.cat((ops.linear(numbers.x_TI, weight, numbers.bias_O), ops.linear(rows, weight, None)), 1)
 
 
-def _by_one_scale(ops: Ops, numbers: _Numbers) -> Tensor:
+def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
     """The same with inputs of one scale."""
     x_TI = numbers.x_TI
 
@@ -88,11 +89,12 @@ def _by_one_scale(ops: Ops, numbers: _Numbers) -> Tensor:
         return torch.full((count,), value, dtype=dtype, device=x_TI.device)
 
     shifts_O = (1000 * numbers.bias_O).int() - _INPUT_OFFSET * numbers.values_OI.cpu().sum(1).int().to(x_TI.device)
-    weight = StaticInt8Weight(ops.settled_int8(numbers.values_OI), shifts_O, numbers.scales_O * _INPUT_SCALE,
+    prepared = ops.prepare_weight(Int8Weight(numbers.values_OI, numbers.scales_O))
+    weight = StaticInt8Weight(prepared[0], shifts_O, numbers.scales_O * _INPUT_SCALE,
                               all_of(1 / _INPUT_SCALE, x_TI.dtype), all_of(_INPUT_OFFSET, x_TI.dtype))
     rounding = NormRounding(*(all_of(value, x_TI.dtype, _NUM_INPUTS) for value in (_INPUT_SCALE, _INPUT_OFFSET)))
-    rows, _ = ops.add_rms_norm_int8_static(x_TI, numbers.residual_TI, numbers.gain_I, _EPS, rounding)
-    return torch.cat((ops.int8_static_linear(x_TI, weight), ops.int8_static_linear(rows, weight)), 1)
+    rows, _ = ops.add_rms_norm(x_TI, numbers.residual_TI, numbers.gain_I, _EPS, rounding)
+    return torch.cat((ops.linear(x_TI, weight, None), ops.linear(rows, weight, None)), 1)
 
 
-_PRODUCTS: dict[str, Callable[[Ops, _Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
+_PRODUCTS: dict[str, Callable[[QuantisedOps, _Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}

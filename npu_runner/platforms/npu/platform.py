@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.kernels import Kernels
     from npu_runner.platforms.ops import Ops
+    from npu_runner.platforms.quantised import QuantisedOps
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,11 @@ class NpuPlatform(Platform):
         from npu_runner.platforms.npu.ops import NpuOps
 
         return NpuOps()
+
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
+
+        return NpuQuantisedOps(ops)
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
