@@ -53,7 +53,7 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known |= {"platform": platform.name, **settings.describe()}
         forms = checkpoint.multiplied_forms(settings.weight_forms)
         said = arithmetic(checkpoint.quantization, config.quantization, forms)
-        if said is not None and not platform.proves_forms():
+        if said is not None and platform.probe_of_forms() is None:
             known["quantization"] = said
     return known
 

@@ -74,7 +74,7 @@ class ExpertWeights(nn.Module):
 
     @property
     def ops(self) -> QuantisedOps:
-        """Those of one that has a `form`."""
+        """The operators of quantised experts."""
         assert self._context.quantised is not None, "forms come with their operators"
         return self._context.quantised
 

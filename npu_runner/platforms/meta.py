@@ -167,8 +167,6 @@ class MetaQuantisedOps(QuantisedOps):
 
 
 class MetaAttention(AttentionBackend):
-    name = "meta"
-
     def __init__(self, facts: AttentionFacts):
         self.facts = facts
         self._wide: Tensor | None = None

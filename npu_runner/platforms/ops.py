@@ -87,8 +87,6 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
-    experts_form: str = "plain operators"
-    """What computes experts, for reports."""
     experts_in_out: bool = False
     """Experts' weights lie as (experts, inputs, outputs) and not as (experts, outputs, inputs)."""
 
@@ -117,12 +115,9 @@ class Ops(ABC):
         return x_TNH * torch.sigmoid(gate_TNH)
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
-        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
-        return F.gelu(x, approximate=approximate)
-
-    def quick_gelu(self, x: Tensor) -> Tensor:
-        """x * sigmoid(1.702 x), the sigmoid form of GELU (arXiv 1606.08415, section 2)."""
-        return x * torch.sigmoid(1.702 * x)
+        """GELU (arXiv 1606.08415). `approximate`: "none" is by the error function; the others are "tanh" and "sigmoid",
+        x * sigmoid(1.702 x) (section 2)."""
+        return x * torch.sigmoid(1.702 * x) if approximate == "sigmoid" else F.gelu(x, approximate=approximate)
 
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
         """gelu(x W^T + b), (T, O)."""
@@ -137,12 +132,10 @@ class Ops(ABC):
         """Add to a few places of a table in place. No place comes twice."""
         table_N.index_add_(0, places_B, amounts_B)
 
-    draws_greedily: bool = False
-    """`softmax_draw` takes temperature 0, which is the most probable token, the first of equals."""
+    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """A function that samples from the whole vocabulary at once; None: the sampler's plain operators do.
 
-    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What draws from the whole vocabulary at once; None: the sampler's plain operators do.
-
+        `greedy`: rows may have temperature 0, which is the most probable token, the first of equals.
         (logits (B, V), temperatures (B, 1) float32, uniforms in [0, 1) (B, 1) float32) -> tokens (B, 1) int32: the
         first whose running sum of softmax(logits / temperature) passes the uniform, never one that weighs nothing; -1
         where a row has no token: its logits hold NaN or +inf, or are all -inf. A row's token is the same whatever rows
@@ -161,7 +154,7 @@ class Ops(ABC):
     def allowed_draw(self) -> AllowedDraw | None:
         """What draws from the tokens that masks leave, without a copy of the logits; None: `allow_tokens` comes first.
 
-        As `softmax_draw` with `draws_greedily`, and for each row which mask is its own.
+        As a greedy `softmax_draw`, and for each row which mask is its own.
         """
         return None
 

@@ -7,10 +7,9 @@ only when a role is used. The doctor and the process that assigns devices run wi
 
 from __future__ import annotations
 
-import glob
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -105,8 +104,6 @@ class Platform(ABC):
     """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
     `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
     Weights of another form are dequantised while loading."""
-    modes_without_forms: tuple[str, ...] = ()
-    """The graph modes in which it has none of these."""
     rounds_weights: bool = False
     """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
     copies_rows_to_experts: bool = True
@@ -121,18 +118,10 @@ class Platform(ABC):
     """Pattern of the files that a driver makes, one for each device. None: no file shows that devices are there."""
     examination: str = "npu_runner.platforms.examination:Examination"
     """What `npu-runner doctor` looks at: the module and name of an `Examination`."""
-    remedy: str = ""
-    """What the doctor says is to be done where `why_unavailable` finds a reason."""
 
     @abstractmethod
     def why_unavailable(self) -> str | None:
         """None when this host can run it, else the reason in a few words. May import torch."""
-
-    def device_files_seen(self) -> list[str]:
-        """Files of devices that this process is meant to see: where there are some, `auto` takes no platform below.
-        A variable that lists no device hides them all on purpose."""
-        are_hidden = os.environ.get(self.visible_devices or "", "-").strip() == ""
-        return [] if self.device_files is None or are_hidden else sorted(glob.glob(self.device_files))
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         """Variables for processes that are to see only these of the `num_devices` that this process sees."""
@@ -140,17 +129,14 @@ class Platform(ABC):
             return {}
         return {self.visible_devices: chosen_devices(os.environ.get(self.visible_devices), devices)}
 
-    def forms_with(self, dtype: str) -> tuple[str, ...]:
-        """The `weight_forms` of this host where the rest is of `dtype`."""
+    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
+        """The `weight_forms` of this host in this graph mode, where the rest is of `dtype`."""
         return () if dtype == "float32" else self.weight_forms
 
-    def proves_forms(self) -> bool:
-        """Whether `proven_forms` may leave some out of what `forms_with` names."""
-        return False
-
-    def proven_forms(self, forms: tuple[str, ...]) -> tuple[str, ...]:
-        """Those whose products this host computes rightly; says what is wrong with the others. After `check_model`."""
-        return forms
+    def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
+        """Compares the matmuls of some `weight_forms` with the CPU's; returns what is wrong, by form. None: this host
+        needs no probe. To be called after `check_model`."""
+        return None
 
     def check_graph_mode(self, graph_mode: str) -> None:
         """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
@@ -173,20 +159,20 @@ class Platform(ABC):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def roles(self) -> Roles:
+    def _roles(self) -> Roles:
         return self.make_roles()
 
     @property
     def devices(self) -> Devices:
-        return self.roles.devices
+        return self._roles.devices
 
     @property
     def communicators(self) -> Communicators:
-        return self.roles.communicators
+        return self._roles.communicators
 
     @property
     def memory(self) -> Memory:
-        return self.roles.memory
+        return self._roles.memory
 
     @abstractmethod
     def make_roles(self) -> Roles:

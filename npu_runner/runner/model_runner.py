@@ -138,7 +138,7 @@ class ModelRunner(ModelRunnerBase):
         self.attention = self.platform.make_attention(
             self.config.attention_backend, num_heads=num_heads, num_kv_heads=self._num_kv_heads,
             head_dim=self.model_config.head_dim, block_size=self.settings.block_size, dtype=self.dtype)
-        logger.info("attention: %s", self.attention.name)
+        logger.info("attention: %s", self.settings.attention_backend)
         self.ops = self.platform.make_ops()
         self.delta_shape = gated_delta_shape(self.model_config, self.tp)
         self.gated_delta = None
@@ -299,7 +299,7 @@ class ModelRunner(ModelRunnerBase):
 
     def info(self) -> RunnerInfo:
         """Facts for the engine, once the runner is ready."""
-        description = {**self.settings.describe(), "attention": self.attention.name}
+        description = {**self.settings.describe(), "attention": self.settings.attention_backend}
         if self.model_config.pooling is not None:
             description["pooling"] = self.model_config.pooling.describe()
         forms = self.checkpoint.multiplied_forms(self.settings.weight_forms)
@@ -424,8 +424,8 @@ class ModelRunner(ModelRunnerBase):
             eos_token_ids=self.checkpoint.end_token_ids,
             device=self.device,
             sort_ascending=self.ops.sort_ascending,
-            draw_from_softmax=self.ops.softmax_draw(),
-            draws_greedily=self.ops.draws_greedily,
+            draw_from_softmax=self.ops.softmax_draw(greedy=False),
+            draws_greedily=self.ops.softmax_draw(greedy=True) is not None,
             add_at=self.ops.add_at,
             allow_tokens=self.ops.allow_tokens,
             allowed_draw=self.ops.allowed_draw(),

@@ -30,7 +30,7 @@ from npu_runner.runner.kv_cache import KVCacheShape
 from npu_runner.runner.memory import MemoryGuard, weights_bytes
 from npu_runner.runner.mtp_step import MTPStepRunner
 from npu_runner.runner.pooling_step import PoolingStepRunner
-from npu_runner.runner.settings import Settings, attention_facts, state_shape
+from npu_runner.runner.settings import Settings, state_shape
 from npu_runner.runner.states import StatePlan, StatePool
 from npu_runner.runner.step import StepRunner
 from npu_runner.sampling.sampler import Sampler
@@ -75,7 +75,7 @@ class NetworkOnMeta:
         self._tp = MetaRank(rank, config.parallel.tensor_parallel_size,
                             has_whole_experts=config.parallel.enable_expert_parallel)
         self._dtype, self._kv_dtype = settings.torch_dtypes
-        self._attention = MetaAttention(attention_facts(config, platform))
+        self._attention = MetaAttention(platform.attention_backends[settings.attention_backend])
         delta = gated_delta_shape(model_config, self._tp)
         self._gated_delta = None if delta is None else TorchGatedDelta(delta)
         ops = MetaOps(copies_rows_to_experts=platform.copies_rows_to_experts)

@@ -301,8 +301,7 @@ class StepRunner:
         slots_B = padded["table_slots"]
         news = self.tables.news(new_blocks_N3, slots_B)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
-        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(),
-                                            lambda: self.tables.on_host_SW[slots_B])
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
         return padded
 
     def launch(self, step: PreparedStep) -> Launched:

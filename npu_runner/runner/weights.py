@@ -85,7 +85,11 @@ def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform
     asked = checkpoint.config.quantization
     if checkpoint.quantization is None and asked == "auto":
         return settings
-    forms = platform.proven_forms(settings.weight_forms)
+    probe = platform.probe_of_forms()
+    findings = {} if probe is None else probe(settings.weight_forms)
+    for form, finding in findings.items():
+        logger.warning("a matmul with weights of the form %s %s; such weights are dequantised", form, finding)
+    forms = tuple(form for form in settings.weight_forms if form not in findings)
     if asked in settings.weight_forms and asked not in forms:
         raise ConfigError(f"quantization {asked!r}: the products of this device are not as they should be, as the "
                           "warning above says; leave it at auto")

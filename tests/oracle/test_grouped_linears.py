@@ -307,7 +307,7 @@ def test_a_model_computes_as_with_dequantised_weights(model_type: str, name: str
     quantise(checkpoint(model_type, **{**SIZES, **more}), tmp_path / name, name, group_size=32)
     found = []
     for forms in ((), (GROUPED,)):
-        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype, forms=forms: forms)
+        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_, forms=forms: forms)
         with LLM(tmp_path / name, platform="cpu", **SMALL) as llm:
             linears = {name: module for name, module in runner_of(llm).model.named_modules()
                        if isinstance(module, HeldLinear)}
@@ -343,7 +343,7 @@ def test_bytes_are_counted_before_and_after_loading(checkpoint: Any, tmp_path: P
         assert main([*asked, str(model)]) == 0
         found.append(json.loads(capsys.readouterr().out)["weights_bytes"])
     assert found[0] - found[1] == 2 * values - (values // 2 + 2 * 2 * values // 32)
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (GROUPED,))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: (GROUPED,))
     loaded_bytes = []
     for model, settings in ((plain, {}), (path, {}), (path, {"load_format": "dummy"})):
         with LLM(model, platform="cpu", **SMALL, **settings) as llm:

@@ -21,7 +21,7 @@ from npu_runner import LLM
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.graphs import GraphResourceError
+from npu_runner.platforms.graphs import GraphResourceError, Recorder
 from npu_runner.platforms.platform import AttentionFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.runner.dummy import dummy_prefill
@@ -67,12 +67,13 @@ class TiledAttention(CpuAttention):
 class Repeating(UncompiledGraphs):
     """`room`: for so many graphs of prefills."""
 
-    records = True
-
     def __init__(self, room: int = 100):
         self.room = room
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def recorder(self) -> Recorder:
+        return self._record
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
         self.room -= 1
         if self.room < 0:
             raise GraphResourceError("no room for one more")

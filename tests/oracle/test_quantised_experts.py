@@ -228,7 +228,7 @@ class Rounding(CpuPlatform):
 
     weight_forms = (INT8, INT8_EXPERTS)
 
-    def forms_with(self, dtype: str) -> tuple[str, ...]:
+    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
         return self.weight_forms
 
 

@@ -30,10 +30,9 @@ class DecoderMLP(nn.Module):
             "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces)
 
     def forward(self, x_TD: Tensor | RoundedRows) -> Tensor:
-        gate_up_T2I, form = self.gate_up_proj(x_TD), self.down_proj.form
-        if form is None:
-            return self.down_proj(self.ops.silu_and_mul(gate_up_T2I))
-        return self.down_proj(self.down_proj.quantised.silu_and_mul(gate_up_T2I, form))
+        both_T2I, down = self.gate_up_proj(x_TD), self.down_proj
+        return down(self.ops.silu_and_mul(both_T2I) if down.form is None else
+                    down.quantised.silu_and_mul(both_T2I, down.form))
 
 
 class SparseMoE(nn.Module):

@@ -34,7 +34,7 @@ MakeNorm: TypeAlias = Callable[[int], Norm]
 ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
     "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
-    "quick_gelu": lambda linear, x: linear.ops.quick_gelu(linear(x)),
+    "quick_gelu": lambda linear, x: linear.ops.gelu(linear(x), "sigmoid"),
     "silu": lambda linear, x: F.silu(linear(x)),
 }
 """By the names that config.json has. Each takes the linear in front with it: some platforms compute both in one

@@ -61,8 +61,6 @@ class PrefillPlan:
 
 
 class TritonAttention(AttentionBackend):
-    name = "triton"
-
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -124,7 +122,8 @@ class TritonAttention(AttentionBackend):
     def plan_of_tiles(self, tiles: Tensor) -> PrefillPlan:
         return PrefillPlan(tiles, is_padded=True)
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
+                    query_lens_B: Sequence[int] | None = None) -> Any:
         """Nothing to plan; the first eager step compiles `combine` for every number of parts that later ones may have.
 
         Graphs have theirs from the step that warms them up.

@@ -34,8 +34,6 @@ _GATED, _DRAW, _MASKS, _MASKED_DRAW, _SIGMOID = -1, -2, -3, -4, -5
 
 
 class TritonOps(Ops):
-    draws_greedily = True
-
     def __init__(self) -> None:
         self._compiled: set[tuple[int, ...]] = set()
 
@@ -160,7 +158,7 @@ class TritonOps(Ops):
             experts.compile_all(x_TD, weights_TK, experts_TK, gate_up, down, held)
         return experts.run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
 
-    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._draw_from_softmax
 
     def _draw_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:

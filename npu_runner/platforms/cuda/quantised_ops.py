@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.cuda import draw, grouped_products, quantised_experts
+from npu_runner.platforms.cuda import grouped_products, quantised_experts
 from npu_runner.platforms.cuda import quantised_inputs as inputs
 from npu_runner.platforms.cuda import quantised_products as quantised
 from npu_runner.platforms.grouped import GroupedWeight
@@ -57,7 +57,7 @@ class TritonQuantisedOps(QuantisedOps):
         elif isinstance(rows, Tensor):
             rows = Fp8Rows(*inputs.quantise_rows(rows, inputs.FP8, in_groups=scales.dim() == 2), rows.dtype)
         assert isinstance(rows, Int8Rows if isinstance(weight, Int8Weight) else Fp8Rows), "rows have the weight's form"
-        kind = (*values_OI.shape, draw.DTYPES.index(rows.dtype), scales.dim(), int(values_OI.dtype == torch.int8),
+        kind = (*values_OI.shape, rows.dtype, scales.dim(), int(values_OI.dtype == torch.int8),
                 int(bias_O is not None), _MATMUL)
         if kind not in self._compiled and len(rows.values_TI):
             self._compiled.add(kind)
@@ -66,7 +66,7 @@ class TritonQuantisedOps(QuantisedOps):
 
     def _multiply_groups(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
         kind = (*weight.values.shape, len(weight.scales), int(weight.zeros is not None), int(bias_O is not None),
-                draw.DTYPES.index(x_TI.dtype), _GROUPED)
+                x_TI.dtype, _GROUPED)
         if kind not in self._compiled and len(x_TI):
             self._compiled.add(kind)
             grouped_products.compile_all(weight, bias_O, x_TI.dtype)

@@ -22,7 +22,6 @@ _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
 class NpuOps(TorchOps):
-    experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
     experts_in_out = True  # the grouped matmul reads (groups, in, out)
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -77,10 +76,12 @@ class NpuOps(TorchOps):
         # scatter_add_ and index_add_ of a long table run on the AI CPU or copy it; this operator writes in place.
         torch_npu.npu_scatter_nd_update_(table_N, places_B[:, None], table_N.index_select(0, places_B) + amounts_B)
 
-    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        return draw_from_softmax
+    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        return None if greedy else draw_from_softmax
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        if approximate == "sigmoid":
+            return super().gelu(x, approximate)
         # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.
         return torch_npu.npu_gelu(x, approximate=approximate)
 

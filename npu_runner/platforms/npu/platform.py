@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -80,19 +80,12 @@ class NpuPlatform(Platform):
         if is_85(cann := cann_version() or ""):
             cann85.check_graph_mode(graph_mode, cann)
 
-    def proves_forms(self) -> bool:
-        return is_85(cann_version())
-
-    def proven_forms(self, forms: tuple[str, ...]) -> tuple[str, ...]:
-        if not self.proves_forms():
-            return forms
+    def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
+        if not is_85(cann_version()):
+            return None
         from npu_runner.platforms.npu.int8_probes import why_unproven
 
-        findings = why_unproven(forms)
-        for form, finding in findings.items():
-            logger.warning("CANN %s: a product of weights of the form %s %s; such weights are dequantised",
-                           cann_version(), form, finding)
-        return tuple(form for form in forms if form not in findings)
+        return why_unproven
 
     def check_model(self, needs: ModelNeeds) -> None:
         cann = cann_version() or ""

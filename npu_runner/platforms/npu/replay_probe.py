@@ -45,14 +45,14 @@ class _Replayed:
         self._inputs: StepInputs | None = None
 
     def step(self, done_lens: Sequence[int], seed: int) -> Tensor:
-        inputs, context_lens, tables = step_inputs(self._layer.side, self._layer.needs, done_lens, (1, 1), seed)
+        inputs, context_lens, _ = step_inputs(self._layer.side, self._layer.needs, done_lens, (1, 1), seed)
         if self._inputs is None:
             self._inputs = inputs
         else:
             for kept, new in zip(self._inputs, inputs, strict=True):
                 kept.copy_(new)
         torch.npu.synchronize()
-        self._compiler.before_replay(len(context_lens), context_lens, lambda: tables)
+        self._compiler.before_replay(len(context_lens), context_lens)
         return self._graph(self._inputs).cpu()
 
 

@@ -59,8 +59,8 @@ PRODUCTS: dict[str, tuple[str, str, Change]] = {
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
-    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, tables: good(
-        self, size, [6, 201], tables)),
+    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens: good(
+        self, size, [6, 201])),
     "a replay that fails": ("_AclGraph", "__call__", lambda good: _fail),
 }
 
