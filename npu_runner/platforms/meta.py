@@ -1,4 +1,5 @@
-"""Torch's meta device as what a step runs on: nothing is computed, and a meter counts the bytes that would be taken.
+"""Torch's meta device as a platform that stands in for a vendor's: nothing is computed, and a meter counts the bytes
+that a device would give.
 
 Operators are shaped as fused ones: what is allocated are results, and what devices sort and copy on the way. Knows no
 vendor and no model.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,15 +18,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from npu_runner.platforms import reference_platform
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.devices import Memory, MemoryInfo, Roles
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, Ring, RingedGatedDelta
+from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeldExperts, Ops, TorchOps
-from npu_runner.platforms.platform import AttentionFacts
+from npu_runner.platforms.platform import AttentionFacts, Platform
 from npu_runner.platforms.quantised import Int8Weight, QuantisedExperts, QuantisedOps, QuantisedWeight, RoundedRows
-from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.transfers import SideResult, SideStream
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
+from npu_runner.platforms.transfers import Download, SideResult, SideStream
 
 META = torch.device("meta")
+_DRAFTS = object()
+"""The plan of a decode step with drafts: nothing is read of it."""
 SORT_WORKSPACE_BYTES = 32
 """For each value that is sorted, beside values and indices: keys, places and rows, twice over, as torch does on a GPU.
 """
@@ -64,6 +73,72 @@ class LiveBytes(TorchDispatchMode):
     def _drop(self, key: int, num_bytes: int) -> None:
         del self._held[key]
         self.now -= num_bytes
+
+
+class MetaPlatform(Platform):
+    """Stands in for `platform`, with its facts, to put a model together without a device or memory for it."""
+
+    name = "meta"
+    ray_resource = "CPU"
+
+    def __init__(self, platform: Platform):
+        self.defaults, self.attention_backends = platform.defaults, platform.attention_backends
+        self.state_facts, self.copies_rows_to_experts = platform.state_facts, platform.copies_rows_to_experts
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def make_roles(self) -> Roles:
+        host = reference_platform()
+        return Roles(devices=host.devices, communicators=host.communicators, memory=MetaMemory())
+
+    def make_ops(self) -> Ops:
+        return MetaOps(copies_rows_to_experts=self.copies_rows_to_experts)
+
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        return MetaQuantisedOps(ops, copies_rows_to_experts=self.copies_rows_to_experts)
+
+    def make_attention(self, name: str, **_: Any) -> AttentionBackend:
+        return MetaAttention(self.attention_backends[next(iter(self.attention_backends)) if name == "auto" else name])
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        return MetaGatedDelta(shape)
+
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        raise AssertionError("nothing is computed, so nothing is compiled")
+
+
+class MetaMemory(Memory):
+    """Memory that counts as a device's own and holds nothing. LiveBytes measures it."""
+
+    def info(self) -> MemoryInfo:
+        return MemoryInfo(0, 0, 0, 0, 0)
+
+    def reset_peak(self) -> None:
+        """See LiveBytes."""
+
+    def empty_cache(self) -> None:
+        """Nothing is kept."""
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return False
+
+    def download(self, tensor: Tensor) -> Download:
+        return _MetaDownload(tensor)
+
+    def side_stream(self) -> SideStream:
+        return MetaSideStream()
+
+
+class _MetaDownload(Download):
+    """Zeros, as no value is computed. The tensor lives as long as its copy is not read."""
+
+    def __init__(self, tensor: Tensor):
+        super().__init__(torch.zeros(tensor.shape, dtype=tensor.dtype))
+        self._tensor = tensor
 
 
 class MetaSideStream(SideStream):
@@ -192,3 +267,28 @@ class MetaAttention(AttentionBackend):
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
         return q_TNH.new_empty(q_TNH.shape)
+
+
+class MetaGatedDelta(RingedGatedDelta, TorchGatedDelta):
+    """The plain operators. Steps with drafts hold their rows and outputs, and no state beside those of the pool."""
+
+    def plan_drafts(self, runs_T: Tensor, query_lens_B: Sequence[int] | None) -> Any:
+        return _DRAFTS
+
+    def plan_drafts_in_ring(self, inputs: StepInputs, ring: Ring) -> Any:
+        return _DRAFTS
+
+    def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if metadata.state_plan is _DRAFTS:
+            metadata = replace(metadata, state_plan=None)
+        # With drafts in rings there are more columns.
+        return super().convolve(x_TC, weight_CW, conv_state[:, : weight_CW.shape[1] - 1], metadata)
+
+    def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                     state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
+        return self.delta_rule(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, metadata)
+
+    def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
+                       plan: Any) -> Tensor:
+        heads = self._heads(qkv_TC)
+        return torch.empty_like(heads[2], dtype=qkv_TC.dtype)

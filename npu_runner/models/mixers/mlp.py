@@ -30,9 +30,12 @@ class DecoderMLP(nn.Module):
             "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces)
 
     def forward(self, x_TD: Tensor | RoundedRows) -> Tensor:
-        both_T2I, down = self.gate_up_proj(x_TD), self.down_proj
-        return down(self.ops.silu_and_mul(both_T2I) if down.form is None else
-                    down.quantised.silu_and_mul(both_T2I, down.form))
+        return self.down_proj(self._activate(self.gate_up_proj(x_TD)))  # gate and up are released in between
+
+    def _activate(self, gate_up_T2I: Tensor) -> Tensor | RoundedRows:
+        form = self.down_proj.form
+        return self.ops.silu_and_mul(gate_up_T2I) if form is None else (
+            self.down_proj.quantised.silu_and_mul(gate_up_T2I, form))
 
 
 class SparseMoE(nn.Module):
