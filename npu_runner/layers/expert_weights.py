@@ -22,15 +22,7 @@ from npu_runner.checkpoint.model_config import MoEConfig
 from npu_runner.checkpoint.weights_reader import Member
 from npu_runner.layers.parallel import LayerContext, WeightPart
 from npu_runner.platforms.ops import HeldExperts
-from npu_runner.platforms.quantised import (
-    FP8_BLOCK,
-    FP8_BLOCKS,
-    FP8_EXPERTS,
-    INT8,
-    INT8_EXPERTS,
-    QuantisedExperts,
-    QuantisedOps,
-)
+from npu_runner.platforms.quantised import FP8_BLOCK, FP8_BLOCKS, FP8_EXPERTS, INT8, INT8_EXPERTS, QuantisedExperts
 
 FORMS_OF_EXPERTS = {INT8: INT8_EXPERTS, FP8_BLOCKS: FP8_EXPERTS}
 """By the form of each matrix."""
@@ -52,7 +44,7 @@ class ExpertWeights(nn.Module):
     def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
         super().__init__()
         self.moe, self.hidden_size = moe, hidden_size
-        self.is_in_out = context.ops.experts_in_out
+        self.ops, self.is_in_out = context.quantised, context.ops.experts_in_out
         self.first, self.count = context.tp.expert_share(moe.num_experts)
         self.start, self.length = (0, moe.intermediate_size) if context.tp.has_whole_experts else context.tp.share(
             moe.intermediate_size, "moe_intermediate_size", "; enable_expert_parallel leaves experts whole")
@@ -71,12 +63,6 @@ class ExpertWeights(nn.Module):
         self.is_held, kinds = True, set(forms)
         form = FORMS_OF_EXPERTS.get(kinds.pop() or "") if len(kinds) == 1 else None
         self._allocate(form if form in self.forms and self._has_product(form) else None, self._context)
-
-    @property
-    def ops(self) -> QuantisedOps:
-        """The operators of quantised experts."""
-        assert self._context.quantised is not None, "forms come with their operators"
-        return self._context.quantised
 
     @property
     def quantised(self) -> tuple[QuantisedExperts, QuantisedExperts]:

@@ -30,7 +30,6 @@ from npu_runner.platforms.quantised import (
     Fp8Weight,
     Int8Weight,
     NormRounding,
-    QuantisedOps,
     QuantisedWeight,
     RoundedRows,
     StaticInt8Weight,
@@ -121,7 +120,7 @@ class HeldLinear(nn.Module):
 
     def __init__(self, out_features: int, in_features: int, *, bias: bool, context: LayerContext, padding: Padding):
         super().__init__()
-        self.ops = context.ops
+        self.ops, self.quantised = context.ops, context.quantised
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
         self.rest = self.rest_bias = self.shifts = self.zeros = self.behind_norm = None
@@ -199,12 +198,6 @@ class HeldLinear(nn.Module):
         assert isinstance(x_TI, Tensor), "some rows are not quantised"
         rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
         return torch.cat((out_TO, rest_TO) if self._is_form_first else (rest_TO, out_TO), dim=-1)
-
-    @property
-    def quantised(self) -> QuantisedOps:
-        """The operators of quantised weights."""
-        assert self._context.quantised is not None, "forms come with their operators"
-        return self._context.quantised
 
     def _quantised_weight(self, scales: Tensor, *, is_rounded: bool) -> QuantisedWeight:
         """`is_rounded`: a norm has rounded the inputs by one scale."""

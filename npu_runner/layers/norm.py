@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         self._rounding = None
         if linear is None or linear.rest is not None or self.weight_dtype is not None or self.shift is not None:
             return
-        if self.quantised is None or not self.quantised.fuses_rounding:
+        if not self.quantised.fuses_rounding:
             return
         if linear.form == INT8_STATIC:
             self._rounding = linear.let_norm_round()
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """(norm(x + residual), x + residual); the first as its reader takes it."""
         assert x.shape == residual.shape, f"{tuple(x.shape)} and {tuple(residual.shape)}: kernels see no broadcast"
-        if self._rounding is not None and self.quantised is not None:
+        if self._rounding is not None:
             return self.quantised.add_rms_norm(x, residual, self.weight, self.eps, self._rounding)
         normed, total = self.ops.add_rms_norm(x, residual, self.weight, self.eps)
         return self._shifted(normed), total

@@ -115,8 +115,12 @@ class LayerContext:
     device: torch.device
     gated_delta: GatedDeltaBackend | None = None
     weight_forms: tuple[str, ...] = ()
-    quantised: QuantisedOps | None = None
-    """Given with `weight_forms`."""
+    quantised: QuantisedOps = None  # type: ignore[assignment]
+    """None: those of plain torch."""
+
+    def __post_init__(self) -> None:
+        if self.quantised is None:
+            object.__setattr__(self, "quantised", QuantisedOps(self.ops))
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised parameter, of the model's dtype unless said otherwise; the weights loader fills it."""

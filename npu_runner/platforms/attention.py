@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.ops import HeadNorms, Ops
-from npu_runner.platforms.platform import AttentionFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from npu_runner.platforms import reference_platform
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.devices import Memory, MemoryInfo, Roles
+from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, Ring, RingedGatedDelta
 from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
 from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import HeldExperts, Ops, TorchOps
-from npu_runner.platforms.platform import AttentionFacts, Platform
+from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.quantised import Int8Weight, QuantisedExperts, QuantisedOps, QuantisedWeight, RoundedRows
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
@@ -79,11 +80,10 @@ class MetaPlatform(Platform):
     """Stands in for `platform`, with its facts, to put a model together without a device or memory for it."""
 
     name = "meta"
-    ray_resource = "CPU"
 
     def __init__(self, platform: Platform):
         self.defaults, self.attention_backends = platform.defaults, platform.attention_backends
-        self.state_facts, self.copies_rows_to_experts = platform.state_facts, platform.copies_rows_to_experts
+        self.copies_rows_to_experts = platform.copies_rows_to_experts
 
     def why_unavailable(self) -> str | None:
         return None
@@ -96,7 +96,7 @@ class MetaPlatform(Platform):
         return MetaOps(copies_rows_to_experts=self.copies_rows_to_experts)
 
     def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
-        return MetaQuantisedOps(ops, copies_rows_to_experts=self.copies_rows_to_experts)
+        return MetaQuantisedOps(ops)
 
     def make_attention(self, name: str, **_: Any) -> AttentionBackend:
         return MetaAttention(self.attention_backends[next(iter(self.attention_backends)) if name == "auto" else name])
@@ -113,18 +113,6 @@ class MetaMemory(Memory):
 
     def info(self) -> MemoryInfo:
         return MemoryInfo(0, 0, 0, 0, 0)
-
-    def reset_peak(self) -> None:
-        """See LiveBytes."""
-
-    def empty_cache(self) -> None:
-        """Nothing is kept."""
-
-    def synchronize(self) -> None:
-        """Nothing runs."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return False
 
     def download(self, tensor: Tensor) -> Download:
         return _MetaDownload(tensor)
@@ -162,7 +150,7 @@ class MetaOps(TorchOps):
     """
 
     def __init__(self, *, copies_rows_to_experts: bool):
-        self._copies_rows = copies_rows_to_experts
+        self.copies_rows = copies_rows_to_experts
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
@@ -196,8 +184,8 @@ class MetaOps(TorchOps):
         and up."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.numel() // (len(down) * hidden_size)
-        rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else 0, hidden_size)
-        both_P2I = x_TD.new_empty(num_pairs if self._copies_rows else 0, 2 * width)
+        rows_PD = x_TD.new_empty(num_pairs if self.copies_rows else 0, hidden_size)
+        both_P2I = x_TD.new_empty(num_pairs if self.copies_rows else 0, 2 * width)
         hidden_PI = x_TD.new_empty(num_pairs, width)
         del both_P2I
         outputs_PD = x_TD.new_empty(num_pairs, hidden_size)
@@ -206,11 +194,7 @@ class MetaOps(TorchOps):
         return out_TD
 
 class MetaQuantisedOps(QuantisedOps):
-    """copies_rows_to_experts: see MetaOps."""
-
-    def __init__(self, ops: Ops, *, copies_rows_to_experts: bool):
-        super().__init__(ops)
-        self._copies_rows = copies_rows_to_experts
+    ops: MetaOps
 
     def linear(self, x_TI: Tensor | RoundedRows, weight: QuantisedWeight, bias_O: Tensor | None) -> Tensor:
         if isinstance(weight, GroupedWeight):
@@ -230,9 +214,9 @@ class MetaQuantisedOps(QuantisedOps):
         int32. Else they are of x's dtype, and so is what is rounded for the second matmul."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.values.numel() // (len(down.values) * hidden_size)
-        rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else len(x_TD), hidden_size, dtype=torch.int8)
-        both_P2I = x_TD.new_empty(num_pairs if self._copies_rows else 0, 2 * width, dtype=torch.int32)
-        hidden_PI = x_TD.new_empty(0 if self._copies_rows else num_pairs, width)
+        rows_PD = x_TD.new_empty(num_pairs if self.ops.copies_rows else len(x_TD), hidden_size, dtype=torch.int8)
+        both_P2I = x_TD.new_empty(num_pairs if self.ops.copies_rows else 0, 2 * width, dtype=torch.int32)
+        hidden_PI = x_TD.new_empty(0 if self.ops.copies_rows else num_pairs, width)
         rounded_PI = x_TD.new_empty(num_pairs, width, dtype=torch.int8)
         del both_P2I
         outputs_PD = x_TD.new_empty(num_pairs, hidden_size)

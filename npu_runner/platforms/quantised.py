@@ -160,7 +160,9 @@ class QuantisedOps:
             assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
             return grouped_product(x_TI, weight, bias_O)
         if isinstance(weight, StaticInt8Weight):
-            return static_product(static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else _static(x_TI), weight)
+            static = static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else x_TI
+            assert isinstance(static, StaticRows), "rows have no scales of their own here"
+            return static_product(static, weight)
         if isinstance(weight, Int8Weight):
             rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
             assert isinstance(rows, Int8Rows), "int8 weights take rows of int8"
@@ -178,11 +180,12 @@ class QuantisedOps:
         normed_TD, total_TD = self.ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
         if isinstance(rounding, NormRounding):
             return divided_rows(normed_TD, rounding), total_TD
-        return int8_rows(normed_TD) if rounding == INT8 else fp8_rows(
-            normed_TD, in_blocks=rounding == FP8_BLOCKS), total_TD
+        is_int8, in_blocks = rounding == INT8, rounding == FP8_BLOCKS
+        return int8_rows(normed_TD) if is_int8 else fp8_rows(normed_TD, in_blocks=in_blocks), total_TD
 
-    def silu_and_mul(self, gate_up_T2I: Tensor, form: str) -> Tensor | RoundedRows:
-        """`Ops.silu_and_mul` for weights of this form; already rounded where this is faster."""
+    def silu_and_mul(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
+        """`Ops.silu_and_mul` for a weight of this form; already rounded where this is faster. None: the model's dtype.
+        """
         return self.ops.silu_and_mul(gate_up_T2I)
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
@@ -196,11 +199,6 @@ class QuantisedOps:
     def _multiply_expert(self, rows: Tensor, weight: QuantisedExperts, expert: int) -> Tensor:
         values, scales = weight.values[expert], weight.scales[expert]
         return self.linear(rows, (Int8Weight if values.dtype == torch.int8 else Fp8Weight)(values, scales), None)
-
-
-def _static(rows: RoundedRows) -> StaticRows:
-    assert isinstance(rows, StaticRows), "rows have no scales of their own here"
-    return rows
 
 
 def fp8_rows(x_TI: Tensor, *, in_blocks: bool) -> Fp8Rows:

@@ -25,7 +25,6 @@ from npu_runner.layers.weight_forms import MADE_AT_LOAD, hold_as_floats, hold_as
 from npu_runner.platforms.meta import META, LiveBytes, MetaPlatform
 from npu_runner.platforms.platform import Platform
 from npu_runner.request.limits import GIB, LIMITS, MIB
-from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.assembly import RankAssembly
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.kv_cache import KVCachePlan, cache_window, memory_left
@@ -170,17 +169,14 @@ def _first_rank(strategy: LoadStrategy, model_config: ModelConfig, config: Runne
     """
     tp = _MetaRank(0, config.parallel.tensor_parallel_size, has_whole_experts=config.parallel.enable_expert_parallel)
     rank = RankAssembly(strategy, model_config, config, settings, MetaPlatform(platform), tp, META,
-                        image_of=partial(_image_of, strategy, config), end_token_ids=model_config.eos_token_ids)
+                        image_of=lambda most_tokens: strategy.largest_images(config)(most_tokens),
+                        end_token_ids=model_config.eos_token_ids)
     context = replace(rank.make_context(), weight_forms=settings.weight_forms)
     with torch.inference_mode():
         model = strategy.build(model_config, settings.max_model_len, context)
     hold(model)
     rank.set_network(model)
     return rank
-
-
-def _image_of(strategy: LoadStrategy, config: RunnerConfig, most_tokens: int) -> ImageInput:
-    return strategy.largest_images(config)(most_tokens)
 
 
 def _hold(strategy: LoadStrategy, config: RunnerConfig, settings: Settings, model: nn.Module) -> None:

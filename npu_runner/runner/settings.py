@@ -12,8 +12,9 @@ from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.gated_delta import GatedDeltaShape, ring_length
-from npu_runner.platforms.platform import AttentionFacts, ModelNeeds, Platform
+from npu_runner.platforms.platform import ModelNeeds, Platform
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.buckets import bucket_sizes, most_padding
 from npu_runner.runner.states import StateNeeds, StateShape

@@ -21,8 +21,8 @@ from npu_runner import LLM
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.graphs import GraphResourceError, Recorder
-from npu_runner.platforms.platform import AttentionFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket

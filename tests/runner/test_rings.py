@@ -18,9 +18,9 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.layers.gated_delta import GatedDelta
 from npu_runner.platforms.cpu.ops import CpuGatedDelta
 from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.facts import StateFacts
 from npu_runner.platforms.gated_delta import GatedDeltaShape, Ring, RingedGatedDelta, StateSave
 from npu_runner.platforms.gated_delta_plan import PrefillPlan
-from npu_runner.platforms.platform import StateFacts
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.states import StatePlan, StatePool, StateShape

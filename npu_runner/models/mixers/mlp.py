@@ -21,7 +21,7 @@ class DecoderMLP(nn.Module):
 
     def __init__(self, hidden_size: int, mlp: MLPConfig, context: LayerContext, *, reduces: bool = True):
         super().__init__()
-        self.ops = context.ops
+        self.quantised = context.quantised
         parts = split_parts(("gate_proj", "up_proj"), mlp.intermediate_size, context)
         if mlp.is_fused:
             parts = side_by_side("gate_up_proj", parts)
@@ -30,12 +30,7 @@ class DecoderMLP(nn.Module):
             "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces)
 
     def forward(self, x_TD: Tensor | RoundedRows) -> Tensor:
-        return self.down_proj(self._activate(self.gate_up_proj(x_TD)))  # gate and up are released in between
-
-    def _activate(self, gate_up_T2I: Tensor) -> Tensor | RoundedRows:
-        form = self.down_proj.form
-        return self.ops.silu_and_mul(gate_up_T2I) if form is None else (
-            self.down_proj.quantised.silu_and_mul(gate_up_T2I, form))
+        return self.down_proj(self.quantised.silu_and_mul(self.gate_up_proj(x_TD), self.down_proj.form))
 
 
 class SparseMoE(nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from npu_runner.platforms.platform import AttentionFacts, Platform, PlatformDefaults, StateFacts
+from npu_runner.platforms.facts import AttentionFacts, StateFacts
+from npu_runner.platforms.platform import Platform, PlatformDefaults
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cuda import FP8_PROMPT_ROOM, Capability, too_old
 from npu_runner.platforms.examination import Examination
-from npu_runner.platforms.platform import AttentionFacts, Platform, PlatformDefaults, StateFacts
+from npu_runner.platforms.facts import AttentionFacts, StateFacts
+from npu_runner.platforms.platform import Platform, PlatformDefaults
 
 if TYPE_CHECKING:
     import torch

@@ -80,7 +80,7 @@ class TritonQuantisedOps(QuantisedOps):
             in_groups=rounding == FP8_BLOCKS)
         return (Int8Rows if rounding == INT8 else Fp8Rows)(values_TD, scales, x_TD.dtype), total_TD
 
-    def silu_and_mul(self, gate_up_T2I: Tensor, form: str) -> Tensor | RoundedRows:
+    def silu_and_mul(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
         if form not in (INT8, FP8, FP8_BLOCKS):
             return self.ops.silu_and_mul(gate_up_T2I)
         rows = inputs.silu_and_mul_quantised(gate_up_T2I, torch.int8 if form == INT8 else inputs.FP8,

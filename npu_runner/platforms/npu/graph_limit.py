@@ -1,4 +1,4 @@
-"""No more decode graphs than a device can hold with collectives inside. Knows nothing of how graphs are made."""
+"""No more decode graphs than a device can hold with collectives inside, or none. Knows not how graphs are made."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ class LimitedGraphCompiler(GraphCompiler):
 
     def release(self) -> None:
         self._compiler.release()
+
+
+class NoGraphs(GraphCompiler):
+    """Every graph is refused for one reason, so that all steps of all ranks run eagerly."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        return self._refuse
+
+    def _refuse(self, *inputs: Tensor) -> Tensor:
+        raise GraphResourceError(self._reason)

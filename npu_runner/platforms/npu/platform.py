@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.host_settings import allocator_defaults, check_graph_mode, most_graphs, process_defaults
-from npu_runner.platforms.npu.settings import ATTENTION_FACTS, npu_settings
+from npu_runner.platforms.npu.settings import ATTENTION_FACTS, STATE_FACTS, npu_settings
 from npu_runner.platforms.npu.versions import cann_version, is_85, soc_name
-from npu_runner.platforms.platform import ModelNeeds, Platform, PlatformDefaults, StateFacts
+from npu_runner.platforms.platform import ModelNeeds, Platform, PlatformDefaults
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,7 @@ class NpuPlatform(Platform):
     name = "npu"
     priority = 30
     attention_backends = MappingProxyType({"fused": ATTENTION_FACTS})
-    # The fused operator takes eight tokens of a sequence.
-    state_facts = StateFacts(most_drafts=7, drafts_in_graphs=True)
+    state_facts = STATE_FACTS
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
     weight_forms = ("int8", "int8_static", "int8_experts", "grouped")
@@ -83,7 +82,7 @@ class NpuPlatform(Platform):
     def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
         if not is_85(cann_version()):
             return None
-        from npu_runner.platforms.npu.int8_probes import why_unproven
+        from npu_runner.platforms.npu.probes import why_unproven
 
         return why_unproven
 
@@ -157,29 +156,11 @@ class NpuPlatform(Platform):
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         import torch
 
-        from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
+        from npu_runner.platforms.npu.graph_cache import limited_compiler
 
-        if (refusal := self._why_no_replay(settings)) is not None:
-            from npu_runner.platforms.npu.replay_probe import NoGraphs
-
-            return NoGraphs(refusal)
         num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        limit = most_graphs(soc_name(), os.environ, num_ranks)
-        compiler = self._make_graph_compiler(settings, self._latest_attention())
-        return compiler if limit is None else LimitedGraphCompiler(compiler, limit)
-
-    def _make_graph_compiler(self, settings: GraphSettings, attention: NpuAttention) -> GraphCompiler:
-        """`attention`: whose lengths captured graphs take at each replay."""
-        from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler, RecordedGraphCompiler
-
-        if settings.mode == "reduce-overhead":
-            compiler = RecordedGraphCompiler if npu_settings().capture == "recorded" else AclGraphCompiler
-            return compiler(attention)
-        if settings.cache_dir is None:
-            return GraphEngineCompiler()
-        from npu_runner.platforms.npu.graph_cache import CachedGraphEngineCompiler
-
-        return CachedGraphEngineCompiler(settings)
+        return limited_compiler(settings, self._latest_attention(), most_graphs(soc_name(), os.environ, num_ranks),
+                                self._why_no_replay(settings))
 
     def _why_no_replay(self, settings: GraphSettings) -> str | None:
         """On CANN 8.5 one small graph is captured first; what is wrong with it, if anything is."""
@@ -187,14 +168,14 @@ class NpuPlatform(Platform):
         if not is_85(cann):
             return None
         from npu_runner.platforms.npu.attention import NpuAttention
-        from npu_runner.platforms.npu.probes import Side
-        from npu_runner.platforms.npu.replay_probe import why_no_replay
+        from npu_runner.platforms.npu.graph_cache import make_compiler
+        from npu_runner.platforms.npu.probes import Side, why_no_replay
 
         assert self._proven is not None, "check_model comes before graphs"
         needs, kernels = self._proven
         npu = Side.of_npu(needs, masks_decode=npu_settings().decode_attention == "masked", kernels=kernels)
         assert isinstance(npu.attention, NpuAttention), "of_npu makes one"
-        compiler = self._make_graph_compiler(settings, npu.attention)
+        compiler = make_compiler(settings, npu.attention)
         refusal = why_no_replay(compiler, npu, Side.of_cpu(needs), needs)
         return None if refusal is None else f"CANN {cann}: {refusal}"
 

@@ -124,7 +124,7 @@ def prove(asked: Any) -> str:
 
 
 def prove_products(asked: Any) -> dict[str, str]:
-    from npu_runner.platforms.npu.int8_probes import why_unproven
+    from npu_runner.platforms.npu.probes import why_unproven
 
     return why_unproven(("int8", "int8_static"))
 
@@ -133,8 +133,7 @@ def prove_replay(asked: Any) -> str:
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.graphs import AclGraphCompiler
     from npu_runner.platforms.npu.kernels import FIRST_CHOICES
-    from npu_runner.platforms.npu.probes import Side
-    from npu_runner.platforms.npu.replay_probe import why_no_replay
+    from npu_runner.platforms.npu.probes import Side, why_no_replay
 
     npu = Side.of_npu(asked, masks_decode=True, kernels=FIRST_CHOICES)
     assert isinstance(npu.attention, NpuAttention)
