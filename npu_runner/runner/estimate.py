@@ -31,7 +31,7 @@ from npu_runner.runner.kv_cache import KVCachePlan, cache_window, memory_left
 from npu_runner.runner.memory import weights_bytes
 from npu_runner.runner.settings import Settings, resolve_settings, state_needs
 from npu_runner.runner.states import StatePlan, plan_states, size
-from npu_runner.strategies import LoadStrategy
+from npu_runner.strategies import LoadStrategy, open_adapter
 from npu_runner.strategies.transformers_model import TransformersStrategy
 
 ACTIVATIONS_MARGIN = 1.1
@@ -112,8 +112,11 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
     if isinstance(strategy, TransformersStrategy):
         raise ConfigError("the model is served through transformers, by the generic strategy, which is not estimated; "
                           "take a model of a family with a strategy of its own, or start it on a device")
-    model_config = strategy.model_config_for(config)
-    settings = resolve_settings(config, model_config, platform, read_quantization(strategy.path))
+    model_config, quantization = strategy.model_config_for(config), read_quantization(strategy.path)
+    # An adapter is merged into the weights. It takes no memory, unless it gives the model a head of its own.
+    if config.lora is not None and open_adapter(config.lora, quantization).has("lm_head.weight"):
+        model_config = replace(model_config, tie_word_embeddings=False)
+    settings = resolve_settings(config, model_config, platform, quantization)
     rank = _first_rank(strategy, model_config, config, settings, platform, partial(_hold, strategy, config, settings))
     num_ranks = config.parallel.tensor_parallel_size
     outside_bytes = DRIVER_BYTES + (COMMUNICATORS_BYTES if num_ranks > 1 else 0)

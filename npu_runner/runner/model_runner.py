@@ -255,6 +255,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             sliding_window=None if self.states else cache_window(self.windows),
             ledger=self.ledger,
             state=self._state_info(),
+            speculative=self.settings.speculative,
             graphs=self.steps.describe_graphs(),
             start_seconds=dict(self._start_clock.seconds),
             description={**self.platform.describe(), **description})
