@@ -181,8 +181,7 @@ def _has_own_head(path: Path, config: RunnerConfig, model_config: ModelConfig, a
 
 
 def open_adapter(folder: str, quantization: Quantization | None) -> Adapter:
-    """The adapter of the setting `lora`. Raises ModelError for a base that is quantised: what the adapter adds would be
-    lost in its rounding."""
+    """Raises ModelError for a base that is quantised: what the adapter adds would be lost in its rounding."""
     if quantization is not None:
         raise ModelError(f"lora {folder}: the checkpoint's weights are quantised ({quantization.method}); take the "
                          "checkpoint in bfloat16 or float16 that it was made of")

@@ -38,8 +38,8 @@ MOST_ARROWS = 111
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 MOST_LINES = {
-    "platforms": 13359, "batch": 11372, "prompts": 5848, "runner": 4739, "serving": 3875, "checkpoint": 3858,
-    "tables": 2614, "engine": 2489, "core": 2171, "grammars": 2003, "cli": 1949, "models": 1919, "layers": 1884,
+    "platforms": 13358, "batch": 11372, "prompts": 5848, "runner": 4734, "serving": 3875, "checkpoint": 3858,
+    "tables": 2614, "engine": 2486, "core": 2171, "grammars": 2003, "cli": 1945, "models": 1919, "layers": 1871,
     "sampling": 1773, "request": 1718, "strategies": 1600, "front": 1379, "processes": 748, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.

@@ -202,7 +202,7 @@ def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.Cap
 def test_drafts_count_and_an_adapter_is_opened(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (config_file, "--device-memory", "64G")
     _, plain = fits(capsys, *asked)
-    drafts = '{"method": "ngram", "num_speculative_tokens": 64}'
+    drafts = '{"method": "ngram", "num_speculative_tokens": 16}'
     status, drafted = fits(capsys, *asked, "--speculative-config", drafts)
     assert status == 0
     assert drafted["activations_bytes"] > plain["activations_bytes"]

@@ -337,9 +337,6 @@ def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
 _MATMULS: dict[str, Callable[[QuantisedOps, _Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
 
 
-# -- a replayed graph --------------------------------------------------------------------------------------------------
-
-
 def why_no_replay(compiler: GraphCompiler, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
     """What is wrong with captured graphs here, if anything is. `compiler` is made for the attention of `npu`."""
     layers = {side: DecodeLayer(side, needs) for side in (npu, cpu)}
