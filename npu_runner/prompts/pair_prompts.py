@@ -31,7 +31,7 @@ from npu_runner.prompts.text.chat_template import (
 )
 from npu_runner.prompts.text.messages import Conversation, MediaLimits, Seen, checked_text, parse_content
 from npu_runner.prompts.text.tokenizer import TextLength
-from npu_runner.prompts.vision_prompts import Known, VisionPrompts, not_cut
+from npu_runner.prompts.vision_prompts import Known, VisionPrompts, config_token, not_cut
 from npu_runner.request.limits import field_error, shown
 from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -146,8 +146,7 @@ def read_pair_template(folder: Path, settings: PairSettings, config: Mapping[str
 def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """The placeholders of an image and of a video in a text: their token, between the tokens around vision."""
     def text(name: str) -> str:
-        token_id = config.get(name)
-        return (tokenizer.id_to_token(token_id) or "") if isinstance(token_id, int) and token_id >= 0 else ""
+        return (config_token(config, name, tokenizer) or (0, ""))[1]
 
     start, end = text("vision_start_token_id"), text("vision_end_token_id")
     return {kind: f"{start}{text(f'{kind}_token_id')}{end}" for kind in ("image", "video")}

@@ -131,11 +131,10 @@ def read_video_prompts(folder: Path, config: Mapping[str, Any], tokenizer: Token
     start, end = _AROUND_IMAGES if form.is_of_images else _AROUND_ALL
     tokens: dict[str, tuple[int, str]] = {}
     for name in ("video_token_id", start, end):
-        token_id = config.get(name)
-        token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+        token = config_token(config, name, tokenizer)
         if token is None:
-            raise ModelError(f"config.json's {name} {token_id!r} is no token of tokenizer.json")
-        tokens[name] = token_id, token  # type: ignore[assignment]
+            raise ModelError(f"config.json's {name} {config.get(name)!r} is no token of tokenizer.json")
+        tokens[name] = token
     return VideoPrompts(
         tokenizer=tokenizer,
         settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames,
@@ -305,23 +304,26 @@ def not_cut(num_tokens: int, most: int, why: str) -> RequestError:
                        "prompt_not_truncated")
 
 
+def config_token(config: Mapping[str, Any], name: str, tokenizer: Tokenizer) -> tuple[int, str] | None:
+    """Id and text of the token that the field `name` of config.json names; None: there is none."""
+    token_id = config.get(name)
+    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+    return None if token is None else (token_id, token)  # type: ignore[return-value]
+
+
 def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:
     """Id and text of the placeholder of images. Raises ModelError where there is none."""
-    token_id = config.get("image_token_id")
-    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+    token = config_token(config, "image_token_id", tokenizer)
     if token is None:
-        raise ModelError(
-            f"config.json has a vision_config but image_token_id {token_id!r} is not a token of tokenizer.json; "
-            f"the files belong to different checkpoints")
-    return token_id, token  # type: ignore[return-value]
+        raise ModelError(f"config.json has a vision_config but image_token_id {config.get('image_token_id')!r} is not "
+                         "a token of tokenizer.json; the files belong to different checkpoints")
+    return token
 
 
 def read_vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
     """The texts of all tokens around and in the place of images and videos."""
     names = ("image_token_id", "video_token_id", *_AROUND_ALL, *_AROUND_IMAGES, *_AROUND_VIDEOS)
-    ids = [config.get(name) for name in names]
-    tokens = [tokenizer.id_to_token(token_id) for token_id in ids if isinstance(token_id, int) and token_id >= 0]
-    return [token for token in tokens if token is not None]
+    return [token[1] for name in names if (token := config_token(config, name, tokenizer)) is not None]
 
 
 def _check_count(token_ids: list[int], token_id: int | None, token: str | None, kind: str, num_given: int) -> None:

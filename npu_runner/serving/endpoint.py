@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
-from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -89,7 +88,7 @@ class Endpoint:
         self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record)
         """Closed by the maker of the endpoint."""
         self._prepare = prepare
-        self._write = write
+        self.finish = write
         self._failed = failed
         self._here: deque[Task] = deque()
         """Tasks that this process prepares."""
@@ -136,6 +135,3 @@ class Endpoint:
                 return self._failed(task, result)
             return replace(result, num_bytes=finished.num_bytes)
         return None
-
-    def finish(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        return self._write(prepared, result)

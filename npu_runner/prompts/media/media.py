@@ -73,7 +73,8 @@ def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int
     kind, rest = _kind_of(url)
     if kind == "data":
         return _decode_data_url(rest, max_bytes)
-    return _read_allowed(rest, allowed_media_dir, max_bytes)
+    with _allowed_folder(rest, allowed_media_dir) as folder:
+        return _bounded(folder.read(rest, max_bytes + 1), max_bytes, _shown(rest))
 
 
 def _kind_of(url: Any) -> tuple[str, str]:
@@ -103,7 +104,7 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     kind, rest = _kind_of(url)
     if kind == "data":
         return len(rest)
-    with _file_errors(rest, rules.allowed_dir), _allowed_folder(rules.allowed_dir) as folder:
+    with _allowed_folder(rest, rules.allowed_dir) as folder:
         size = folder.num_bytes(rest)
     if size > rules.max_bytes:
         raise _too_large(rules.max_bytes, _shown(rest))
@@ -189,26 +190,19 @@ def _path_of_file_url(url: str) -> str:
     return os.fsdecode(unquote_to_bytes(parts.path))
 
 
-def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
-    with _file_errors(given, allowed_media_dir), _allowed_folder(allowed_media_dir) as folder:
-        return _bounded(folder.read(given, max_bytes + 1), max_bytes, _shown(given))
-
-
-def _allowed_folder(allowed_media_dir: Path | str | None) -> AllowedFolder:
+@contextlib.contextmanager
+def _allowed_folder(given: str, allowed_media_dir: Path | str | None) -> Iterator[AllowedFolder]:
+    """The folder, within which errors become a RequestError that names the file `given`."""
     if allowed_media_dir is None:
-        raise RequestError(
-            "files are not allowed here; name their folder: allowed_media_dir (--allowed-media-dir)",
-            code="media_not_allowed")
+        raise RequestError("files are not allowed here; name their folder: allowed_media_dir (--allowed-media-dir)",
+                           code="media_not_allowed")
     try:
-        return AllowedFolder(allowed_media_dir)
+        folder = AllowedFolder(allowed_media_dir)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"allowed_media_dir {str(allowed_media_dir)!r} is not a folder") from error
-
-
-@contextlib.contextmanager
-def _file_errors(given: str, allowed_media_dir: Path | str | None) -> Iterator[None]:
     try:
-        yield
+        with folder:
+            yield folder
     except OutsideError as error:
         raise RequestError(f"{_shown(given)}: outside the folder {_shown(str(allowed_media_dir))} "
                            "(allowed_media_dir)", "media_not_allowed") from error

@@ -30,13 +30,8 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
     values = read_json(folder, "tokenizer_config.json") or {}
     if "added_tokens_decoder" not in values:  # older checkpoints keep the names in a file of their own
         values.update(read_json(folder, "special_tokens_map.json") or {})
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        value = values.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name in _SPECIAL_TOKENS if isinstance(text := texts.get(name), str)}
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
