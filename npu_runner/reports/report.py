@@ -6,8 +6,10 @@ Knows nothing of what stands on the page.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from npu_runner.batch.files.answer_file import AnswerFile
@@ -17,14 +19,16 @@ from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.runs import Run, Runs
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.run import run_batch
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.reports.page import About, Page
-from npu_runner.reports.summary import NO_INPUT, PastJob
+from npu_runner.reports.run_summary import run_json, run_lines
+from npu_runner.reports.summary import NO_INPUT, PastJob, Totals
 from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
 from npu_runner.request.limits import LIMITS
@@ -32,28 +36,45 @@ from npu_runner.serving.workers.pool import PoolLimits
 
 
 def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
-    """Run the job, then make `options.report` if every row has its line. `more`: arguments of `run_batch`.
+    """Run the job as the command does: its last lines are printed, `options.summary` is written, and then
+    `options.report`, if every row has its line. `more`: arguments of `run_batch`.
 
-    A report that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
+    A file that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
     """
-    if options.report is None:
-        return run_batch(config, options, **more)
     places = find_places(options, config)
-    place, output = places.report, places.output.path
-    assert place is not None, "a report is named"
-    if output is None:
+    report, summary_file, output = places.get("report"), places.get("summary"), places["output"].path
+    if report is not None and output is None:
         raise ConfigError("report: it is made from the output file, and this output cannot be read again")
-    # The job and the report read one opened input: standard input can be read only once.
-    with place, InputFile(options.input, output.parent) as file:
-        summary = run_batch(config, replace(options, report=None), input=file, **more)
-        if not summary.is_interrupted:
+    with contextlib.ExitStack() as entered:
+        for place in (report, summary_file):
+            if place is not None:
+                entered.enter_context(place)
+        file = None
+        if report is not None and output is not None:
+            # The job and the report read one opened input: standard input can be read only once.
+            file = entered.enter_context(InputFile(options.input, output.parent))
+        summary = run_batch(config, replace(options, report=None, summary=None), input=file, report_end=partial(
+            _report_end, places["output"].name, summary_file), **more)
+        if report is not None and file is not None and not summary.is_interrupted:
             try:
-                said = _write(place, PastJob(options.output), file, options)
+                said = _write(report, PastJob(options.output), file, options)
             except ConfigError as error:
                 raise JobError(f"{error}. The job has ended; the report alone is missing") from error
             if options.progress != "off":
-                print(f"report    {place.name}: {said}", file=sys.stderr)
+                print(f"report    {report.name}: {said}", file=sys.stderr)
     return summary
+
+
+def _report_end(output: str, file: Place | None, summary: JobSummary, history: JobHistory, progress: Progress) -> None:
+    """Print the last lines and write --summary's file. Raises JobError."""
+    totals = Totals(output=output, num_rows=summary.num_rows, rows=summary.rows, runs=history.runs)
+    for line in [*run_lines(summary), *([totals.to_line()] if history.has_earlier else [])]:
+        progress.say(line, is_last=True)
+    summary.silence = progress.silence  # these lines may have been the first to be lost
+    if file is not None:
+        with file.writing() as target:
+            fields = {**totals.to_json(), "this_run": run_json(summary)}
+            target.write(json.dumps(fields, indent=2).encode() + b"\n")
 
 
 def report_job(options: BatchOptions) -> str:
@@ -62,8 +83,7 @@ def report_job(options: BatchOptions) -> str:
     The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
     """
     job = PastJob(options.output)
-    place = find_places(options).report
-    assert place is not None, "the caller names a page"
+    place = find_places(options)["report"]
     with place, contextlib.ExitStack() as opened:
         file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
         return f"report    {place.name}: {_write(place, job, file, options)}"

@@ -15,14 +15,13 @@ from typing import Any
 from tqdm import tqdm
 
 from npu_runner.batch.files.durable import clear_file_errors
+from npu_runner.batch.files.manifest import read_state
 from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import FINISHED
-from npu_runner.batch.files.state_file import read_state
 from npu_runner.batch.files.status_file import Moment, Status, read_status
-from npu_runner.batch.job.summary import Totals
 from npu_runner.errors import ConfigError
 from npu_runner.processes.child import is_stopped
-from npu_runner.reports.summary import PastJob, summary_lines
+from npu_runner.reports.summary import PastJob, Totals
 
 _LOOKS = 20
 UNDER_WAY, SUSPENDED, KILLED, ENDED_EARLY = "under way", "suspended", "killed", "ended early"
@@ -118,7 +117,7 @@ class CountedStatus:
         return {"output": totals["output"], "state": totals["state"], "source": "rows of the output", "rows": rows}
 
     def to_lines(self) -> list[str]:
-        return [*summary_lines(self.totals), f"counted   {self.why}"]
+        return [*self.totals.to_lines(), f"counted   {self.why}"]
 
 
 def status_of(output: str) -> JobStatus | CountedStatus:

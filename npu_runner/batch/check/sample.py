@@ -19,10 +19,10 @@ import numpy as np
 from npu_runner.batch.check.survey import Survey
 from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import CheckpointSide
 from npu_runner.batch.job.run import run_batch
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 

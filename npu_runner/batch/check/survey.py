@@ -17,7 +17,6 @@ import numpy as np
 
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.row_server import RowServer, ServerPlan
-from npu_runner.batch.job.screening import prepared_rows
 from npu_runner.batch.rows.logprobs_json import encoded
 from npu_runner.errors import RequestError
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -165,7 +164,7 @@ def survey_rows(plan: ServerPlan, book: RowBook, check: CheckRequest, max_model_
     server = RowServer(plan)
     with server:
         server.start(lambda: None, lambda event: None)
-        for count, prepared in enumerate(prepared_rows(server, book), 1):
+        for count, prepared in enumerate(server.prepare(book), 1):
             found.add(prepared, check)
             seen(count)
     return found

@@ -51,7 +51,7 @@ def fingerprint_model(folder: Path) -> dict[str, str]:
     return lines
 
 
-def files_that_count(folder: Path) -> list[Path]:
+def files_of_model(folder: Path) -> list[Path]:
     """Those that `fingerprint_model` looks at."""
     return [*_small_files(folder), *_weights(folder)]
 

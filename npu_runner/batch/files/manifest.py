@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from npu_runner import __version__
-from npu_runner.batch.files.durable import FileErrors, clear_file_errors, replacing
+from npu_runner.batch.files.durable import FileErrors, clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
-from npu_runner.batch.files.older_formats import read_older_runs, read_older_suspects
+from npu_runner.batch.files.older_formats import read_older_runs, read_older_suspects, remove_older_files
 from npu_runner.batch.files.runs import Runs
 from npu_runner.batch.files.suspects import SuspectRows, Suspicion
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
@@ -237,6 +237,50 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         retry=Flaw.parse(fields.get("retry", ())),
         suspects={name: Suspicion(**row) for name, row in fields.get("suspects", {}).items()},
         runs=Runs.from_json(fields.get("runs", ()), fields.get("older_runs")))
+
+
+class StateFile:
+    """The state beside `output`. Without an output file it lasts as long as the job."""
+
+    def __init__(self, output: Path | None):
+        self._output = output
+        self.manifest: Manifest | None = None
+        self.runs = Runs()
+        """The runs that the state has."""
+        self.is_begun = False
+        """This run has begun to write."""
+        self._is_loaded = False
+
+    def load(self) -> None:
+        """Read what earlier runs have left, once. Raises ConfigError where that is no state."""
+        if self._output is not None and not self._is_loaded:
+            self.manifest, self.runs = read_state(self._output)
+            self._is_loaded = True
+
+    def clear(self) -> None:
+        """The file is removed with the output that it belongs to."""
+        self.manifest, self.runs = None, Runs()
+
+    def save(self, manifest: Manifest, file_errors: FileErrors = clear_file_errors) -> None:
+        """Have this state on disk from here on. Older files, which it takes the place of, go after it."""
+        if self._output is not None:
+            manifest.save(self._output, earlier=self.manifest, file_errors=file_errors)
+            if not self.is_begun:
+                remove_older_files(self._output)
+        self.manifest, self.runs, self.is_begun = manifest, manifest.runs, True
+
+    def update(self, **changes: Any) -> None:
+        """Replace these fields of the state, once the run has begun to write. Raises JobError."""
+        if self.manifest is not None and self.is_begun:
+            changed = replace(self.manifest, **changes)
+            if changed != self.manifest:
+                self.save(changed, late_file_errors)
+
+
+def read_state(output: Path) -> tuple[Manifest | None, Runs]:
+    """The state, and the runs that it has. Those of an older version may be there before there is a manifest."""
+    manifest = Manifest.load(output)
+    return manifest, read_older_runs(output, has_manifest=False) if manifest is None else manifest.runs
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:

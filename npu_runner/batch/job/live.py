@@ -1,6 +1,6 @@
 """Tells how a job gets on while it runs: the status beside its output, and --metrics-file. Both every other second.
 
-The driver's thread writes them between its looks at the replicas, so no figure changes meanwhile. An old file says that
+The driver's thread writes them between its polls of the replicas, so no figure changes meanwhile. An old file says that
 the driver has been in one step since then. Knows nothing of how rows are served.
 """
 
@@ -33,12 +33,12 @@ from npu_runner.batch.files.status_file import (
     encoded,
     printable,
 )
-from npu_runner.batch.job.history import JobHistory
-from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.job.driver import stats_of
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.errors import NpuRunnerError
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replicas.fleet import Fleet
-from npu_runner.serving.replicas.replica_state import ReplicaState, added
+from npu_runner.serving.replicas.replica_state import ReplicaState
 
 BEAT_SECONDS = 2.0
 LATELY_SECONDS = 30.0
@@ -60,7 +60,7 @@ class Lately:
 
 
 class Live:
-    """`summary`'s run, in the status and in --metrics-file. The output is locked within `told`."""
+    """`summary`'s run, in the status and in --metrics-file. The output is locked within `writing`."""
 
     def __init__(self, summary: JobSummary, history: JobHistory, say: Callable[[str], None]):
         self._summary = summary
@@ -79,7 +79,7 @@ class Live:
         """The number of devices that they hold; None: the model is not loading yet."""
 
     @contextlib.contextmanager
-    def told(self, output: Path | None, metrics: Path | None) -> Iterator[None]:
+    def writing(self, output: Path | None, metrics: Path | None) -> Iterator[None]:
         """When it is left, the files say how the run has ended; after one that was refused they are as before."""
         if output is not None:
             path = status_path(output)
@@ -120,9 +120,9 @@ class Live:
     def measure(self) -> None:
         """Have the figures of the replicas in the summary."""
         if self.fleet is not None:
-            self._summary.all_stats = added([state.stats() for state in self.fleet.states])
+            self._summary.all_stats = stats_of(self.fleet)
         if self.num_held is not None:
-            self._summary.hold(self.num_held())
+            self._summary.add_device_time(self.num_held())
 
     def _write(self) -> None:
         self._next_at = time.monotonic() + BEAT_SECONDS
@@ -195,8 +195,7 @@ Labels = dict[str, str]
 
 class _Family(NamedTuple):
     name: str
-    kind: str
-    """gauge or counter."""
+    kind: str  # gauge or counter
     help: str
     samples: Iterable[tuple[Labels, float]]
 

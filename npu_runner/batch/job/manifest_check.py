@@ -1,10 +1,10 @@
-"""What made an output, held against what would go on with it: model, settings, input. Knows nothing of serving."""
+"""Compares model, settings and input of an output with those of the run that continues it. Knows nothing of serving."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts
 
 _LENGTH = "max_model_len"
+CheckSettings = Callable[[Mapping[str, Any]], None]
 
 
 def refuse_another_model(destination: Destination, model_files: Mapping[str, str]) -> None:
@@ -45,7 +46,7 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
     assert now is not None, "a scan has records of its rows"
     if known is None:
         what = ("rows may be added at its end, not changed: the version that began the output kept no digests of rows, "
-                "so nobody knows which of them were")
+                "so changed rows cannot be found")
     else:
         may_change = ~destination.finished(rows) & bool(retry)
         change = first_change(known, now, may_change, rows.lines, may_be_named=Flaw.ERRORS in retry)
@@ -97,16 +98,17 @@ def config_to_go_on_with(config: RunnerConfig, earlier: Manifest | None) -> Runn
 
 
 @contextmanager
-def loading(given: RunnerConfig, taken: RunnerConfig, destination: Destination) -> Iterator[None]:
-    """What a want of memory means for this output. `taken`: what became of the `given` settings above."""
+def explain_memory(given: RunnerConfig, continued: RunnerConfig, destination: Destination) -> Iterator[None]:
+    """Tell a user who runs out of memory about this output's length. `continued`: the `given` settings after
+    `config_to_go_on_with`."""
     try:
         yield
     except OutOfMemoryError as error:
-        if taken.max_model_len == given.max_model_len:
+        if continued.max_model_len == given.max_model_len:
             raise
         raise OutOfMemoryError(
-            f"output {destination.name} was begun with {_LENGTH} {taken.max_model_len} and goes on with no other: free "
-            f"memory, --overwrite to start afresh with what fits now, or go on knowingly with a shorter one and "
+            f"output {destination.name} was begun with {_LENGTH} {continued.max_model_len} and goes on with no other: "
+            f"free memory, --overwrite to start afresh with what fits now, or go on knowingly with a shorter one and "
             f"--accept-changed {_LENGTH}. {error}") from error
 
 

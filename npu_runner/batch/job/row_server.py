@@ -6,14 +6,18 @@ It works in the driver's thread, or in a process of its own. Knows nothing of fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import npu_runner
+from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
+from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
@@ -33,6 +37,9 @@ from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
+
+_IDLE_SECONDS = 0.2
+_MAX_BYTES_IN_MEMORY = 64 << 20
 
 
 class CheckpointSide:
@@ -62,7 +69,7 @@ class CheckpointSide:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """What it takes to make a RowServer. Picklable as far as `open_model` and `source` are."""
+    """The plan of a RowServer. Picklable as far as `open_model` and `source` are."""
 
     config: RunnerConfig
     source: RowSource
@@ -157,7 +164,7 @@ class RowServer(InlineReplica):
         if self._plan.answer_defaults.get("max_thinking_tokens") is not None:
             try:
                 self._model.processor.check_can_think()
-            except RequestError as error:  # nobody's request: an option
+            except RequestError as error:  # of an option
                 raise ConfigError(error.message) from error
         preprocessor = RowPreprocessor(
             source=self._plan.source,
@@ -177,6 +184,19 @@ class RowServer(InlineReplica):
 
     def submit(self, run: RowRun) -> None:
         self.endpoint.submit(run.rows())
+
+    def prepare(self, book: RowBook) -> Iterator[Prepared]:
+        """All rows of `book`, in the order in which the workers are done, once the server was started."""
+        num_submitted = num_prepared = 0
+        while num_prepared < book.num_rows:
+            last = min(book.num_rows, num_prepared + self.num_rows_ahead)
+            if last > num_submitted:
+                self.submit(book.run(range(num_submitted, last)))
+                num_submitted = last
+            prepared = self.endpoint.next(_IDLE_SECONDS)
+            if prepared is not None:
+                num_prepared += 1
+                yield prepared
 
     def _load(self) -> ReplicaFacts:
         self._tell(Opened(self.known_settings()))
@@ -209,6 +229,30 @@ class RowServer(InlineReplica):
         }
 
 
+@contextmanager
+def all_refused(plan: ServerPlan, book: RowBook, check: Callable[[Mapping[str, Any]], None]
+                ) -> Iterator[Iterator[FinishedRow] | None]:
+    """The error rows, if preprocessing refuses all rows of `book`; None: it does not. No weights are loaded.
+
+    64 MiB of them are in memory, more in a nameless file. `check` is called with the settings that are known without
+    weights. Raises what it raises, and what a replica raises while it opens the checkpoint and prepares rows; JobError
+    when the disk is full.
+    """
+    with tempfile.SpooledTemporaryFile(_MAX_BYTES_IN_MEMORY) as file:
+        server = RowServer(plan)
+        with server:
+            server.start(lambda: None, lambda event: None)
+            check(server.known_settings())
+            for prepared in server.prepare(book):
+                if prepared.error is None:
+                    break
+                with late_file_errors(f"error rows in {tempfile.gettempdir()}", was_tried=False):
+                    pickle.dump(server.endpoint.finish(prepared, prepared.error), file)
+            is_one_fit = prepared.error is None
+        file.seek(0)
+        yield None if is_one_fit else (pickle.load(file) for _ in range(book.num_rows))
+
+
 # -- what a job asks of the answers of rows that say nothing else ------------------------------------------------------
 
 
@@ -223,7 +267,7 @@ def answer_defaults(options: BatchOptions) -> dict[str, Any]:
 
 
 def _guards(options: BatchOptions) -> dict[str, Any]:
-    """What keeps answers from repeating themselves, as JSON has it."""
+    """The settings against repetition, JSON-ready."""
     found: dict[str, Any] = {}
     try:
         if options.repetition_detection is not None:
@@ -233,7 +277,7 @@ def _guards(options: BatchOptions) -> dict[str, Any]:
             if (value := getattr(options, name)) not in (None, ()):
                 found[name] = list(value) if isinstance(value, tuple) else value
         SamplingParams(**found)
-    except RequestError as error:  # nobody's request: an option
+    except RequestError as error:  # of an option
         raise ConfigError(error.message) from error
     return found
 
