@@ -49,10 +49,10 @@ import numpy as np
 import npu_runner
 from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
 from npu_runner.batch.files.answer_writer import AnswerWriter, Delivery
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, InputScan, SharedFile
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path
-from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.row_book import CarriedRows, InputScan, RowBook, SharedFile
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.driver import Driver
 from npu_runner.batch.job.history import JobHistory, JobSummary

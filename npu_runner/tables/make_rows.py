@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_runner.batch.files.answer_file import has_twins
-from npu_runner.batch.files.input_file import keys_array
 from npu_runner.batch.files.place import read_by
+from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.tables.media_files import MediaFolder

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.input_file import CarriedRows
 from npu_runner.batch.files.input_identity import InputIdentity
+from npu_runner.batch.files.row_book import CarriedRows
 from npu_runner.batch.job.manifest_check import manifest_of
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.replica_plan import RemotePlan, SharedInput

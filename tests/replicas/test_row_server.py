@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
-from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.row_book import CarriedRows, RowBook, SharedFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import RowServer, server_plan
 from npu_runner.batch.rows.openai_response import JobStamp

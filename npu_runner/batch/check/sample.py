@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from npu_runner.batch.check.survey import Survey
-from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import CheckpointSide

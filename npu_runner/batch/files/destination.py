@@ -15,11 +15,11 @@ import numpy as np
 from npu_runner.batch.files.answer_file import AnswerFile, have_any, open_for_rows
 from npu_runner.batch.files.answer_writer import AnswerWriter, Delivery
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
-from npu_runner.batch.files.input_file import InputScan
 from npu_runner.batch.files.manifest import Manifest, StateFile
 from npu_runner.batch.files.names import manifest_path, replaced_path
 from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from npu_runner.batch.files.destination import Destination
-from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
 from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences, start_time
+from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from npu_runner.batch.files.input_file import STANDARD_STREAM, CarriedRows, RowFile, SharedFile
+from npu_runner.batch.files.input_file import STANDARD_STREAM
+from npu_runner.batch.files.row_book import CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import CheckpointSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.config import RunnerConfig

@@ -18,12 +18,12 @@ from typing import TextIO, cast
 from npu_runner.batch.files.answer_writer import Delivery
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
-from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.driver import Driver, stats_of
