@@ -13,18 +13,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from npu_runner import __version__
 from npu_runner.batch.files.durable import FileErrors, clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
-from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
+from npu_runner.batch.files.input_identity import InputIdentity, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path
 from npu_runner.batch.files.older_formats import read_older_runs, read_older_suspects, remove_older_files
 from npu_runner.batch.files.runs import Runs
-from npu_runner.batch.files.suspects import SuspectRows, Suspicion
+from npu_runner.batch.files.suspects import SuspectRows
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
@@ -74,9 +74,18 @@ class SettingChange(NamedTuple):
         return all(map(str.isdecimal, values)) and int(values[0]) < int(values[1])
 
 
+def _with_name(change: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(change.get("name"), str):
+        raise ValueError("its name is missing")
+    return change
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The making of one output file."""
+    """The state of one output. A file that was edited is read by these types."""
+
+    # pydantic before 2.10 warns of every field named model_..., for each import.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, protected_namespaces=())
 
     created: int
     """Unix time at which the job was first started; every answer carries it."""
@@ -90,13 +99,14 @@ class Manifest:
     version that looked at samples only: these stay so to their end, and so does their `system_fingerprint`."""
     error_file: str | None = None
     """Where failed rows are, as seen from the output's folder; None: in the output."""
-    changes: tuple[dict[str, Any], ...] = ()
+    changes: tuple[Annotated[dict[str, Any], AfterValidator(_with_name)], ...] = ()
     """Settings that were changed knowingly while the output went on, in order."""
-    retry: Flaw = WHOLE
+    retry: Annotated[Flaw, BeforeValidator(Flaw.parse)] = WHOLE
     """Rows that had one of these flaws are tried again. They have left the output, so those of them that have no line
     yet are the rows that it lacks. It lasts until the job has ended with a line for every row."""
     suspects: SuspectRows = field(default_factory=dict)
-    runs: Runs = field(default_factory=Runs)
+    runs: Annotated[Runs, BeforeValidator(lambda last: Runs())] = field(default_factory=Runs)
+    """`Runs.from_json` reads them from two fields."""
 
     @property
     def has_served(self) -> bool:
@@ -140,16 +150,21 @@ class Manifest:
             with clear_file_errors(f"manifest {path}"):
                 if not path.exists():
                     return None
-                fields = json.loads(path.read_bytes())
+                fields = json.loads(data := path.read_bytes())
             if fields["format"] not in _READABLE:
                 raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
-            found = _from_json(fields)
+            found = _FILE.validate_json(data)
+            for name in _NUMBERS & found.settings.keys():
+                if not str(found.settings[name]).isdecimal():
+                    raise ValueError(f"setting {name}: {found.settings[name]!r} is not a number")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = _listed(error) if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"manifest {path}: cannot be read ({reason}); --overwrite starts afresh") from error
         if fields["format"] < _FORMAT_OF_ONE_FILE:
             found = replace(found, suspects=read_older_suspects(output),
                             runs=read_older_runs(output, has_manifest=True))
+        else:
+            found = replace(found, runs=Runs.from_json(fields.get("runs", ()), fields.get("older_runs")))
         return found.with_input(with_rows(output, found.input))
 
     def with_input(self, identity: InputIdentity) -> Manifest:
@@ -161,7 +176,7 @@ def _listed(error: ValidationError) -> str:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    """The names in the file, which stay whatever becomes of those in the code; `_from_json` reads the same."""
+    """The fields of the file, which have the names of Manifest's."""
     return {
         "format": FORMAT,
         "npu_runner": __version__,
@@ -180,63 +195,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-class _Fields(BaseModel):
-    """The types of what is read, in a file that somebody may have edited."""
-
-    # pydantic before 2.10 warns of every field named model_..., for each import.
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-
-class _Change(_Fields):
-    name: str
-
-
-class _Input(_Fields):
-    num_bytes: int
-    blake2b: str
-
-
-class _Suspicion(_Fields):
-    num_deaths: int
-    code: str | None
-    message: str
-
-
-class _File(_Fields):
-    created: int
-    model_name: str
-    model_files: dict[str, str]
-    weights: dict[str, str] = {}
-    settings: dict[str, Any]
-    input: _Input
-    error_file: str | None = None
-    changes: list[_Change] = []
-    retry: list[str] = []
-    suspects: dict[str, _Suspicion] = {}
-    runs: list[Any] = []
-
-    @model_validator(mode="after")
-    def _has_numbers(self) -> _File:
-        for name in _NUMBERS & self.settings.keys():
-            if not str(self.settings[name]).isdecimal():
-                raise ValueError(f"setting {name}: {self.settings[name]!r} is not a number")
-        return self
-
-
-def _from_json(fields: dict[str, Any]) -> Manifest:
-    _File.model_validate(fields)
-    return Manifest(
-        created=fields["created"],
-        model_name=fields["model_name"],
-        model_files=fields["model_files"],
-        weights=fields.get("weights", {}),
-        settings=fields["settings"],
-        input=identity_from_json(fields["input"]),
-        error_file=fields.get("error_file"),
-        changes=tuple(fields.get("changes", ())),
-        retry=Flaw.parse(fields.get("retry", ())),
-        suspects={name: Suspicion(**row) for name, row in fields.get("suspects", {}).items()},
-        runs=Runs.from_json(fields.get("runs", ()), fields.get("older_runs")))
+_FILE = TypeAdapter(Manifest)
 
 
 class StateFile:
