@@ -59,6 +59,7 @@ from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.reports.metrics import metrics_of
 from npu_runner.serving.replica import (
     Begun,
     Event,
@@ -317,7 +318,7 @@ def watched(summary: JobSummary, fleet: Fleet, output: Path, spent: Spent) -> It
         spent.seconds += time.perf_counter() - began
         spent.processor_seconds += time.thread_time() - used
 
-    with live.writing(output, output.with_suffix(".prom")):
+    with live.writing(output, {output.with_suffix(".prom"): metrics_of}):
         yield look
 
 

@@ -16,17 +16,17 @@ from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined
-from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.manifest import RULE_OF_JOB
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.runs import Run, Runs
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.run import run_batch
+from npu_runner.batch.job.run import Views, run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.reports.page import About, Page
+from npu_runner.reports.metrics import metrics_of
+from npu_runner.reports.page import Page
 from npu_runner.reports.run_summary import run_json, run_lines
 from npu_runner.reports.summary import NO_INPUT, PastJob, Totals
 from npu_runner.reports.survey import spread, survey
@@ -36,25 +36,28 @@ from npu_runner.serving.workers.pool import PoolLimits
 
 
 def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
-    """Run the job as the command does: its last lines are printed, `options.summary` is written, and then
+    """Run the job as the command does: with `options.metrics_file`, its last lines, `options.summary`, and then
     `options.report`, if every row has its line. `more`: arguments of `run_batch`.
 
     A file that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
     """
     places = find_places(options, config)
-    report, summary_file, output = places.get("report"), places.get("summary"), places["output"].path
+    report, summary_file, metrics, output = (
+        places.get("report"), places.get("summary"), places.get("metrics_file"), places["output"].path)
     if report is not None and output is None:
         raise ConfigError("report: it is made from the output file, and this output cannot be read again")
     with contextlib.ExitStack() as entered:
-        for place in (report, summary_file):
+        for place in (report, summary_file, metrics):
             if place is not None:
                 entered.enter_context(place)
         file = None
         if report is not None and output is not None:
             # The job and the report read one opened input: standard input can be read only once.
             file = entered.enter_context(InputFile(options.input, output.parent))
-        summary = run_batch(config, replace(options, report=None, summary=None), input=file, report_end=partial(
-            _report_end, places["output"].name, summary_file), **more)
+        views = Views({metrics.path: metrics_of} if metrics is not None and metrics.path is not None else {},
+                      partial(_report_end, places["output"].name, summary_file))
+        summary = run_batch(config, replace(options, report=None, summary=None, metrics_file=None), input=file,
+                            views=views, **more)
         if report is not None and file is not None and not summary.is_interrupted:
             try:
                 said = _write(report, PastJob(options.output), file, options)
@@ -96,13 +99,14 @@ def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOpt
     if manifest is None or not job.output.is_file():
         raise ConfigError(f"output {job.name}: it is not there yet, or not any more; run its job again, or wait for it")
     rows = None if file is None else file.scan_for(job.name, manifest.input)
-    about = about_job(manifest, job.runs)
     missing = f"No answer in {job.name} is affected; the report alone is missing"
     try:
         with AnswerFile(job.files, file_errors=late_file_errors) as answers, place.late_errors():
             answers.scan().refuse_other_files()
             joined = Joined(file, rows, answers, options.max_row_bytes)
-            page = _page(joined, about, job.output.name, options, has_schema=RULE_OF_JOB in manifest.settings)
+            found = survey(joined, has_schema=RULE_OF_JOB in manifest.settings)
+            page = Page(output=job.output.name, joined=joined, found=found, shown=spread(found, options.report_rows),
+                        manifest=manifest, runs=job.runs)
             with _thumbnails(page, options) as pool, place.writing() as target:
                 page.write(target, pool)
             return f"{page.num_shown:,} of {joined.num_rows:,} rows are shown"
@@ -114,27 +118,10 @@ def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOpt
         raise JobError(f"{place.title}: cannot be made ({type(error).__name__}: {error}). {missing}") from error
 
 
-def _page(joined: Joined, about: About, output: str, options: BatchOptions, *, has_schema: bool) -> Page:
-    found = survey(joined, has_schema=has_schema)
-    return Page(output=output, joined=joined, found=found, shown=spread(found, options.report_rows), about=about,
-                has_schema=has_schema)
-
-
 def _thumbnails(page: Page, options: BatchOptions) -> ThumbnailPool:
-    most_pixels = int(page.about.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
+    most_pixels = int(page.manifest.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
     make = ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes,
                           side_for(page.num_media))
     return ThumbnailPool(make, PoolLimits(
         num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
         worker_memory_bytes=options.workers.worker_memory_bytes))
-
-
-def about_job(manifest: Manifest, runs: Runs) -> About:
-    """The facts of the page's head."""
-    last: Run = runs.last[-1] if runs.last else {"platform": None, "devices": 0, "npu_runner": None}
-    seconds, computed = runs.sums("seconds"), runs.sums("computed")
-    return About(
-        model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
-        version=last["npu_runner"], num_runs=len(runs), settings=manifest.settings,
-        start_seconds=seconds.get("start", 0.0), serve_seconds=seconds.get("serve", 0.0),
-        num_drafted=computed.get("draft_proposed", 0), num_accepted=computed.get("draft_accepted", 0))

@@ -57,7 +57,7 @@ def one_run(output: Path, name: str, error: Exception | None = None) -> None:
     status = Live(summary, history, print)
     history.read(state, output, overwrite=False)
     try:
-        with status.writing(output, None), history.ending():
+        with status.writing(output, {}), history.ending():
             history.start()
             status.enter("loading")
             if error is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -24,6 +24,7 @@ from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.row_book import InputScan, RowBook
+from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.driver import Driver, stats_of
@@ -47,28 +48,35 @@ from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
 
 _MAX_DIGEST_THREADS = 4
-ReportEnd = Callable[[JobSummary, JobHistory, Progress], None]
+_VIEWS = ("report", "summary", "metrics_file")
+
+
+@dataclass(frozen=True)
+class Views:
+    """How the command shows a run: files that have a view of each status, and what it does with the end of the run."""
+
+    files: Mapping[Path, Callable[[Status], bytes]] = field(default_factory=dict)
+    end: Callable[[JobSummary, JobHistory, Progress], None] = lambda summary, history, progress: None
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
               open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide, input: InputFile | None = None,
-              report_end: ReportEnd = lambda summary, history, progress: None) -> JobSummary:
+              views: Views = Views()) -> JobSummary:
     """Answer every row of the input that has no answer yet. Returns its figures, also when a signal cut it short.
 
     Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
     command may simply be run again. `open_model` stands in for a checkpoint and LLMEngine. `input`: the opened input,
-    which stays open; None: it is opened by its name. `report_end` is called once at the end, also before an error is
-    raised, if the input was read.
+    which stays open; None: it is opened by its name. `views.end` is called once, also before an error is raised, if the
+    input was read.
     """
-    for name in ("report", "summary"):
+    for name in _VIEWS:
         if getattr(options, name) is not None:
             raise ConfigError(f"{name}: run_batch writes none; call npu_runner.reports.report.run_batch_and_report")
     start_time()  # raises ConfigError
     places = find_places(options, config)
-    metrics = places.get("metrics_file", contextlib.nullcontext())
-    with StopSignals() as signals, _quiet_streams() as stderr, metrics:
+    with StopSignals() as signals, _quiet_streams() as stderr:
         progress = Progress(options.progress, stderr)
-        job = _Job(config, options, places, progress, signals, open_model, input, report_end)
+        job = _Job(config, options, places, progress, signals, open_model, input, views)
         try:
             job.run()
         except NpuRunnerError as error:
@@ -99,16 +107,15 @@ class _Job:
 
     def __init__(self, config: RunnerConfig, options: BatchOptions, places: dict[str, Place], progress: Progress,
                  signals: StopSignals, open_model: Callable[[RunnerConfig], CheckpointSide],
-                 input: InputFile | None, report_end: ReportEnd):
+                 input: InputFile | None, views: Views):
         self._config = config
         self._options = options
         self._progress = progress
         self._signals = signals
         self._open_model = open_model
         self._input = input
-        self._report_end = report_end
+        self._views = views
         self._output = Destination(places["output"], overwrite=options.overwrite, errors=places.get("error_file"))
-        self._metrics = places["metrics_file"].path if "metrics_file" in places else None
         self.summary = JobSummary()
         self._history = JobHistory(self.summary, progress.say)
         self._live = Live(self.summary, self._history, progress.say)
@@ -121,7 +128,7 @@ class _Job:
         try:
             with output:
                 self._history.read(output.state, output.path, overwrite=self._options.overwrite)
-                with self._live.writing(output.path, self._metrics), self._signals.interrupting():
+                with self._live.writing(output.path, self._views.files), self._signals.interrupting():
                     output.scan()
                     with self._open_input() as self._file:
                         self._plan()
@@ -369,7 +376,7 @@ class _Job:
         summary.error = error
         summary.is_interrupted |= error is None and summary.is_cut_short
         try:
-            self._report_end(summary, self._history, self._progress)
+            self._views.end(summary, self._history, self._progress)
         except JobError as second:
             if error is None:
                 raise
