@@ -7,13 +7,14 @@ rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -21,10 +22,9 @@ from npu_runner import __version__
 from npu_runner.batch.files.durable import FileErrors, clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, save_rows, with_rows
-from npu_runner.batch.files.names import manifest_path
-from npu_runner.batch.files.older_formats import read_older_runs, read_older_suspects, remove_older_files
-from npu_runner.batch.files.runs import Runs
-from npu_runner.batch.files.suspects import SuspectRows
+from npu_runner.batch.files.names import manifest_path, runs_path, suspects_path
+from npu_runner.batch.files.runs import Runs, has_served
+from npu_runner.batch.files.suspects import SuspectRows, Suspicion
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
@@ -263,3 +263,54 @@ def start_time() -> int:
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+# -- formats 1 to 3: they are read until a run begins to write; the manifest then has what they say -------------------
+
+
+def read_older_runs(output: Path, *, has_manifest: bool) -> Runs:
+    """The last whole line of each run. Without a manifest no run of this output has served a row: runs that have were
+    of another output of that name.
+
+    Raises ConfigError for a file of whole lines none of which is a run's: no job has left it so.
+    """
+    path = runs_path(output)
+    with clear_file_errors(f"record of runs {path}"):
+        # What follows the last line end is torn.
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    found: list[Any] = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line, parse_constant=_refuse))
+    # A run that ended has no later line.
+    runs = Runs.from_json(found)
+    if lines and not runs.last:
+        raise ConfigError(f"record of runs {path}: no line of it can be read, so no job has left it so; move it away, "
+                          "and earlier runs are not counted")
+    return Runs(tuple(run for run in runs.last if has_manifest or not has_served(run)), runs.older)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def read_older_suspects(output: Path) -> dict[str, Suspicion]:
+    """The rows under suspicion, by custom_id."""
+    path = suspects_path(output)
+    try:
+        with clear_file_errors(f"suspects {path}"):
+            if not path.exists():
+                return {}
+            fields = json.loads(path.read_bytes())
+        if fields["format"] != 1:
+            raise ValueError("it is of another version of this program")
+        return {str(name): Suspicion(**row) for name, row in fields["rows"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"suspects {path}: cannot be read ({error}); without it all rows run together") from error
+
+
+def remove_older_files(output: Path) -> None:
+    """Once the manifest that has what they say is on disk."""
+    for path in (runs_path(output), suspects_path(output)):
+        with clear_file_errors(str(path)):
+            path.unlink(missing_ok=True)

@@ -105,6 +105,8 @@ class SharedFile(RowSource):
     """
 
     path: str
+    num_bytes: int = 0
+    """Its size on the driver's host."""
 
     def pieces(self, row: RawRow) -> Iterator[bytes]:
         with late_file_errors(f"input {self.path}"):

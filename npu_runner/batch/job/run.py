@@ -33,7 +33,7 @@ from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.places import find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
+from npu_runner.batch.job.replica_plan import MAX_DIGEST_THREADS, local_plan, num_present, planned_replicas
 from npu_runner.batch.job.row_server import CheckpointSide, all_refused
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.rows.counts import Counts
@@ -47,7 +47,6 @@ from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
 
-_MAX_DIGEST_THREADS = 4
 _VIEWS = ("report", "summary", "metrics_file")
 
 
@@ -261,7 +260,7 @@ class _Job:
     def _load(self, fleet: Fleet, explain_memory: AbstractContextManager[None]) -> Manifest:
         """Have the replicas load while the weights are hashed. Returns the manifest of what they serve."""
         folder = self._model_folder
-        with WeightDigests(folder, num_threads=max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2))) as digests:
+        with WeightDigests(folder, num_threads=max(1, min(MAX_DIGEST_THREADS, num_cpus() // 2))) as digests:
             try:
                 with explain_memory:
                     facts = fleet.load()
