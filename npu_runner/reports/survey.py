@@ -20,7 +20,7 @@ from npu_runner.reports.cards import (
     TITLES,
     UNKNOWN,
     WHOLE,
-    asked_by,
+    question_in,
     code_of,
     flaws_of,
     metadata_of,
@@ -127,7 +127,7 @@ class Survey:
             kind = Kind(kind.name, OTHER_CODES if kind.code else "")
         self.kinds[kind] += 1
         self.kind_of_row.append(kind)
-        self.num_media.append(min(MAX_MEDIA, len(asked_by(request)[1])))
+        self.num_media.append(min(MAX_MEDIA, len(question_in(request)[1])))
 
     def _add_answer(self, body: Mapping[str, Any]) -> None:
         counts = next(iter(cells_of(body)), {})

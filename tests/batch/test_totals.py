@@ -205,7 +205,7 @@ def test_device_seconds_are_those_that_replicas_held(monkeypatch: pytest.MonkeyP
     record = JobSummary(started=100.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     for num_devices in (8, 4, 0, 4):
-        record.hold(num_devices)
+        record.add_device_time(num_devices)
     assert record.device_seconds == 30 * 8 + 10 * 4 + 10 * 4
 
 

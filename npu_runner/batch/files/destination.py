@@ -90,18 +90,18 @@ class Destination:
         """As the manifest has it: both files may be moved together."""
         return None if self.error_path is None else os.path.relpath(self.error_path, self.paths[0].parent)
 
-    def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
-        """The flaws in `asked` for which no earlier run has chosen rows: rows with one of them are tried again by
+    def retry(self, requested: Flaw, rows: InputScan) -> Flaw:
+        """The flaws in `requested` for which no earlier run has chosen rows: rows with one of them are tried again by
         `decide`.
 
         The manifest names those of a run that was cut short. Their rows have left the files, and those that have a line
         since are not tried once more. That holds while the input is the same, or has grown.
         """
         if self.earlier is None:
-            return asked
+            return requested
         standing = self.earlier.retry if rows.continues_earlier else Flaw(0)
-        self._retry = standing | asked
-        return asked & ~standing
+        self._retry = standing | requested
+        return requested & ~standing
 
     def decide(self, flaws: Flaw, unparsed: np.ndarray | None = None) -> None:
         """Have rows with one of these flaws tried again. `unparsed`: keys of more that are, though their lines do not

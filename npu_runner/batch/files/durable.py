@@ -85,7 +85,7 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
         raise _two_writers(path) from None
     with open(descriptor, "wb") as file:
         try:
-            _take_mode(file.fileno(), path)
+            _copy_mode(file.fileno(), path)
             yield file
             file.flush()
             if is_synced:
@@ -140,7 +140,7 @@ def _remove_left(path: Path, *, waits: bool) -> None:
 
 
 def _lock(descriptor: int, *, waits: bool) -> bool:
-    """Whether no other process has it. Where a file system has no locks (NFS has none of folders), none has."""
+    """Whether the lock was free. On a file system without locks (NFS has none of folders) it always is."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -163,8 +163,8 @@ def _two_writers(path: Path) -> JobError:
                     "another name")
 
 
-def _take_mode(descriptor: int, path: Path) -> None:
-    """The permissions of the file that it will replace, if there is one."""
+def _copy_mode(descriptor: int, path: Path) -> None:
+    """Set the permissions of the file that it will replace, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
@@ -173,7 +173,11 @@ def _take_mode(descriptor: int, path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make names that were just created or replaced in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: str | Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -187,11 +191,7 @@ def sync_files(folder: Path) -> None:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # another process has renamed its new version
-                    descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    try:
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
+                    _sync(entry.path, os.O_NOFOLLOW)
     sync_folder(folder)
 
 

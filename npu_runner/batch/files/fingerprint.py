@@ -52,7 +52,7 @@ def fingerprint_model(folder: Path) -> dict[str, str]:
 
 
 def files_of_model(folder: Path) -> list[Path]:
-    """Those that `fingerprint_model` looks at."""
+    """The files that `fingerprint_model` reads."""
     return [*_small_files(folder), *_weights(folder)]
 
 
@@ -98,13 +98,13 @@ class WeightDigests:
 
     @property
     def is_done(self) -> bool:
-        """`lines` need not be waited for."""
+        """`lines` returns at once."""
         return all(digest.done() for digest in self._digests.values())
 
     def lines(self) -> dict[str, str]:
         """A line per file, once all are read. Call it when the model is loaded.
 
-        Raises JobError when a file is not what it was when this was entered: then nobody knows what was loaded.
+        Raises JobError when a file is not what it was when this was entered: the loader may have read either.
         """
         with late_file_errors(f"model {self._folder}"):
             lines = {

@@ -243,7 +243,7 @@ def read_state(output: Path) -> tuple[Manifest | None, Runs]:
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Every name whose value changed, with both values."""
+    """The settings whose values differ."""
     names = sorted(earlier.keys() | now.keys())
     changes = [SettingChange(name, earlier.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names]
     # Through JSON, because one side has been there: tuples are lists, keys are strings.

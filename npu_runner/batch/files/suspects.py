@@ -1,8 +1,8 @@
 """The rows of the step in which several ranks failed: the next run has to run them one at a time.
 
-One rank finds the row that makes steps fail by itself and goes on. Several cannot: who fails leaves the others in a
-collective, and the job ends. The next run knows from the state whom to run alone, and the one after that whom to give
-up. Knows nothing of what rows ask for.
+One rank finds the row that makes steps fail by itself and goes on. Several cannot: a rank that fails leaves the others
+in a collective, and the job ends. The state tells the next run which rows to run alone, and the one after that which
+to give up. Knows nothing of what rows ask for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Suspects:
         return found if found is not None and found.code is not None else None
 
     def record_death(self, error: EngineDeadError) -> None:
-        """Record whom the next run has to run alone, or to give up, after the engine died like that."""
+        """Record the rows that the next run has to run alone, or to give up, after this death of the engine."""
         if len(error.request_ids) == 1:
             (name,) = error.request_ids
             num_deaths = self.rows.get(name, Suspicion()).num_deaths + 1
@@ -55,7 +55,7 @@ class Suspects:
         self.isolate(error.request_ids)
 
     def isolate(self, custom_ids: Iterable[str]) -> None:
-        """Record that these have to run alone, in this run or the next."""
+        """Record that these rows have to run alone, in this run or the next."""
         for name in custom_ids:
             self.rows.setdefault(name, Suspicion())
         if self.rows:

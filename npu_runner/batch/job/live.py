@@ -93,7 +93,7 @@ class Live:
         self._close(None)
 
     def enter(self, phase: Phase, doing: str | None = None) -> None:
-        """From here on it does this."""
+        """Report this phase from now on."""
         if phase != self._phase:
             self._phase, self._next_at = phase, 0.0
         self._doing = None if doing is None else printable(doing)
@@ -116,7 +116,7 @@ class Live:
             self._write()
 
     def measure(self) -> None:
-        """Have the figures of the replicas in the summary."""
+        """Read the figures of the replicas into the summary."""
         if self.fleet is not None:
             self._summary.all_stats = stats_of(self.fleet)
         if self.num_held is not None:

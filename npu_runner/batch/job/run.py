@@ -52,7 +52,7 @@ _VIEWS = ("report", "summary", "metrics_file")
 
 @dataclass(frozen=True)
 class Views:
-    """How the command shows a run: files that have a view of each status, and what it does with the end of the run."""
+    """The views of a run that a command has: files that show each status, and a report of the end."""
 
     files: Mapping[Path, Callable[[Status], bytes]] = field(default_factory=dict)
     end: Callable[[JobSummary, JobHistory, Progress], None] = lambda summary, history, progress: None
