@@ -20,11 +20,11 @@ from npu_runner.reports.cards import (
     TITLES,
     UNKNOWN,
     WHOLE,
-    question_in,
     code_of,
     flaws_of,
     metadata_of,
     outcome_of,
+    question_in,
 )
 
 OTHER_CODES = "other codes"
