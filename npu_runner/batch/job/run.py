@@ -131,24 +131,24 @@ class _Job:
                     output.scan()
                     with self._open_input() as self._file:
                         self._plan()
-                        with self._history.ending():
-                            self._answer()
+                        with self._history.ending(), self._counting_anew():
+                            if not self._book.num_rows:
+                                self._finish_without_rows()
+                            elif not self._are_all_refused_again():
+                                self._refuse_earlier_failures()
+                                self._serve()
+                            if not self.summary.is_cut_short:
+                                self._finish()
         except Interrupted as signal:
             self.summary.is_interrupted = True
             raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None
 
-    def _answer(self) -> None:
-        """The rows that were planned, as far as they are wanted."""
+    @contextlib.contextmanager
+    def _counting_anew(self) -> Iterator[None]:
+        """If the output is lost, the rows that are still there count, whichever run wrote them."""
         try:
-            if not self._book.num_rows:
-                self._finish_without_rows()
-            elif not self._are_all_refused_again():
-                self._refuse_earlier_failures()
-                self._serve()
-            if not self.summary.is_cut_short:
-                self._finish()
+            yield
         except OutputLostError:
-            # The rows that are still there count, whichever run wrote them.
             self.summary.tally, self.summary.kept = Counts(), self._output.counts_now()
             self.summary.num_resumed = self.summary.kept.num_done
             raise
