@@ -53,7 +53,6 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.row_book import CarriedRows, InputScan, RowBook, SharedFile
-from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.driver import Driver
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
@@ -258,13 +257,13 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
             report_seconds: float | None) -> dict[str, Any]:
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-    tally, suspects = Counts(), Suspects({})
+    tally = Counts()
     started = time.perf_counter()
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        driver = Driver(book, suspects, rows_carry_data=is_carried)
+        driver = Driver(book, {}, rows_carry_data=is_carried)
         replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray, makes_answers=makes_answers)
         with Fleet(replicas, RowQueue(book.num_rows), driver) as fleet:
             fleet.load()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from npu_runner.batch.files import runs
 from npu_runner.batch.files.input_identity import InputIdentity
-from npu_runner.batch.files.manifest import Manifest, StateFile, read_state
+from npu_runner.batch.files.manifest import Manifest, StateFile, Suspicion, read_state
 from npu_runner.batch.files.names import (
     manifest_path,
     new_version_path,
@@ -28,7 +28,6 @@ from npu_runner.batch.files.names import (
     suspects_path,
 )
 from npu_runner.batch.files.runs import Run, Runs
-from npu_runner.batch.files.suspects import Suspicion
 from npu_runner.batch.job import live
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live

@@ -90,11 +90,11 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
-            if not _is_at(file.fileno(), new):  # a writer without a lock has removed it
+            if not is_at(file.fileno(), new):  # a writer without a lock has removed it
                 raise _two_writers(path)
             os.replace(new, path)
         except BaseException:
-            if _is_at(file.fileno(), new):
+            if is_at(file.fileno(), new):
                 new.unlink()
             raise
     if is_synced:
@@ -116,7 +116,7 @@ def _create(path: Path, *, waits: bool) -> int:
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(path, _FOR_WRITING | os.O_CREAT | os.O_EXCL, 0o666)
             # Between these two lines another process may take it for one that was left.
-            if _lock(descriptor, waits=waits) and _is_at(descriptor, path):
+            if _lock(descriptor, waits=waits) and is_at(descriptor, path):
                 return descriptor
             os.close(descriptor)
 
@@ -133,7 +133,7 @@ def _remove_left(path: Path, *, waits: bool) -> None:
     try:
         if not _lock(descriptor, waits=waits):
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
-        if _is_at(descriptor, path):
+        if is_at(descriptor, path):
             path.unlink()
     finally:
         os.close(descriptor)
@@ -151,7 +151,7 @@ def _lock(descriptor: int, *, waits: bool) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
     """Whether this open file still has this name."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))

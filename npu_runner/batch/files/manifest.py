@@ -24,7 +24,6 @@ from npu_runner.batch.files.fingerprint import digest_lines
 from npu_runner.batch.files.input_identity import InputIdentity, save_rows, with_rows
 from npu_runner.batch.files.names import manifest_path, runs_path, suspects_path
 from npu_runner.batch.files.runs import Runs, has_served
-from npu_runner.batch.files.suspects import SuspectRows, Suspicion
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
@@ -74,6 +73,15 @@ class SettingChange(NamedTuple):
         return all(map(str.isdecimal, values)) and int(values[0]) < int(values[1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """`num_deaths`: how often the job ended with this row alone in the step; `code`, `message`: why it is given up."""
+
+    num_deaths: int = 0
+    code: str | None = None
+    message: str = ""
+
+
 def _with_name(change: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(change.get("name"), str):
         raise ValueError("its name is missing")
@@ -104,7 +112,8 @@ class Manifest:
     retry: Annotated[Flaw, BeforeValidator(Flaw.parse)] = WHOLE
     """Rows that had one of these flaws are tried again. They have left the output, so those of them that have no line
     yet are the rows that it lacks. It lasts until the job has ended with a line for every row."""
-    suspects: SuspectRows = field(default_factory=dict)
+    suspects: Mapping[str, Suspicion] = field(default_factory=dict)
+    """Rows that the next run has to run alone, or to give up, by custom_id."""
     runs: Annotated[Runs, BeforeValidator(lambda last: Runs())] = field(default_factory=Runs)
     """`Runs.from_json` reads them from two fields."""
 

@@ -1,20 +1,22 @@
 """Drives the replicas of a job: their finished rows go to the output and are counted, their deaths into the state.
 
-Nothing here reads a row or makes an answer, but for the rows that are given up. Knows nothing of how rows are served.
+One rank finds the row that makes steps fail by itself and goes on. Several cannot: a rank that fails leaves the others
+in a collective, and the job ends. The state tells the next run which rows to run alone, and the one after that which
+to give up. Nothing here reads a row or makes an answer, but for those rows. Knows nothing of how rows are served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from npu_runner.batch.files.answer_writer import Delivery
+from npu_runner.batch.files.manifest import Suspicion
 from npu_runner.batch.files.row_book import RowBook
-from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError
-from npu_runner.serving.blame import GivenUp
+from npu_runner.serving.blame import GivenUp, code_given_up, why_given_up
 from npu_runner.serving.replica import FinishedRow, Loading, Opened, ReplicaStats, RowRun
 from npu_runner.serving.replicas.fleet import Fleet, Owner
 from npu_runner.serving.replicas.load_balancer import RowQueue
@@ -24,15 +26,21 @@ _IDLE_SECONDS = 0.2
 
 
 class Driver(Owner):
-    """Serves a job's rows. `say` gets lines for the user. `check` is called with the settings that each replica knows
-    before its weights load, `loading` with the phase of one of them until all are ready. `rows_carry_data`: replicas
-    get rows with their bytes."""
+    """Serves a job's rows. `suspects`: from earlier runs; with `retry_errors` those that were given up are tried again,
+    alone. `save_suspects` puts them into the state whenever a row joins them. `say` gets lines for the user. `check` is
+    called with the settings that each replica knows before its weights load, `loading` with the phase of one of them
+    until all are ready. `rows_carry_data`: replicas get rows with their bytes."""
 
-    def __init__(self, book: RowBook, suspects: Suspects, *, say: Callable[[str], None] = lambda line: None,
+    def __init__(self, book: RowBook, suspects: Mapping[str, Suspicion], *, retry_errors: bool = False,
+                 save_suspects: Callable[[dict[str, Suspicion]], None] = lambda rows: None,
+                 say: Callable[[str], None] = lambda line: None,
                  check: Callable[[Mapping[str, Any]], None] = lambda settings: None,
                  loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False):
         self._book = book
-        self._suspects = suspects
+        self.suspects = {name: Suspicion() if retry_errors and found.code is not None else found
+                         for name, found in suspects.items()}
+        """Rows under suspicion, by custom_id."""
+        self._save_suspects = save_suspects
         self._say = say
         self._check = check
         self._loading = loading
@@ -47,7 +55,7 @@ class Driver(Owner):
             try:
                 finished, given_up = fleet.poll(_IDLE_SECONDS)
             except EngineDeadError as error:
-                self._suspects.record_death(error)
+                self._record_death(error)
                 raise
             for row in finished:
                 delivery.put(row)
@@ -59,7 +67,7 @@ class Driver(Owner):
     def known_suspects(self, queue: RowQueue) -> list[GivenUp]:
         """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
         given_up = []
-        for name, index in self._book.find(list(self._suspects.rows)).items():
+        for name, index in self._book.find(list(self.suspects)).items():
             found = self._verdict(name, index)
             if found is None:
                 queue.isolate([index])
@@ -79,17 +87,33 @@ class Driver(Owner):
             self._say(news)
 
     def isolate(self, indices: Sequence[int]) -> None:
-        self._suspects.isolate(name for name in map(self._book.name, indices) if name is not None)
+        self._isolate(name for name in map(self._book.name, indices) if name is not None)
 
     def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
         name = self._book.name(index)
         assert name is not None, f"row {index} has no custom_id, and no engine takes such a row"
-        self._suspects.record_death(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
+        self._record_death(EngineDeadError(str(error), request_ids=(name,), blame=error.blame))
         return self._verdict(name, index)
 
+    def _record_death(self, error: EngineDeadError) -> None:
+        if len(error.request_ids) == 1:
+            (name,) = error.request_ids
+            num_deaths = self.suspects.get(name, Suspicion()).num_deaths + 1
+            code = code_given_up(error, num_deaths)
+            self.suspects[name] = Suspicion(num_deaths=num_deaths, code=code,
+                                            message=why_given_up(error) if code else "")
+        self._isolate(error.request_ids)
+
+    def _isolate(self, names: Iterable[str]) -> None:
+        """Record that these rows have to run alone, in this run or the next."""
+        for name in names:
+            self.suspects.setdefault(name, Suspicion())
+        if self.suspects:
+            self._save_suspects(dict(self.suspects))
+
     def _verdict(self, name: str, index: int) -> GivenUp | None:
-        found = self._suspects.given_up(name)
-        return None if found is None else GivenUp(index=index, code=str(found.code), message=found.message)
+        found = self.suspects.get(name, Suspicion())
+        return None if found.code is None else GivenUp(index=index, code=found.code, message=found.message)
 
 
 def stats_of(fleet: Fleet) -> ReplicaStats:

@@ -25,7 +25,6 @@ from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.files.status_file import Status
-from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.driver import Driver, stats_of
 from npu_runner.batch.job.history import JobHistory, JobSummary
@@ -233,21 +232,21 @@ class _Job:
                                f"{replaced_path(Path(output.name)).name}")
         self._report_loading(f"opening {self._model_folder.name}")
         config = manifest_check.config_to_go_on_with(self._config, output.earlier)
-        suspects = Suspects({} if output.earlier is None else output.earlier.suspects,
-                            lambda rows: output.state.update(suspects=dict(rows)), retry_errors=self._retries_errors)
         queue = RowQueue(book.num_rows)
         with planned_replicas(config, options, self._file.source, self._open_model) as plan:
             summary.num_workers = round(plan.workers_each * len(plan.replicas))
             if plan.notice is not None:
                 self._progress.say(plan.notice)
-            driver = Driver(book, suspects, say=self._progress.say, check=self._check, loading=self._report_loading,
-                            rows_carry_data=plan.rows_carry_data)
+            driver = Driver(book, {} if output.earlier is None else output.earlier.suspects,
+                            retry_errors=self._retries_errors,
+                            save_suspects=lambda rows: output.state.update(suspects=rows), say=self._progress.say,
+                            check=self._check, loading=self._report_loading, rows_carry_data=plan.rows_carry_data)
             with Fleet(plan.replicas, queue, driver, max_restarts=plan.max_restarts, scale_up=plan.scale_up,
                        given_up=driver.known_suspects(queue)) as fleet:
                 self._live.fleet = fleet
                 self._hold(lambda: len(plan.replicas))
                 manifest = self._load(fleet, manifest_check.explain_memory(self._config, config, output))
-                delivery = self._start_writing(replace(manifest, suspects=dict(suspects.rows)))
+                delivery = self._start_writing(replace(manifest, suspects=dict(driver.suspects)))
                 self._hold(lambda: num_present(fleet.states))
                 fleet.begin(self._stamp(manifest))
                 try:
