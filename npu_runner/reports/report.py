@@ -20,9 +20,8 @@ from npu_runner.batch.files.manifest import RULE_OF_JOB
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.run import Views, run_batch
+from npu_runner.batch.job.run import Views, find_places, run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.reports.metrics import metrics_of

@@ -20,7 +20,7 @@ import pytest
 
 from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.run import find_places
 from npu_runner.cli.options import Option, options_of, with_parts
 from npu_runner.config import READ, WRITTEN, RunnerConfig
 from npu_runner.errors import ConfigError, JobError

@@ -22,8 +22,7 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.replica_plan import local_plan
-from npu_runner.batch.job.row_server import CheckpointSide, RowServer
+from npu_runner.batch.job.row_server import CheckpointSide, RowServer, server_plan
 from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
@@ -82,7 +81,7 @@ def _survey(config: RunnerConfig, options: BatchOptions, file: InputFile, book: 
         if isinstance(params, SamplingParams):
             masks.check(prompt, params)
 
-    server = RowServer(local_plan(config, options, file.source, lambda config: side))
+    server = RowServer(server_plan(config, options, file.source, lambda config: side))
     with contextlib.closing(masks), server:
         server.start(lambda: None, lambda event: None)
         for count, prepared in enumerate(server.prepare(book), 1):

@@ -36,9 +36,14 @@ _WHOLE = (
     "quant_model_description*.json",
 )
 _NUM_SAMPLES = 64
+_MAX_DIGEST_THREADS = 4
 _SAMPLE_BYTES = 64 << 10
 _MAX_HEADER_BYTES = 100 << 20
 _READ_BYTES = 4 << 20
+
+
+def num_digest_threads(num_cores: int) -> int:
+    return max(1, min(_MAX_DIGEST_THREADS, num_cores // 2))
 
 
 def fingerprint_model(folder: Path) -> dict[str, str]:

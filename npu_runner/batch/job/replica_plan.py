@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from npu_runner.batch.files.fingerprint import num_digest_threads
 from npu_runner.batch.files.input_file import STANDARD_STREAM
 from npu_runner.batch.files.row_book import CarriedRows, RowFile, SharedFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import CheckpointSide, RowServer, ServerPlan, num_rows_ahead, server_plan
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.serving.options import AUTO, num_cpus
+from npu_runner.serving.options import AUTO
 from npu_runner.serving.replicas.placement import Placement, place
 from npu_runner.serving.replicas.process_replica import ProcessReplica
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 
-MAX_DIGEST_THREADS = 4
 _REMEDY = "leave --shared-input out, and rows travel with their bytes"
 
 
@@ -74,13 +74,13 @@ def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
                   open_model: Callable[[RunnerConfig], CheckpointSide]) -> ReplicaPlan:
     requested = options.replicas.data_parallel_size
     if requested == 1:
-        plan = local_plan(config, options, source, open_model)
+        plan = server_plan(config, options, source, open_model)
         return ReplicaPlan(replicas=[functools.partial(RowServer, plan)], workers_each=plan.limits.num_workers)
     placements = place(config.platform, None if requested == AUTO else int(requested),
                        config.parallel.tensor_parallel_size)
     plans = [
-        local_plan(config.replace(platform=placement.platform), options, source, open_model,
-                   num_workers=options.workers.num_workers(placement.num_cores))
+        server_plan(config.replace(platform=placement.platform), options, source, open_model,
+                    options.workers.num_workers(placement.num_cores))
         for placement in placements
     ]
 
@@ -96,15 +96,6 @@ def _on_this_host(config: RunnerConfig, options: BatchOptions, source: RowFile,
         max_restarts=options.replicas.max_replica_restarts)
 
 
-def local_plan(config: RunnerConfig, options: BatchOptions, source: RowFile,
-               open_model: Callable[[RunnerConfig], CheckpointSide], num_workers: int | None = None) -> ServerPlan:
-    """For a server of this host, which reads rows through the driver's descriptor. `num_workers`: None for one that has
-    all cores."""
-    count = options.workers.num_workers(num_cpus()) if num_workers is None else num_workers
-    return server_plan(config, options=options, source=source, num_workers=count, open_model=open_model,
-                       inherited=(source.descriptor,))
-
-
 def num_present(states: Sequence[ReplicaState]) -> int:
     """Replicas that hold devices: those that are dead, or wait for devices, hold none."""
     return sum(state.replica is not None and state.waits_for is None for state in states)
@@ -117,9 +108,9 @@ def _actors(config: RunnerConfig, options: BatchOptions, source: CarriedRows | S
 
     needed = demand(resources, config.platform, options.replicas.data_parallel_size,
                     config.parallel.tensor_parallel_size)
-    plan = server_plan(config.replace(platform=needed.platform), options=options, source=source, open_model=open_model,
-                       num_workers=options.workers.num_workers(needed.num_cores))
-    plan = replace(plan, digest_threads=max(1, min(MAX_DIGEST_THREADS, needed.num_cores // 2)))
+    plan = server_plan(config.replace(platform=needed.platform), options, source, open_model,
+                       options.workers.num_workers(needed.num_cores))
+    plan = replace(plan, digest_threads=num_digest_threads(needed.num_cores))
     numbers = itertools.count()
 
     def make(count: int) -> list[MakeReplica]:

@@ -17,7 +17,7 @@ from typing import Any
 import npu_runner
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.row_book import RowBook, RowFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
@@ -34,6 +34,7 @@ from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 from npu_runner.serving.endpoint import Endpoint, Prepared
+from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
@@ -86,11 +87,11 @@ class ServerPlan:
     """Threads that hash the weights while they load, for a server that sees another folder than the driver; 0: none."""
 
 
-def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
+def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
                 open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
-                inherited: tuple[int, ...] = ()) -> ServerPlan:
-    """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
-    that cannot be served."""
+                num_workers: int | None = None) -> ServerPlan:
+    """A plan for a replica of a job. `num_workers`: its preprocessing workers; None: as many as this host's cores
+    allow. Raises ConfigError for a response_schema that cannot be served."""
     folder = options.allowed_media_dir
     if options.response_schema is not None:
         config = config.replace(prepare_structured_outputs=True)
@@ -101,7 +102,7 @@ def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSourc
             allowed_dir=None if folder is None else folder.resolve(),
             max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes),
         limits=PoolLimits(
-            num_workers=num_workers,
+            num_workers=options.workers.num_workers(num_cpus()) if num_workers is None else num_workers,
             task_timeout_seconds=options.workers.preprocessing_timeout,
             worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
@@ -110,7 +111,7 @@ def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSourc
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
         open_model=open_model,
-        inherited=inherited,
+        inherited=(source.descriptor,) if isinstance(source, RowFile) else (),
     )
 
 
@@ -261,21 +262,13 @@ def answer_defaults(options: BatchOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if options.response_schema is not None:
         found["structured_outputs"] = _read_schema(options.response_schema)
-    if options.max_thinking_tokens is not None:
-        found["max_thinking_tokens"] = options.max_thinking_tokens
-    return {**found, **_guards(options)}
-
-
-def _guards(options: BatchOptions) -> dict[str, Any]:
-    """The settings against repetition, JSON-ready."""
-    found: dict[str, Any] = {}
+    for name in ("max_thinking_tokens", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
+        if (value := getattr(options, name)) not in (None, ()):
+            found[name] = list(value) if isinstance(value, tuple) else value
     try:
         if options.repetition_detection is not None:
             detection = RepetitionDetectionParams.of(options.repetition_detection)
             found["repetition_detection"] = dataclasses.asdict(detection)
-        for name in ("no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
-            if (value := getattr(options, name)) not in (None, ()):
-                found[name] = list(value) if isinstance(value, tuple) else value
         SamplingParams(**found)
     except RequestError as error:  # of an option
         raise ConfigError(error.message) from error

@@ -15,14 +15,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, cast
 
+from npu_runner.batch.files import place as files
 from npu_runner.batch.files.answer_writer import Delivery
 from npu_runner.batch.files.destination import Destination
-from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
+from npu_runner.batch.files.fingerprint import (
+    WeightDigests,
+    fingerprint_model,
+    num_digest_threads,
+    refuse_changed_files,
+)
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
-from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.place import Place, read_by
 from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.job import manifest_check
@@ -30,10 +36,9 @@ from npu_runner.batch.job.driver import Driver, stats_of
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.replica_plan import MAX_DIGEST_THREADS, local_plan, num_present, planned_replicas
-from npu_runner.batch.job.row_server import CheckpointSide, all_refused
+from npu_runner.batch.job.replica_plan import num_present, planned_replicas
+from npu_runner.batch.job.row_server import CheckpointSide, all_refused, server_plan
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
@@ -47,6 +52,7 @@ from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
 
 _VIEWS = ("report", "summary", "metrics_file")
+_WRITTEN = ("output", "error_file", *_VIEWS)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,29 @@ class Views:
 
     files: Mapping[Path, Callable[[Status], bytes]] = field(default_factory=dict)
     end: Callable[[JobSummary, JobHistory, Progress], None] = lambda summary, history, progress: None
+
+
+def find_places(options: BatchOptions, config: RunnerConfig | None = None) -> dict[str, Place]:
+    """The places by their options, before anything starts. Raises ConfigError for a name that cannot be written.
+
+    `config`: the files that it names are no places to write to; None: no model is used.
+    """
+    named = [(option, getattr(options, option)) for option in _WRITTEN]
+    places = files.find_places(named, read_by(options, *([] if config is None else [config])))
+    is_stream = {option: place.is_stream for option, place in places.items()}
+    if is_stream.get("metrics_file"):
+        raise ConfigError(f"{places['metrics_file'].title}: is a stream, and it is replaced every other second; name a "
+                          "file")
+    if options.ordered and is_stream["output"]:
+        raise ConfigError(f"ordered: {places['output'].title} is a stream, whose rows go out as they finish and cannot "
+                          "be sorted afterwards; name a file as output, or leave --ordered out and sort what comes out "
+                          "by custom_id")
+    if "error_file" in places and is_stream["output"]:
+        raise ConfigError(f"{places['error_file'].title}: the output is a stream, and who resumes the one cannot "
+                          "resume the other; name a file as output, or leave it out")
+    if is_stream.get("error_file"):
+        raise ConfigError(f"{places['error_file'].title}: is no file; a stream cannot be resumed")
+    return places
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
@@ -201,7 +230,7 @@ class _Job:
         if earlier is None or book.num_rows != self._output.num_retried_failures() or self._options.ray is not None:
             return False
         config = manifest_check.config_to_go_on_with(self._config, earlier)
-        plan = local_plan(config, self._options, self._file.source, self._open_model)
+        plan = server_plan(config, self._options, self._file.source, self._open_model)
         with all_refused(plan, book, self._check) as refused:
             if refused is None:
                 return False
@@ -259,7 +288,7 @@ class _Job:
     def _load(self, fleet: Fleet, explain_memory: AbstractContextManager[None]) -> Manifest:
         """Have the replicas load while the weights are hashed. Returns the manifest of what they serve."""
         folder = self._model_folder
-        with WeightDigests(folder, num_threads=max(1, min(MAX_DIGEST_THREADS, num_cpus() // 2))) as digests:
+        with WeightDigests(folder, num_threads=num_digest_threads(num_cpus())) as digests:
             try:
                 with explain_memory:
                     facts = fleet.load()
