@@ -23,7 +23,7 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.files.answer_writer import Delivery
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputFile
-from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest
+from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest, start_time
 from npu_runner.batch.files.names import manifest_path, replaced_path, rows_path
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.job import manifest_check
@@ -86,8 +86,8 @@ def begin(folder: Path, command: Command, destination: Destination, file: InputF
     refuse_another_input(destination, file, rows, retry=command.flaws)
     settings = {"seed": command.seed, LIMIT: command.limit, LENGTH: str(command.length)}
     facts = ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)
-    manifest = manifest_of(destination, facts, model_name="m", model_files={"w": "1 bytes"}, weights={},
-                           input=rows.identity, accept=command.accept, is_retry=bool(command.retry))
+    new = Manifest(created=start_time(), model_name="m", model_files={"w": "1 bytes"}, settings={}, input=rows.identity)
+    manifest = manifest_of(destination, new, facts, accept=command.accept, is_retry=bool(command.retry))
     wanted = ~destination.finished(rows)
     return [int(line) - 1 for line in rows.lines[wanted]], destination.open_writers(manifest, Counts())
 

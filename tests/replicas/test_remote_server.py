@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from npu_runner.batch.files.input_identity import InputIdentity
+from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.row_book import CarriedRows, SharedFile
 from npu_runner.batch.job.manifest_check import manifest_of
 from npu_runner.batch.job.options import BatchOptions
@@ -54,9 +55,10 @@ def test_what_a_host_does_not_see_is_named(tmp_path: Path) -> None:
 def test_replicas_that_loaded_another_model_are_refused() -> None:
     facts = ReplicaFacts(version="1", settings={}, ledger="", max_rows=1, weights={"config.json": "a", "w": "b"})
     for files, weights in (({"config.json": "other"}, {"w": "b"}), ({"config.json": "a"}, {"w": "other"})):
+        new = Manifest(created=1, model_name="m", model_files=files, weights=weights, settings={},
+                       input=InputIdentity(num_bytes=1, blake2b=""))
         with pytest.raises(ConfigError, match="another model than this host sees"):
-            manifest_of(None, facts, model_name="m", model_files=files, weights=weights,  # type: ignore[arg-type]
-                        input=InputIdentity(num_bytes=1, blake2b=""))  # fmt: skip
+            manifest_of(None, new, facts)  # type: ignore[arg-type]
 
 
 def test_the_option_alone_means_the_cluster_of_this_host() -> None:

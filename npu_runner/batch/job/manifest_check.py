@@ -13,8 +13,8 @@ import numpy as np
 
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputFile
-from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
-from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences, start_time
+from npu_runner.batch.files.input_identity import RowChange, first_change
+from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences
 from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
@@ -113,23 +113,20 @@ def explain_memory(given: RunnerConfig, continued: RunnerConfig, destination: De
             f"--accept-changed {_LENGTH}. {error}") from error
 
 
-def manifest_of(destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
-                weights: dict[str, str], input: InputIdentity, accept: Collection[str] = (),
+def manifest_of(destination: Destination, new: Manifest, facts: ReplicaFacts, *, accept: Collection[str] = (),
                 is_retry: bool = False) -> Manifest:
-    """The manifest of this output: the earlier one, and what may have changed since (`accepted_changes`)."""
+    """The manifest of this output: the earlier one with `accepted_changes`, or `new`, with the settings of `facts`."""
     settings = json.loads(json.dumps(dict(facts.settings)))
-    if facts.weights is not None and (changes := differences({**model_files, **weights}, dict(facts.weights))):
+    if facts.weights is not None and (changes := differences({**new.model_files, **new.weights}, dict(facts.weights))):
         raise ConfigError(f"the replicas have loaded another model than this host sees: {_listed(changes)}")
     earlier = destination.earlier
     if earlier is None or not earlier.has_served:
-        return Manifest(
-            created=start_time(), model_name=model_name, model_files=model_files, weights=weights, settings=settings,
-            input=input)
+        return replace(new, settings=settings)
     if earlier.weights:
-        _refuse_model(destination, _changed_files(earlier.weights, weights))
+        _refuse_model(destination, _changed_files(earlier.weights, new.weights))
     changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, is_retry=is_retry)
     _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
-    return replace(earlier, input=input).changed(_with_decoders(settings, earlier.settings), changes)
+    return earlier.with_input(new.input).changed(_with_decoders(settings, earlier.settings), changes)
 
 
 def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str],
@@ -167,13 +164,10 @@ def _with_decoders(settings: Mapping[str, Any], others: Mapping[str, Any]) -> di
     return {**settings, DECODERS: decoders} if decoders else dict(settings)
 
 
-def manifest_without_model(destination: Destination, *, model_name: str, model_files: dict[str, str],
-                           input: InputIdentity) -> Manifest:
-    """For an input without a row to answer: no model is loaded."""
+def manifest_without_model(destination: Destination, new: Manifest) -> Manifest:
+    """The same where no model is loaded."""
     earlier = destination.earlier
-    if earlier is not None and earlier.has_served:
-        return earlier.with_input(input)
-    return Manifest(created=start_time(), model_name=model_name, model_files=model_files, settings={}, input=input)
+    return earlier.with_input(new.input) if earlier is not None and earlier.has_served else new
 
 
 def _refuse_model(destination: Destination, changes: list[SettingChange]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from npu_runner.batch.files import place as files
 from npu_runner.batch.files.answer_writer import Delivery
@@ -130,7 +130,8 @@ class _Job:
     _book: RowBook
     """The rows to be answered."""
     _model_folder: Path
-    _model_files: dict[str, str]
+    _new: Manifest
+    """The state if the output had no earlier runs."""
 
     def __init__(self, config: RunnerConfig, options: BatchOptions, places: dict[str, Place], progress: Progress,
                  signals: StopSignals, open_model: Callable[[RunnerConfig], CheckpointSide],
@@ -197,10 +198,11 @@ class _Job:
         self._decide_retry()
         manifest_check.refuse_another_input(output, file, rows, retry=self._options.retried)
         self._model_folder = resolve_checkpoint(self._config.model, self._config.revision)
-        self._model_files = fingerprint_model(self._model_folder)
+        self._new = Manifest(created=start_time(), model_name=self._model_folder.name, settings={}, input=rows.identity,
+                             model_files=fingerprint_model(self._model_folder))
         # The folder that was read, whatever a hub id stands for a moment later.
         self._config = self._config.replace(model=str(self._model_folder), revision=None)
-        manifest_check.refuse_another_model(output, self._model_files)
+        manifest_check.refuse_another_model(output, self._new.model_files)
         finished = output.finished(rows)
         self._book = RowBook(rows, ~finished, file.source)
         self.summary.num_resumed, self.summary.kept = int(finished.sum()), output.kept_counts()
@@ -236,7 +238,7 @@ class _Job:
                 return False
             self.summary.num_workers = plan.limits.num_workers
             self._say_without_model(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
-            delivery = self._start_writing(earlier.with_input(self._rows.identity))
+            delivery = self._start_writing(manifest_check.manifest_without_model(self._output, self._new))
             self.summary.serve_began = time.monotonic()
             with delivery:
                 for row in refused:
@@ -247,8 +249,11 @@ class _Job:
     @property
     def _check(self) -> manifest_check.CheckSettings:
         """Refuses settings that are known before the weights load."""
-        return functools.partial(manifest_check.refuse_other_settings, self._output,
-                                 accept=self._options.accept_changed, is_retry=bool(self._options.retried))
+        return functools.partial(manifest_check.refuse_other_settings, self._output, **self._accepted)
+
+    @property
+    def _accepted(self) -> dict[str, Any]:
+        return {"accept": self._options.accept_changed, "is_retry": bool(self._options.retried)}
 
     def _serve(self) -> None:
         """Load replicas of the model, and have them answer the rows that are wanted."""
@@ -295,15 +300,14 @@ class _Job:
             finally:
                 self._hold(lambda: len(fleet.states))
                 self._live.measure()
-            refuse_changed_files(folder, self._model_files)
+            refuse_changed_files(folder, self._new.model_files)
             self.summary.start_phases, self.summary.platform = facts.start_seconds, facts.settings.get("platform")
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
             self._progress.say(f"model {folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
                 self._progress.say("the model is ready; waiting until its weights are hashed")
-            return manifest_check.manifest_of(
-                self._output, facts, model_name=folder.name, model_files=self._model_files, weights=digests.lines(),
-                input=self._rows.identity, accept=self._options.accept_changed, is_retry=bool(self._options.retried))
+            new = replace(self._new, weights=digests.lines())
+            return manifest_check.manifest_of(self._output, new, facts, **self._accepted)
 
     def _start_writing(self, manifest: Manifest) -> Delivery:
         # From here on a signal lets the step under way end, and then the job.
@@ -378,10 +382,7 @@ class _Job:
     def _finish_without_rows(self) -> None:
         """No row is added, but the file is repaired."""
         self._say_without_model(f"nothing to do: all {self._rows.num_rows} rows are finished")
-        manifest = manifest_check.manifest_without_model(
-            self._output, model_name=self._model_folder.name, model_files=self._model_files,
-            input=self._rows.identity)
-        with self._start_writing(manifest):
+        with self._start_writing(manifest_check.manifest_without_model(self._output, self._new)):
             pass
 
     def _say_without_model(self, line: str) -> None:
