@@ -21,7 +21,7 @@ from npu_runner.batch.files.place import Place
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.run import Views, find_places, run_batch
+from npu_runner.batch.job.run import Views, job_places, run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.reports.metrics import metrics_of
@@ -40,7 +40,7 @@ def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: An
 
     A file that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
     """
-    places = find_places(options, config)
+    places = job_places(options, config)
     report, summary_file, metrics, output = (
         places.get("report"), places.get("summary"), places.get("metrics_file"), places["output"].path)
     if report is not None and output is None:
@@ -85,7 +85,7 @@ def report_job(options: BatchOptions) -> str:
     The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
     """
     job = PastJob(options.output)
-    place = find_places(options)["report"]
+    place = job_places(options)["report"]
     with place, contextlib.ExitStack() as opened:
         file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
         return f"report    {place.name}: {_write(place, job, file, options)}"

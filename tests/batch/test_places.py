@@ -20,7 +20,7 @@ import pytest
 
 from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.run import find_places
+from npu_runner.batch.job.run import job_places
 from npu_runner.cli.options import Option, options_of, with_parts
 from npu_runner.config import READ, WRITTEN, RunnerConfig
 from npu_runner.errors import ConfigError, JobError
@@ -276,7 +276,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
             options = {"input": str(job.input), "output": str(job.output), "allowed_media_dir": media,
                        "response_schema": schema}
             with pytest.raises(ConfigError, match=rf"{written} .*: is (the {read}|an image or a video \(PNG\))"):
-                find_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
+                job_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
                     model=str(job.model), chat_template=str(template), lora=str(adapter)))  # fmt: skip
         assert path.read_bytes() == before
         link.unlink()
@@ -284,7 +284,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
 
 def test_a_template_that_is_given_as_text_names_no_file(job: Job) -> None:
     config = RunnerConfig.from_keywords(model=str(job.model), chat_template="{{ messages }}\0")
-    find_places(BatchOptions.from_keywords(input=str(job.input), output=str(job.output)), config)
+    job_places(BatchOptions.from_keywords(input=str(job.input), output=str(job.output)), config)
     copy = pickle.loads(pickle.dumps(RunnerConfig.from_keywords("m", chat_template=__file__).replace(seed=1)))
     assert copy.prompts.chat_template == Path(__file__).read_text()
     assert copy.prompts.chat_template.file == Path(__file__)

@@ -120,42 +120,13 @@ def num_rows_ahead(plan: ServerPlan) -> int:
     return plan.limits.max_ready + 2 * plan.limits.num_workers
 
 
-class RowAnswers:
-    """Writes the output's line of each row. `stamp` is set when the job begins."""
-
-    def __init__(self) -> None:
-        self.stamp: JobStamp | None = None
-
-    def __call__(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        error = self._error_of(prepared.form, result)
-        if error is not None:
-            data = error_row(error, custom_id=prepared.name, line=prepared.line)
-            return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
-        assert isinstance(result, RequestOutput), "it has no error"
-        assert self.stamp is not None, "no row is answered before the job begins"
-        assert prepared.name is not None, "only a row that cannot be served has no name"
-        rule = getattr(prepared.params, "structured_outputs", None)
-        has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
-        form: AnswerForm = prepared.form
-        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
-        data = answer_row(result, custom_id=prepared.name, form=form, stamp=self.stamp,
-                          is_unparsed=bool(counts.num_unparsed))
-        return FinishedRow(prepared.number, counts, data)
-
-    def _error_of(self, form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
-        if isinstance(result, RequestOutput):
-            return why_unanswered(result, form)
-        error = RowError(code=result.code, message=result.message, param=result.param,
-                         status_code=500 if isinstance(result, WorkerFailure) else 400)
-        return error if form is None else placed(error, form, result.prompt_index)
-
-
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
 
     def __init__(self, plan: ServerPlan, name: str = "this process"):
         super().__init__(name)
-        self._answers = RowAnswers()
+        self._stamp: JobStamp | None = None
+        """Known when the job begins."""
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
 
@@ -175,16 +146,32 @@ class RowServer(InlineReplica):
             generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
             seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
-        self.endpoint = Endpoint(preprocessor, self._answers, self._plan.limits, self._plan.inherited,
+        self.endpoint = Endpoint(preprocessor, self._finish_row, self._plan.limits, self._plan.inherited,
                                  failed=preprocessor.failed)
         self._open.callback(self.endpoint.pool.close)
 
     def begin(self, terms: JobStamp) -> None:
-        self._answers.stamp = terms
+        self._stamp = terms
         super().begin(terms)
 
     def submit(self, run: RowRun) -> None:
         self.endpoint.submit(run.rows())
+
+    def _finish_row(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
+        error = _error_of(prepared.form, result)
+        if error is not None:
+            data = error_row(error, custom_id=prepared.name, line=prepared.line)
+            return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
+        assert isinstance(result, RequestOutput), "it has no error"
+        assert self._stamp is not None, "no row is answered before the job begins"
+        assert prepared.name is not None, "only a row that cannot be served has no name"
+        rule = getattr(prepared.params, "structured_outputs", None)
+        has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
+        form: AnswerForm = prepared.form
+        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
+        data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
+                          is_unparsed=bool(counts.num_unparsed))
+        return FinishedRow(prepared.number, counts, data)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:
         """All rows of `book`, in the order in which the workers are done, once the server was started."""
@@ -228,6 +215,14 @@ class RowServer(InlineReplica):
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
         }
+
+
+def _error_of(form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
+    if isinstance(result, RequestOutput):
+        return why_unanswered(result, form)
+    error = RowError(code=result.code, message=result.message, param=result.param,
+                     status_code=500 if isinstance(result, WorkerFailure) else 400)
+    return error if form is None else placed(error, form, result.prompt_index)
 
 
 @contextmanager

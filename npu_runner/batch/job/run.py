@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from npu_runner.batch.files import place as files
 from npu_runner.batch.files.answer_writer import Delivery
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.fingerprint import (
@@ -28,7 +27,7 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
-from npu_runner.batch.files.place import Place, read_by
+from npu_runner.batch.files.place import Place, find_places, read_by
 from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.job import manifest_check
@@ -63,13 +62,13 @@ class Views:
     end: Callable[[JobSummary, JobHistory, Progress], None] = lambda summary, history, progress: None
 
 
-def find_places(options: BatchOptions, config: RunnerConfig | None = None) -> dict[str, Place]:
+def job_places(options: BatchOptions, config: RunnerConfig | None = None) -> dict[str, Place]:
     """The places by their options, before anything starts. Raises ConfigError for a name that cannot be written.
 
     `config`: the files that it names are no places to write to; None: no model is used.
     """
     named = [(option, getattr(options, option)) for option in _WRITTEN]
-    places = files.find_places(named, read_by(options, *([] if config is None else [config])))
+    places = find_places(named, read_by(options, *([] if config is None else [config])))
     is_stream = {option: place.is_stream for option, place in places.items()}
     if is_stream.get("metrics_file"):
         raise ConfigError(f"{places['metrics_file'].title}: is a stream, and it is replaced every other second; name a "
@@ -100,7 +99,7 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
         if getattr(options, name) is not None:
             raise ConfigError(f"{name}: run_batch writes none; call npu_runner.reports.report.run_batch_and_report")
     start_time()  # raises ConfigError
-    places = find_places(options, config)
+    places = job_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr:
         progress = Progress(options.progress, stderr)
         job = _Job(config, options, places, progress, signals, open_model, input, views)
