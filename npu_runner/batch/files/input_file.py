@@ -117,8 +117,10 @@ class InputFile:
                 records += line.record(key, checksum)
                 table.extend((line.number, line.start, line.size))
             line = _Line(line.number + 1, position) if ends else line
-        identity = InputIdentity(position, digest.hexdigest(), bytes(records))
-        self._scan = _scan_of(keys, checksums, table, identity, continues_earlier)
+        lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
+        self._scan = InputScan(
+            keys_array(keys), lines, starts, sizes, np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}"),
+            InputIdentity(position, digest.hexdigest(), bytes(records)), continues_earlier)
         self._refuse_duplicates(self._scan)
         return self._scan
 
@@ -183,13 +185,6 @@ class InputFile:
         raise ConfigError(
             f"{self.name}: {len(repeats)} rows repeat a custom_id, which must be unique because answers are matched "
             f"by it: {', '.join(named)}{more}")
-
-
-def _scan_of(keys: bytearray, checksums: bytearray, table: array[int], identity: InputIdentity,
-             continues_earlier: bool) -> InputScan:
-    lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
-    sums = np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}")
-    return InputScan(keys_array(keys), lines, starts, sizes, sums, identity, continues_earlier)
 
 
 def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, piece: bytes) -> bool:
