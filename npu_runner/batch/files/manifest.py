@@ -185,7 +185,6 @@ def _listed(error: ValidationError) -> str:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    """The fields of the file, which have the names of Manifest's."""
     return {
         "format": FORMAT,
         "npu_runner": __version__,

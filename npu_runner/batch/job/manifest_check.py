@@ -59,7 +59,6 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
 
 
 def _changed_row(destination: Destination, file: InputFile, rows: InputScan, change: RowChange) -> str:
-    """Which row it is, and what may be done about it."""
     here = change.place_now
     custom_id = destination.custom_id(change.name)
     if here is not None:

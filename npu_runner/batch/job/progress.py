@@ -88,7 +88,7 @@ class Progress:
             self.say(", ".join([*self._pace(tally, stats, now - self._start_time, rates[0]), *state]))
 
     def _pace(self, tally: Counts, stats: EngineStats, seconds: float, rate_lately: float) -> list[str]:
-        """Rows done, time left and rates; the time left follows from the rate over all of this run."""
+        # The time left follows from the rate over all of this run.
         num_done = tally.num_done
         rows = f"{self._num_before + num_done}/{self._num_rows} rows"
         if not num_done and stats.num_running:

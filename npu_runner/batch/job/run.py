@@ -208,7 +208,6 @@ class _Job:
         self.summary.num_rows = rows.num_rows
 
     def _decide_retry(self) -> None:
-        """Choose the rows of earlier runs that are tried again."""
         output, requested = self._output, self._options.retried
         decided = output.retry(requested, self._rows)
         kept, limit = output.kept_counts(), self._failure_limit
@@ -255,7 +254,6 @@ class _Job:
         return {"accept": self._options.accept_changed, "is_retry": bool(self._options.retried)}
 
     def _serve(self) -> None:
-        """Load replicas of the model, and have them answer the rows that are wanted."""
         options, summary, output, book = self._options, self.summary, self._output, self._book
         self._history.start()
         if summary.num_resumed:
@@ -322,7 +320,6 @@ class _Job:
 
     @contextlib.contextmanager
     def _serving(self, fleet: Fleet, delivery: Delivery) -> Iterator[None]:
-        """Within this context, rows are served."""
         summary = self.summary
         summary.serve_began = time.monotonic()
         try:
