@@ -25,18 +25,8 @@ from npu_runner.reports.cards import Medium
 from npu_runner.reports.thumbnails import MAX_BYTES, ThumbnailMaker, side_for
 from npu_runner.request.limits import LIMITS
 from tests.batch.scripted import row
-from tests.reports.report_pages import (
-    MANIFEST,
-    Page,
-    answer,
-    answer_with,
-    failure,
-    figures,
-    names,
-    plain,
-    report,
-    sections,
-)
+from tests.reports import report_pages
+from tests.reports.report_pages import Page, answer, answer_with, failure, figures, names, plain, report, sections
 
 
 @dataclass(frozen=True)
@@ -277,7 +267,7 @@ def test_no_failure_crowds_the_good_rows_out(tmp_path: Path) -> None:
 
 
 def test_the_head_says_what_the_job_was(tmp_path: Path) -> None:
-    manifest = replace(MANIFEST, model_name="<m>", created=1_700_000_000, settings={"dtype": "<bf16>"})
+    manifest = replace(report_pages.MANIFEST, model_name="<m>", created=1_700_000_000, settings={"dtype": "<bf16>"})
     runs = [{"run": name, "platform": "npu", "devices": 8, "npu_runner": "1.2", "started": 1, "rows": 2, "end": None,
              "seconds": {"start": 6.17, "serve": 2000.0, "device": 1.0}, "computed": {}, "tally": {"num_answered": 1}}
             for name in "ab"]
