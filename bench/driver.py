@@ -106,14 +106,14 @@ class EchoReplica(Replica):
         self._source, self._makes_answers = source, makes_answers
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
-        self._num_done = 0
+        self._rows_a_step = 0
 
     def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version=npu_runner.__version__, settings={}, ledger="", max_rows=MAX_ROWS)
         self._events.append(Ready(facts))
 
     def begin(self, terms: Any) -> None:
-        """There is nothing to agree on."""
+        self._rows_a_step = ROWS_A_STEP
 
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
@@ -122,7 +122,7 @@ class EchoReplica(Replica):
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        rows = [self._rows.popleft() for _ in range(min(ROWS_A_STEP, len(self._rows)))]
+        rows = [self._rows.popleft() for _ in range(min(self._rows_a_step, len(self._rows)))]
         if rows:
             self._events.append(Begun([row.number for row in rows]))
             self._events.append(Finished([self._answer(row) for row in rows]))
