@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
 from npu_runner.batch.rows.chat import ChatForm
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, why_unanswered
+from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row, why_unanswered
+from npu_runner.errors import RequestError, ServerError
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.logprobs import CompactLogprobs, Logprob, PositionLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
@@ -185,15 +186,16 @@ def test_a_completion_that_was_given_up_makes_the_row_an_error_of_ours() -> None
     good, lost = CompletionOutput(0, "x", [1], "stop"), CompletionOutput(1, "", [], "error", error="not a number")
     assert why_unanswered(RequestOutput("a", [good])) is None
     error = why_unanswered(RequestOutput("a", [good, lost]))
-    assert error == RowError(code="generation_failed", message="not a number", status_code=500)
+    assert isinstance(error, ServerError)
+    assert (error.code, error.message) == ("generation_failed", "not a number")
 
 
 def test_an_error_row_names_code_status_and_line_and_survives_half_characters() -> None:
-    error = RowError(code="not_json", message="near \ud83d", param="p")
+    error = RequestError(code="not_json", message="near \ud83d", param="p")
     result = json.loads(error_row(error, custom_id=None, line=12))
     assert result["custom_id"] is None
     assert result["response"]["status_code"] == 400
     assert result["response"]["body"]["error"]["type"] == "invalid_request_error"
     assert result["error"] == {"code": "not_json", "message": "near ?", "param": "p", "line": 12}
-    ours = json.loads(error_row(RowError(code="c", message="m", status_code=500), custom_id="a", line=1))
+    ours = json.loads(error_row(ServerError(code="c", message="m"), custom_id="a", line=1))
     assert (ours["response"]["status_code"], ours["response"]["body"]["error"]["type"]) == (500, "server_error")

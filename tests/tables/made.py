@@ -14,9 +14,10 @@ from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.completions import CompletionForm
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row
 from npu_runner.batch.rows.pooled import ClassifyForm, EmbeddingForm
 from npu_runner.batch.rows.scores import RerankForm, ScoreForm
+from npu_runner.errors import RequestError
 from npu_runner.request.logprobs import Logprob, PositionLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.pooling_params import Classes
@@ -109,7 +110,7 @@ def embedded(custom_id: str, *vectors: list[float], is_base64: bool = False) -> 
 
 
 def failed(custom_id: str | None, code: str = "media_missing", line: int = 1) -> bytes:
-    return error_row(RowError(code=code, message=f"it is {code}"), custom_id=custom_id, line=line)
+    return error_row(RequestError(code=code, message=f"it is {code}"), custom_id=custom_id, line=line)
 
 
 def request(custom_id: str, **body: Any) -> bytes:

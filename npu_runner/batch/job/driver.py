@@ -17,8 +17,8 @@ from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.files.suspects import Suspects
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.rows.counts import Counts
-from npu_runner.batch.rows.openai_response import RowError, error_row
-from npu_runner.errors import EngineDeadError, ReplicaDeadError
+from npu_runner.batch.rows.openai_response import error_row
+from npu_runner.errors import EngineDeadError, ReplicaDeadError, ServerError
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.blame import GivenUp
 from npu_runner.serving.replica import FinishedRow, Loading, Opened, ReplicaStats, RowRun
@@ -160,6 +160,5 @@ def engine_stats(fleet: Fleet) -> EngineStats:
 
 def _given_up(book: RowBook, row: GivenUp) -> FinishedRow:
     """The error row of a row that nobody gets any more."""
-    error = RowError(code=row.code, message=row.message, status_code=500)
-    data = error_row(error, custom_id=book.name(row.index), line=book.row(row.index).line)
+    data = error_row(ServerError(row.message, row.code), custom_id=book.name(row.index), line=book.row(row.index).line)
     return FinishedRow(row.index, Counts.from_failure(row.code), data)

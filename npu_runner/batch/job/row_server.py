@@ -18,7 +18,7 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
 from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
+from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
@@ -32,7 +32,7 @@ from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsP
 from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
-from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
+from npu_runner.serving.workers.pool import PoolLimits
 
 
 class CheckpointSide:
@@ -119,8 +119,7 @@ class RowAnswers:
         self.stamp: JobStamp | None = None
 
     def __call__(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        error = self._error_of(prepared.form, result)
-        if error is not None:
+        if error := _error(prepared.form, result):
             data = error_row(error, custom_id=prepared.name, line=prepared.line)
             return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
         assert isinstance(result, RequestOutput), "it has no error"
@@ -134,12 +133,11 @@ class RowAnswers:
                           is_unparsed=bool(counts.num_unparsed))
         return FinishedRow(prepared.number, counts, data)
 
-    def _error_of(self, form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
-        if isinstance(result, RequestOutput):
-            return why_unanswered(result, form)
-        error = RowError(code=result.code, message=result.message, param=result.param,
-                         status_code=500 if isinstance(result, WorkerFailure) else 400)
-        return error if form is None else placed(error, form, result.prompt_index)
+
+def _error(form: AnswerForm | None, result: RequestOutput | RequestError) -> RequestError | None:
+    if isinstance(result, RequestOutput):
+        return why_unanswered(result, form)
+    return placed(result, form, result.prompt_index)
 
 
 class RowServer(InlineReplica):

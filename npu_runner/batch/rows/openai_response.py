@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
 from npu_runner.batch.rows.shape import check_shape, parse_json
-from npu_runner.errors import RequestError
+from npu_runner.errors import RequestError, ServerError
 from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
@@ -42,34 +42,24 @@ class JobStamp:
     """Report prefix-cache hits per row. They depend on what ran before, so rows no longer follow from the request."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowError:
-    """Why a row has no answer. `status_code`: 400 the caller's fault, 500 ours."""
-
-    code: str
-    message: str
-    param: str | None = None
-    status_code: int = 400
-
-
-def why_unanswered(output: RequestOutput, form: AnswerForm | None = None) -> RowError | None:
-    """The error of a request of which the engine gave a completion up; None if all of them are answers. `form`: names
-    the prompt that it is of, if there are several."""
+def why_unanswered(output: RequestOutput, form: AnswerForm | None = None) -> RequestError | None:
+    """The error of a request of which the engine gave a completion up; None if all of them are answers. `form` names
+    the prompt of that completion, if there are several."""
     lost = next((item for item in output.completions if item.finish_reason not in _SERVED_FINISH_REASONS), None)
     if lost is None:
         return None
     code = lost.error_code or ("generation_aborted" if lost.finish_reason == "abort" else "generation_failed")
     message = lost.error or f"completion {lost.index} ended with finish_reason {lost.finish_reason}"
-    error = RowError(code=code, message=message, status_code=400 if code in _CALLERS_FAULTS else 500)
-    return error if form is None else placed(error, form, lost.index)
+    kind = RequestError if code in _CALLERS_FAULTS else ServerError
+    return placed(kind(message, code), form, lost.index)
 
 
-def placed(error: RowError, form: AnswerForm, index: int | None) -> RowError:
+def placed(error: RequestError, form: AnswerForm | None, index: int | None) -> RequestError:
     """The error of prompt `index` of a row, with the field that this stands in, if there are several."""
-    if index is None or index >= len(form.places):
+    if form is None or index is None or index >= len(form.places):
         return error
     where = form.places[index]
-    return replace(error, message=f"{where}: {error.message}", param=where)
+    return type(error)(f"{where}: {error.message}", error.code, where)
 
 
 def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp,
@@ -183,7 +173,7 @@ def is_as_expected(answer: str, expected: str) -> bool:
     return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
 
 
-def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
+def error_row(error: RequestError, *, custom_id: str | None, line: int) -> bytes:
     """The result row of a request without an answer. `line`: where it stands in the input, from 1."""
     digest = row_digest(custom_id if custom_id is not None else f"\0line {line}")
     kind = "invalid_request_error" if error.status_code == 400 else "server_error"
