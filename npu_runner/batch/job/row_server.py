@@ -128,7 +128,7 @@ class RowAnswers:
         rule = getattr(prepared.params, "structured_outputs", None)
         has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
         form: AnswerForm = prepared.form
-        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
+        counts = Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
         data = answer_row(result, custom_id=prepared.name, form=form, stamp=self.stamp,
                           is_unparsed=bool(counts.num_unparsed))
         return FinishedRow(prepared.number, counts, data)
