@@ -50,7 +50,7 @@ def platform_with_devices(name: str, option: str) -> Platform:
 
 
 def estimate(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int) -> tuple[Estimate, list[str]]:
-    """What the model takes of each device; and what would help where it does not fit, as options."""
+    """The memory that the model needs on each device, and options that would help where it does not fit."""
     # Imported here: these import torch.
     from npu_runner.runner.estimate import estimate_memory, fewest_ranks, longest_length
     from npu_runner.strategies import pick_strategy

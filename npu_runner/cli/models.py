@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
-from npu_runner.cli.options import given
+from npu_runner.cli.options import add_some_options, given
+from npu_runner.cli.parser import Commands, add_command
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.platforms import AUTO, find_platform, platforms
@@ -25,7 +26,18 @@ _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_g
 _MAKES = {"generate": "text", "embed": "vectors (/v1/embeddings)", "score": "scores (/v1/score, /v1/rerank)",
           "classify": "classes (/v1/classify)"}
 OTHERS = "others"
-"""What stands for all model types that only transformers knows."""
+"""It stands for all model types that only transformers knows."""
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "models", run, "list the models that are served, or say whether a checkpoint is",
+        "Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
+        "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
+                        "(default: the table of all model types)")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner", "task"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table() -> list[dict[str, Any]]:
-    """What each family says of itself, by model_type; last, what is served through transformers."""
+    """The facts of each family, by model_type; last, of all models that are served through transformers."""
     from npu_runner.strategies import strategies_by_model_type
     from npu_runner.strategies.transformers_model import TransformersStrategy
 
@@ -65,7 +77,7 @@ def _prefix_cache(*, has_states: bool) -> str:
 
 
 def explain(settings: dict[str, Any]) -> dict[str, Any]:
-    """How `settings["model"]` would be served with these settings; or the reason why not, in the words of a start."""
+    """The way in which `settings["model"]` would be served, or the reason why not, in the words of a start."""
     (config,) = from_keywords(settings, RunnerConfig)
     model = config.model
     try:
@@ -76,7 +88,7 @@ def explain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
-    # Imported here: these import torch, and what is no checkpoint is said without it.
+    # Imported here: these import torch, and a folder that is no checkpoint is refused without it.
     from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
     from npu_runner.checkpoint.quantization import read_quantization
     from npu_runner.strategies import pick_strategy
@@ -115,8 +127,8 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
 
 
 def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored: frozenset[str] | None) -> str | None:
-    """How quantised weights are computed with on the platform that is named; on any, and where it differs. `stored`:
-    the forms that weights have; None: their files were not looked at."""
+    """The arithmetic of quantised weights on the named platform; without one on any, and where it differs. `stored`:
+    the forms that weights have; None: their files were not read."""
     from npu_runner.checkpoint.quantization import arithmetic, asked_of
 
     asked = asked_of(quantization, config.quantization)
@@ -133,7 +145,7 @@ def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored:
 
 
 def as_line(found: dict[str, Any]) -> str:
-    """What `explain` found, in one line."""
+    """The result of `explain` in one line."""
     if not found["served"]:
         reason = " ".join(found["reason"].split()).removeprefix(f"{found['model']}: ")
         return f"{found['model']}: not served: {reason}"

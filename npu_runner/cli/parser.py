@@ -26,7 +26,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "doctor": ("platform", "tensor_parallel_size", "graph_mode", "skip_generation", "json", "fits", "device_memory",
                "max_model_len", "max_num_seqs"),
 }
-"""By command, what its --help shows; --help-all shows all. Commands that are not here are short."""
+"""The options that --help of a command shows; --help-all shows all. Commands that are not here are short."""
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "rows": (
@@ -82,7 +82,7 @@ _INSTEAD = {
     "bench": "in a checkout, python -m bench.device and python -m bench.cpu measure",
     "collect-env": "npu-runner doctor looks at this host",
 }
-"""Commands of vLLM, and what does that here."""
+"""Commands of vLLM, and their counterparts here."""
 _OPTIONS_INSTEAD = {"--input-file": "--input", "--output-file": "--output"}
 _REMOVED = {"--report-every": "it was removed; npu-runner report works beside a running job"}
 """Options of earlier releases, and what to do instead."""
@@ -135,11 +135,11 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{name!r} is no command; {said}")
 
     def format_help(self) -> str:
-        """What a first user needs."""
+        """The options that a first user needs."""
         return self._help(self.first)
 
     def format_whole_help(self) -> str:
-        """All options."""
+        """The help with all options."""
         return self._help(())
 
     def _help(self, first: Collection[str]) -> str:
@@ -198,7 +198,7 @@ def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace
     return parser
 
 
-def take_old_spelling(parsed: argparse.Namespace, old: str, spelled: str) -> None:
+def accept_old_spelling(parsed: argparse.Namespace, old: str, spelled: str) -> None:
     """The file of rows under its name of the last release: `old` in `parsed` becomes `input`, and a line says so."""
     value = vars(parsed).pop(old, None)
     if value is not None and getattr(parsed, "input", None) is None:
