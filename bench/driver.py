@@ -61,7 +61,7 @@ from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.rows.counts import Counts
-from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.batch.rows.shape import RowSource
 from npu_runner.serving.replica import (
     Begun,
     Event,

@@ -20,7 +20,7 @@ from npu_runner.request.limits import LIMITS, MIB
 from npu_runner.request.speculative import SpeculativeConfig
 
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
-# Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
+# Without max_model_len a checkpoint that promises 256k tokens would use all memory for tables that are not read.
 DEFAULT_MAX_MODEL_LEN = 32768
 MAX_VIDEO_FPS = 1000.0
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -58,7 +58,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Which tokens run in a step."""
+    """The tokens of a step."""
 
     max_num_seqs: int | None = None
     """Most sequences decoded together; None: the platform's, or as many as their states have room for."""
@@ -90,14 +90,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What the device keeps between steps, beside the weights."""
+    """The memory that lives between steps, beside the weights."""
 
     block_size: int | None = None
     """Tokens per KV block; None: the platform's, which its attention kernels decide."""
     kv_cache_dtype: str = one_of("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
-    """How keys and values are kept: fp8, which is fp8_e4m3, in half the memory of 16 bits, with the checkpoint's scales
-    or 1 (cuda from Ada on); bfloat16 and float16, in the model's dtype, which must be that. auto: fp8 where the
-    checkpoint has a kv_cache_scheme of it and the platform keeps it, else in the model's dtype. vLLM's name."""
+    """The dtype of keys and values: fp8, which is fp8_e4m3, has half the bytes of 16 bits, with the checkpoint's scales
+    or 1 (cuda from Ada on); bfloat16 and float16 must be the model's dtype. auto: fp8 where the checkpoint has a
+    kv_cache_scheme of it and the platform supports it, else the model's dtype. vLLM's name."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache; more than is free when the model starts to load is refused. None: measured from free device
     memory; on the cpu platform 1 GiB."""
@@ -131,7 +131,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """How requests become prompts, and answers text."""
+    """The way from requests to prompts, and from tokens to text."""
 
     image_min_pixels: int | None = None
     """Smaller images are scaled up to this many pixels; so are frames of videos of qwen2_vl and qwen2_5_vl. None: the
@@ -173,7 +173,7 @@ class PromptConfig:
         check_choices(self)
         _check_positive(self, "image_min_pixels", "image_max_pixels", "video_max_frames", "video_num_frames",
                         "max_source_pixels", "max_images_per_prompt", "max_logprobs_per_request")
-        self._keep_kinds()
+        self._accept_limits()
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", template_text(self.chat_template))
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
@@ -186,7 +186,7 @@ class PromptConfig:
         if low is not None and high is not None and low > high:
             raise ConfigError(f"image_min_pixels {low} is more than image_max_pixels {high}")
 
-    def _keep_kinds(self) -> None:
+    def _accept_limits(self) -> None:
         name, limits = "limit_mm_per_prompt", self.limit_mm_per_prompt
         if limits is None:
             return
@@ -207,7 +207,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How decode steps are compiled."""
+    """The compilation of decode steps."""
 
     graph_mode: str = one_of(*GRAPH_MODES)
     """eager runs without graphs; auto: the platform's default."""
@@ -230,11 +230,11 @@ class GraphConfig:
             raise ConfigError(f"enforce_eager contradicts graph_mode={self.graph_mode!r}; set one of them")
         for name, least, what in (("graph_batch_sizes", 1, "positive batch sizes"),
                                   ("graph_prefill_sizes", 0, "numbers of tokens")):
-            given = getattr(self, name)
-            if given is not None:
-                sizes = tuple(sorted(set(given)))
+            value = getattr(self, name)
+            if value is not None:
+                sizes = tuple(sorted(set(value)))
                 if not sizes or sizes[0] < least:
-                    raise ConfigError(f"{name}: {given} must be {what}")
+                    raise ConfigError(f"{name}: {value} must be {what}")
                 object.__setattr__(self, name, sizes)
 
 
@@ -254,9 +254,9 @@ class RunnerConfig:
     """generate answers with text, pooling with numbers (see task). auto: pooling where the checkpoint's modules.json
     (sentence-transformers), its architectures (a classifier's) or task says so, else generate."""
     task: str = one_of("auto", "embed", "score", "classify")
-    """What runner pooling makes of a prompt: embed, a vector (/v1/embeddings, LLM.embed); score, how well a document
-    answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). classify, the
-    probabilities of classes (/v1/classify, LLM.classify), of a checkpoint whose architectures name a
+    """The result of runner pooling for a prompt. embed: a vector (/v1/embeddings, LLM.embed). score: how well a
+    document answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). classify: the
+    probabilities of classes (/v1/classify, LLM.classify), for a checkpoint whose architectures name a
     *ForSequenceClassification. auto: as modules.json or architectures say, else embed."""
     platform: str = "auto"
     """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
@@ -266,9 +266,9 @@ class RunnerConfig:
     attention_backend: str = "auto"
     """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     load_format: str = one_of("safetensors", "dummy")
-    """safetensors reads the checkpoint; dummy draws random weights on the device, for benchmarks."""
+    """safetensors reads the checkpoint; dummy makes random weights on the device, for benchmarks."""
     quantization: str = one_of("auto", "int8", "fp8")
-    """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
+    """auto: as the checkpoint is; quantised weights that the platform has no matmul for are dequantised while
     loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
     loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). fp8 makes FP8 (e4m3)
     of such linears in the same way, and of experts by block of 128 x 128, of 16 bits alone (cuda on Hopper, in
@@ -333,7 +333,7 @@ def flat_fields(settings: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def flat_values(settings: Any) -> dict[str, Any]:
-    """What `from_keywords` would make the same settings of."""
+    """The settings under flat names: `from_keywords` makes the same object of them."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -410,13 +410,9 @@ def _from_known(given: Mapping[str, Any], settings: type) -> Any:
 def check_choices(settings: Any) -> None:
     """Raises ConfigError for a field of this dataclass that is none of its choices."""
     for field in dataclasses.fields(settings):
-        if "choices" in field.metadata:
-            _one_of(field.name, getattr(settings, field.name), field.metadata["choices"])
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+        value, choices = getattr(settings, field.name), field.metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{field.name}: {value!r} is not one of {', '.join(choices)}")
 
 
 def _check_positive(settings: Any, *names: str) -> None:

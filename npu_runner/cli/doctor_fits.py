@@ -76,7 +76,7 @@ def _fits_as_int8(strategy: LoadStrategy, config: RunnerConfig, platform: Platfo
         return False
     try:
         return estimate_memory(strategy, config.replace(quantization="int8"), platform, device_bytes).fits
-    except ConfigError:  # the dtype has no such products
+    except ConfigError:  # the dtype has no such matmul
         return False
 
 

@@ -150,15 +150,15 @@ def as_line(found: dict[str, Any]) -> str:
         reason = " ".join(found["reason"].split()).removeprefix(f"{found['model']}: ")
         return f"{found['model']}: not served: {reason}"
     way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
-    takes = ["text", *(kind for kind in ("images", "videos") if found[kind])]
-    taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
+    inputs = ["text", *(kind for kind in ("images", "videos") if found[kind])]
+    accepted = " and ".join(filter(None, (", ".join(inputs[:-1]), inputs[-1])))
     makes = " and ".join(_MAKES[task] for task in (found["task"], *["score"] * found.get("scores", False)))
     why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
     quantised = ""
     if "quantization" in found:
         weights = f" ({found['quantised_weights']})" if "quantised_weights" in found else ""
         quantised = f"; quantised weights{weights}: {found['quantization']}"
-    return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {taken} in, {makes} out"
+    return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {accepted} in, {makes} out"
             f"{why_no_videos}{quantised}")
 
 

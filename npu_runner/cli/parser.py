@@ -30,22 +30,22 @@ FIRST: dict[str, tuple[str, ...]] = {
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "rows": (
-        ('rows pictures --prompt "What is this?" -o rows.jsonl', "ask the same of every image below pictures"),
-        ("rows products.csv --image photo --template question.txt --id sku --keep price -o rows.jsonl",
+        ('rows photos --prompt "What is this?" -o rows.jsonl', "ask the same of every image below photos"),
+        ("rows items.csv --image photo --template question.txt --id sku --keep price -o rows.jsonl",
          "ask what the template says of each record of a CSV, whose column photo names an image"),
-        ('rows pictures --prompt "Read the receipt." --schema receipt.json --max-tokens 500 -o rows.jsonl',
+        ('rows photos --prompt "Read the receipt." --schema receipt.json --max-tokens 500 -o rows.jsonl',
          "ask for JSON that fits a schema"),
     ),
     "batch": (
-        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures",
+        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",
          "answer the rows; the same command resumes a job that was killed"),
-        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures "
+        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos "
          "--retry errors,cut_off", "try failed rows and cut-off answers again"),
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --data-parallel-size auto --report report.html",
          "use every device of this host, and make a page of the answers"),
     ),
     "check": (
-        ("check -i rows.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures", "name the rows that would fail"),
+        ("check -i rows.jsonl --model Qwen3-VL-8B --allowed-media-dir photos", "name the rows that would fail"),
         ("check -i rows.jsonl --model Qwen3-VL-8B --device-memory 64G", "say whether the model fits a device as well"),
         ("check -i rows.jsonl --model Qwen3-VL-8B --sample 512 --output-price 2",
          "answer 512 of the rows, and say how long the job would take and what it would cost"),
@@ -64,7 +64,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "status": (("status answers.jsonl", "ask from another terminal how far the job is"),),
     "summary": (("summary answers.jsonl -i rows.jsonl --json", "add up all runs of a job, for a program"),),
-    "report": (("report answers.jsonl -i rows.jsonl -o page.html --allowed-media-dir pictures",
+    "report": (("report answers.jsonl -i rows.jsonl -o page.html --allowed-media-dir photos",
                 "show questions, images and answers"),),
     "models": (("models", "list what is served"), ("models Qwen3-VL-8B", "say how this checkpoint would be served")),
     "doctor": (
@@ -89,7 +89,7 @@ _REMOVED = {"--report-every": "it was removed; npu-runner report works beside a 
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser, or the outermost. A mistake names what looks like it, and does not print all options."""
+    """A command's parser, or the outermost. A mistake names the nearest names, and does not print all options."""
 
     first: Collection[str] = ()
     """The options and arguments that --help shows, by name; empty: all."""

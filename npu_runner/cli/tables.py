@@ -20,7 +20,7 @@ def add_rows(commands: Commands) -> None:
         "Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
         "sources give the same bytes. Parquet and datasets need pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
-                        help="a folder, a file, or a pattern in quotes such as 'pictures/**/*.png'")
+                        help="a folder, a file, or a pattern in quotes such as 'photos/**/*.png'")
     add_options(parser, RowsOptions, "rows")
 
 

@@ -17,7 +17,7 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.input_identity import InputIdentity
 from npu_runner.batch.files.packed import packing_of
 from npu_runner.batch.rows import shape
-from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError
 from tests.batch.scripted import row, write_rows
 

@@ -19,8 +19,8 @@ from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
 from npu_runner.batch.files.output_lock import OutputLock
-from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_response import error_row
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError, JobError, RequestError
 from tests import zygote
 

@@ -27,8 +27,7 @@ import numpy as np
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
 from npu_runner.batch.files.packed import NUM_HEAD_BYTES, packing_of, unpack
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
-from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
+from npu_runner.batch.rows.shape import CHECKSUM_BYTES, KEY_BYTES, PIECE_BYTES, NameReader, RowSource, row_key
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 

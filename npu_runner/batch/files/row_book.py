@@ -12,7 +12,7 @@ import numpy as np
 
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputScan, RowFile
-from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.serving.replica import NUM_BYTES, START, RawRow, RowRun
 
 

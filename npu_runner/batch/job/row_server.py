@@ -17,9 +17,9 @@ from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
+from npu_runner.batch.rows.shape import RowSource
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import with_grammar

@@ -55,7 +55,7 @@ class CompletionBody(RequestBody):
         body["prompt"] = prompt[0]
 
     def default_max_tokens(self, defaults: Mapping[str, Any]) -> int | None:
-        """The endpoint has a default of its own, whatever the checkpoint's is."""
+        """The endpoint has a default of its own, and ignores the checkpoint's."""
         return DEFAULT_MAX_TOKENS
 
     def num_logprobs(self) -> int | None:
@@ -168,7 +168,7 @@ def _top(own: Logprob, most_probable: tuple[Logprob, ...]) -> dict[str, float]:
 
 
 def _offsets(tokens: Iterator[bytes], num_chars: int) -> Iterator[int]:
-    """Where in the text each token begins: behind the characters that those before it have completed."""
+    """The place of each token in the text: behind the characters that earlier tokens have completed."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     offset = 0
     for token in tokens:

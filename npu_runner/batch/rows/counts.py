@@ -113,13 +113,13 @@ class Counts:
                 *([f"whole {self.num_whole}"] if shown else [])]
 
     def seconds_left(self, num_left: int, stats: EngineStats, seconds: float) -> float | None:
-        """How long the other `num_left` rows take at the pace of these rows' `seconds`; None: no row is answered, or
+        """The seconds for the other `num_left` rows at the pace of these rows' `seconds`; None: no row is answered, or
         none is left.
 
         Rows in flight count for the pace: without them, a first batch of hundreds of rows would count as a single row
-        when the first of them ends. Their tokens say how many rows they are worth, by the mean of the answered rows; at
-        most half a row each, as short answers end first. They still count as left, because the last rows run in a batch
-        that shrinks.
+        when the first of them ends. They count by their tokens over the mean of the answered rows, and at most half a
+        row each, as short answers end first. They still count as left, because the last rows run in a batch that
+        shrinks.
         """
         if not num_left or not self.num_answered:
             return None

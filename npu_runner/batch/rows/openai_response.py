@@ -1,4 +1,4 @@
-"""Writes rows of OpenAI's batch result format, and says what one that was written holds. Knows nothing of files, images
+"""Writes rows of OpenAI's batch result format, and reads their names, errors and texts. Knows nothing of files, images
 or how an answer came about.
 
 A row's bytes follow from the request, the answer and the job's manifest alone: no clock, no counter, no chance.
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
-from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
-from npu_runner.batch.rows.shape import check_shape, parse_json
+from npu_runner.batch.rows.shape import check_shape, parse_json, row_key
 from npu_runner.errors import RequestError, ServerError
-from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
+from npu_runner.request.outputs import RequestOutput
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
-"""Codes of completions that were given up for what was asked for."""
+"""Codes of completions that were given up by the fault of their request."""
 _SERVED_FINISH_REASONS = ("stop", "length")
 UNPARSED = "unparsed"
 """A member of an answer's body, true where a rule asked for JSON and a completion is none; else it is not there."""
@@ -29,15 +28,15 @@ UNPARSED = "unparsed"
 
 @dataclass(frozen=True, kw_only=True)
 class JobStamp:
-    """What all answers of one job have in common; kept in the manifest."""
+    """The values that all answers of a job share; the manifest holds them."""
 
     created: int
     """Unix time at which the job was first started."""
     system_fingerprint: str
     model_name: str
-    """Stands in for rows that name no model."""
+    """It stands in for rows that name no model."""
     splits_reasoning: bool = False
-    """What a model thinks first is a field of its own, and counted."""
+    """The reasoning of an answer is a field of its own, and counted."""
     with_cached_tokens: bool = False
     """Report prefix-cache hits per row. They depend on what ran before, so rows no longer follow from the request."""
 
@@ -67,12 +66,8 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     """The result row of a request that was answered. `form`: how its endpoint writes a completion. `is_unparsed`: a
     rule asked for JSON, and a completion is none."""
     digest = row_digest(custom_id)
-    start = {
-        **({"id": f"{form.id_prefix}{digest}"} if form.id_prefix is not None else {}),
-        **({"object": form.object} if form.object is not None else {}),
-        **({"created": stamp.created} if form.has_created else {}),
-        "model": form.model or stamp.model_name,
-    }
+    head = {"id": form.id_prefix and f"{form.id_prefix}{digest}", "object": form.object,
+            "created": stamp.created if form.has_created else None, "model": form.model or stamp.model_name}
     end: dict[str, Any] = {"usage": _usage(output, form, stamp)}
     if form.has_text:
         end["system_fingerprint"] = stamp.system_fingerprint
@@ -83,7 +78,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
                     splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
     row.write(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response"))
     row.write(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body"))
-    row.write(opened(start, form.list_name) + "[")
+    row.write(opened({name: value for name, value in head.items() if value is not None}, form.list_name) + "[")
     for number, completion in enumerate(form.in_order(output.completions)):
         row.write("," if number else "")
         form.write_choice(completion, row)
@@ -124,22 +119,8 @@ def key_of_answer(answer: Mapping[str, Any]) -> bytes:
     return row_key(custom_id, line)
 
 
-def is_cut_off(body: Mapping[str, Any]) -> bool:
-    """Whether, of an answer that was written, a completion ended at its limit of tokens."""
-    return any(choice["finish_reason"] == "length" and not _is_repetition(choice) for choice in body.get("choices", ()))
-
-
-def is_repetition(body: Mapping[str, Any]) -> bool:
-    """Whether, of an answer that was written, a completion ended because it repeated itself."""
-    return any(map(_is_repetition, body.get("choices", ())))
-
-
-def _is_repetition(choice: Mapping[str, Any]) -> bool:
-    return choice["finish_reason"] == "length" and choice.get("stop_reason") == REPETITION_DETECTED
-
-
 def object_in(text: str, *, is_strict: bool = False) -> dict[str, Any] | None:
-    """The JSON object that an answer's text is; None: it is none. `is_strict`: nor is one with NaN or infinity."""
+    """The JSON object of an answer's text; None: the text is none. `is_strict`: nor is one with NaN or infinity."""
     if not text.lstrip().startswith("{"):
         return None
     try:
@@ -155,7 +136,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def name_of_answer(answer: Mapping[str, Any]) -> str:
-    """As a report calls it: a row without a usable custom_id is known by its line."""
+    """The name of a row in a report: one without a usable custom_id is known by its line."""
     custom_id: str | None = answer["custom_id"]
     return f"line {answer['error']['line']}" if custom_id is None else custom_id
 

@@ -73,7 +73,7 @@ class PooledBody(RowBody):
         check_messages(body)
         for name in _FIELDS_OF_MESSAGES if has_input else ():
             if body.get(name) is not None:
-                raise RequestError(f"{name}: belongs to messages; input is taken as it is", "invalid_value", name)
+                raise RequestError(f"{name}: belongs to messages; input is used as it is", "invalid_value", name)
 
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> PoolingParams:
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens)
