@@ -341,15 +341,15 @@ def flat_values(settings: Any) -> dict[str, Any]:
     return found
 
 
-def from_keywords(given: Mapping[str, Any], *kinds: type) -> tuple[Any, ...]:
+def from_keywords(keywords: Mapping[str, Any], *kinds: type) -> tuple[Any, ...]:
     """One object of each kind, from settings under flat names. Raises ConfigError for a name that none of them has."""
     known = [name for kind in kinds for name in flat_fields(kind)]
-    for name in given:
+    for name in keywords:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "docs/options.md lists all, docs/from-vllm.md vLLM's"
             raise ConfigError(f"unknown setting {name!r}; {hint}")
-    values = {name: _in_bytes(name, value) for name, value in given.items()}
+    values = {name: _in_bytes(name, value) for name, value in keywords.items()}
     return tuple(_from_known(values, kind) for kind in kinds)
 
 
@@ -378,32 +378,33 @@ class TemplateText(str):
     """Where it was read from; None: it was given as it is."""
 
 
-def template_text(given: str | Path) -> TemplateText:
-    """The text of a chat template, of itself or of its file. Raises ConfigError for a file that cannot be read."""
-    if isinstance(given, TemplateText):
-        return given
-    if isinstance(given, str) and any(character in given for character in "{}\n"):
-        return TemplateText(given)
+def template_text(template: str | Path) -> TemplateText:
+    """The text of a chat template, which is given itself or by its file. Raises ConfigError for a file that cannot be
+    read."""
+    if isinstance(template, TemplateText):
+        return template
+    if isinstance(template, str) and any(character in template for character in "{}\n"):
+        return TemplateText(template)
     try:
-        file = Path(given).expanduser()
+        file = Path(template).expanduser()
         text = TemplateText(file.read_text(encoding="utf-8"))
         text.file = file
     except (OSError, UnicodeDecodeError, TypeError) as error:
-        message = f"chat_template: {str(given)!r} cannot be read ({error}); name the template's file"
+        message = f"chat_template: {str(template)!r} cannot be read ({error}); name the template's file"
         raise ConfigError(message) from error
     if not any(character in text for character in "{}\n"):
-        raise ConfigError(f"chat_template: {str(given)!r} holds no template: there is no {{ in it")
+        raise ConfigError(f"chat_template: {str(template)!r} holds no template: there is no {{ in it")
     return text
 
 
-def _from_known(given: Mapping[str, Any], settings: type) -> Any:
+def _from_known(keywords: Mapping[str, Any], settings: type) -> Any:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         kind = part_of(field)
         if kind is not None:
-            values[field.name] = _from_known(given, kind)
-        elif field.name in given:
-            values[field.name] = given[field.name]
+            values[field.name] = _from_known(keywords, kind)
+        elif field.name in keywords:
+            values[field.name] = keywords[field.name]
     return settings(**values)
 
 

@@ -129,10 +129,10 @@ class LLMPredictor:
         found = _numbers_of(classes, {"probs": lambda one: one.probs}, missing=[])
         return {"label": [one.outputs and one.label for one in classes], **found}
 
-    def _refuse_other_params(self, given: Mapping[str, Any]) -> None:
+    def _refuse_other_params(self, params: Mapping[str, Any]) -> None:
         """Raises ConfigError for params of text where there are numbers, and the other way round."""
         name = "pooling_params" if self._task == "generate" else "sampling_params"
-        if given[name]:
+        if params[name]:
             self._llm.close()
             raise ConfigError(f"{name}: the model is loaded for task {self._task}, which takes none; leave them out")
 
@@ -168,11 +168,11 @@ class LLMPredictor:
 def _prompts(batch: Batch, task: str) -> tuple[str, list[Any]]:
     """(name of the column, its values)."""
     names = _PROMPT_COLUMNS[task]
-    given = [name for name in names if name in batch]
-    if len(given) != 1:
+    found = [name for name in names if name in batch]
+    if len(found) != 1:
         raise ConfigError(f"the rows have the columns {', '.join(batch)}; exactly one of them has to be "
                           f"{' or '.join(names)}")
-    return given[0], _column(batch, given[0])
+    return found[0], _column(batch, found[0])
 
 
 def _column(batch: Batch, name: str) -> list[Any]:

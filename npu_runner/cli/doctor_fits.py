@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_runner.checkpoint.quantization import arithmetic, asked_of, read_quantization
 from npu_runner.cli.checkpoint_folder import checkpoint_folder
-from npu_runner.cli.options import given
+from npu_runner.cli.options import named_settings
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import AUTO, find_platform, platforms
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Returns 0 if the model fits, 1 if not."""
     if arguments.device_memory is None:
         raise ConfigError("--fits: how much memory a device has is not given; add --device-memory 64G")
-    settings = given(arguments, RunnerConfig) | {"model": arguments.fits}
+    settings = named_settings(arguments, RunnerConfig) | {"model": arguments.fits}
     settings["platform"] = platform_with_devices(arguments.platform, "--fits").name
     settings["graph_mode"] = (arguments.graph_mode or [AUTO])[0]
     (config,) = from_keywords(settings, RunnerConfig)
@@ -83,13 +83,12 @@ def _fits_as_int8(strategy: LoadStrategy, config: RunnerConfig, platform: Platfo
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
     found, remedies = estimate(folder, config, platform, device_bytes)
     quantization = read_quantization(folder)
-    said = arithmetic(quantization, asked_of(quantization, config.quantization), found.settings.weight_forms)
+    method = arithmetic(quantization, asked_of(quantization, config.quantization), found.settings.weight_forms)
     if as_json:
-        of_weights = {} if said is None else {"quantization": said}
-        values = as_values(found) | of_weights
+        values = as_values(found) | ({} if method is None else {"quantization": method})
         print(json.dumps({"fits": found.fits, **values, "problem": found.problem, "remedies": remedies}))
     else:
-        print("\n".join(as_lines(found, platform.name, remedies, said)))
+        print("\n".join(as_lines(found, platform.name, remedies, method)))
     return 0 if found.fits else 1
 
 

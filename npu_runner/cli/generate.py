@@ -72,11 +72,11 @@ def _answer(config: RunnerConfig, conversation: list[dict[str, Any]], options: d
     if result.reasoning_content is not None:
         print(result.reasoning_content, file=sys.stderr)
     if not result.text:
-        what, remedy = "without text", ""
+        kind, remedy = "without text", ""
         if result.reasoning_content is not None:
-            what = "of reasoning alone"
+            kind = "of reasoning alone"
             remedy = '; raise --max-tokens, or try --chat-template-kwargs \'{"enable_thinking": false}\''
-        raise GenerationError(f"no answer: {len(result.token_ids)} tokens {what} (finish_reason "
+        raise GenerationError(f"no answer: {len(result.token_ids)} tokens {kind} (finish_reason "
                               f"{result.finish_reason}){remedy}")
     return result.text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
-from npu_runner.cli.options import add_some_options, given
+from npu_runner.cli.options import add_some_options, named_settings
 from npu_runner.cli.parser import Commands, add_command
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, RequestError
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or one line about one model. Returns 1 if that one is not served."""
-    settings = given(arguments, RunnerConfig)
+    settings = named_settings(arguments, RunnerConfig)
     if arguments.model is not None:
         found = explain(settings)
         print(json.dumps(found, indent=2) if arguments.json else as_line(found))
@@ -112,8 +112,8 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
             if isinstance(reader, DequantisingReader):
                 facts |= {"quantised_weights": reader.forms}
                 stored = reader.weight_forms if named.quantization == "auto" else None
-    if (said := _arithmetic(quantization, config, stored)) is not None:
-        facts |= {"quantization": said}
+    if (method := _arithmetic(quantization, config, stored)) is not None:
+        facts |= {"quantization": method}
     return {"model_type": model_config.model_type, "task": "generate" if pooling is None else pooling.task,
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
@@ -131,17 +131,17 @@ def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored:
     the forms that weights have; None: their files were not read."""
     from npu_runner.checkpoint.quantization import arithmetic, asked_of
 
-    asked = asked_of(quantization, config.quantization)
+    setting = asked_of(quantization, config.quantization)
 
     def on(platform: Platform) -> str | None:
-        forms = platform.weight_forms
-        return arithmetic(quantization, asked, forms if stored is None else [form for form in forms if form in stored])
+        forms = [form for form in platform.weight_forms if stored is None or form in stored]
+        return arithmetic(quantization, setting, forms)
 
     if config.platform != AUTO:
         return on(find_platform(config.platform))
-    said = arithmetic(quantization, asked, ())
+    method = arithmetic(quantization, setting, ())
     others = {platform.name: on(platform) for platform in platforms()}
-    return said and said + "".join(f"; on {name}: {other}" for name, other in others.items() if other != said)
+    return method and method + "".join(f"; on {name}: {other}" for name, other in others.items() if other != method)
 
 
 def as_line(found: dict[str, Any]) -> str:

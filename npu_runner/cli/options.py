@@ -117,7 +117,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, RunnerConfig, "model", defaults={"model": (str(SHAPES_VL), shown_default)})
 
 
-def given(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
+def named_settings(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
     """The settings that the command line named, by their flat names."""
     names = {name for kind in settings for name in flat_fields(kind)}
     return {name: value for name, value in vars(arguments).items() if name in names}
@@ -125,7 +125,7 @@ def given(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
 
 def read_settings(arguments: argparse.Namespace, *kinds: type, **more: Any) -> tuple[Any, ...]:
     """One object of each kind. `more`: settings under flat names. Raises ConfigError for a wrong value."""
-    return from_keywords(given(arguments, *kinds) | more, *kinds)
+    return from_keywords(named_settings(arguments, *kinds) | more, *kinds)
 
 
 def read_model_settings(arguments: argparse.Namespace, *kinds: type, **more: Any) -> tuple[Any, ...]:

@@ -131,8 +131,8 @@ class Parser(argparse.ArgumentParser):
             return
         instead = _INSTEAD.get(name.replace("_", "-"))
         near = difflib.get_close_matches(name, [str(each) for each in known], n=1)
-        said = instead or (f"did you mean {near[0]}?" if near else f"the commands are {', '.join(map(str, known))}")
-        self.error(f"{name!r} is no command; {said}")
+        remedy = instead or (f"did you mean {near[0]}?" if near else f"the commands are {', '.join(map(str, known))}")
+        self.error(f"{name!r} is no command; {remedy}")
 
     def format_help(self) -> str:
         """The options that a first user needs."""

@@ -228,33 +228,25 @@ def _shortened(name: str) -> str:
 
 def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
     """Fields of every body."""
-    fields: dict[str, Any] = {}
-    if options.max_tokens is not None:
-        fields["max_tokens"] = options.max_tokens
-    rule = (options.body or {}).get("structured_outputs")
-    if options.schema is not None and isinstance(rule, dict):
-        # Its other members, such as disable_any_whitespace, belong to the schema. Two rules are refused with the row.
-        fields["structured_outputs"] = {"json": _schema(options), **rule}
-        if "json" in rule:
-            raise ConfigError("body: structured_outputs has a schema and --schema is one; leave one of them out")
-    elif options.schema is not None:
-        described = {"name": "answer", "schema": _schema(options), "strict": True}
-        fields["response_format"] = {"type": "json_schema", "json_schema": described}
-    for name, value in (options.body or {}).items():
-        if name == "structured_outputs" and name in fields:
-            continue
+    body = dict(options.body or {})
+    fields: dict[str, Any] = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
+    if options.schema is not None:
+        schema, rule = read_schema(options.schema), body.get("structured_outputs")
+        if not isinstance(schema, dict):
+            raise ConfigError(f"schema: {str(options.schema)!r} holds a {type(schema).__name__}, a JSON object is "
+                              "needed")
+        if isinstance(rule, dict):
+            if "json" in rule:
+                raise ConfigError("body: structured_outputs has a schema and --schema is one; leave one of them out")
+            # Its other members, such as disable_any_whitespace, belong to the schema. The row refuses two rules.
+            fields["structured_outputs"] = {"json": schema, **body.pop("structured_outputs")}
+        else:
+            described = {"name": "answer", "schema": schema, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": described}
+    for name in body:
         if name in fields:
             raise ConfigError(f"body: {name} is said by --{'schema' if name == 'response_format' else 'max-tokens'} "
                               "already; leave one of them out")
         if name in _OURS:
             raise ConfigError(f"body: {name} is made of the records; metadata comes with --keep, --expected and --kind")
-        fields[name] = value
-    return fields
-
-
-def _schema(options: RowsOptions) -> dict[str, Any]:
-    assert options.schema is not None, "the caller has checked it"
-    schema = read_schema(options.schema)
-    if not isinstance(schema, dict):
-        raise ConfigError(f"schema: {str(options.schema)!r} holds a {type(schema).__name__}, a JSON object is needed")
-    return schema
+    return fields | body

@@ -300,9 +300,9 @@ class RowBody(Strict):
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         """Validation makes an object of every entry, and an error of every wrong one: their number is checked before.
         """
-        for name, kind, what, limit in _COUNTED:
+        for name, kind, unit, limit in _COUNTED:
             if isinstance(value := body.get(name), kind):
-                check_count(name, what, len(value), limit)
+                check_count(name, unit, len(value), limit)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:

@@ -112,14 +112,14 @@ def flaws_of_row(request: Mapping[str, Any], answer: Mapping[str, Any], *, has_r
 
     `has_rule_of_job`: the job has a schema for rows without a rule of their own.
     """
-    flaws, asked = flaws_of(answer), request.get("body")
-    if flaws & (Flaw.ERRORS | Flaw.UNPARSED) or not isinstance(asked, dict):
+    flaws, question = flaws_of(answer), request.get("body")
+    if flaws & (Flaw.ERRORS | Flaw.UNPARSED) or not isinstance(question, dict):
         return flaws
     with contextlib.suppress(*FAULTS):  # as in flaws_of
         body = answer["response"]["body"]
-        if not body.get("choices") or not asks_for_json(asked, has_rule_of_job=has_rule_of_job):
+        if not body.get("choices") or not asks_for_json(question, has_rule_of_job=has_rule_of_job):
             return flaws
-        echo = asked["prompt"] if asked.get("echo") else ""
+        echo = question["prompt"] if question.get("echo") else ""
         if isinstance(echo, str) and not all(is_json(text.removeprefix(echo)) for text in texts_of(body)):
             return flaws | Flaw.UNPARSED
     return flaws
