@@ -14,6 +14,7 @@ from npu_runner.batch.rows.endpoint import (
     AnswerForm,
     AnswerRow,
     RequestBody,
+    RowBody,
     Strict,
     TextForm,
     Unserved,
@@ -27,7 +28,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
 from npu_runner.prompts.text.tool_parsers import parse_calls
-from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
+from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -117,7 +118,31 @@ _ToolChoice = Annotated[
 ]
 
 
-class ChatBody(RequestBody):
+class ConversationBody(RowBody):
+    """The fields of a conversation. None: the row does not set the field."""
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def refuse_unserved(cls, body: dict[str, Any]) -> None:
+        super().refuse_unserved(body)
+        check_messages(body)
+
+    def conversation(self, processor: ChatProcessor, params: Any, template_kwargs: Mapping[str, Any] | None,
+                     **options: Any) -> PromptInputs:
+        """The prompt of `messages`. `options`: more arguments of the processor."""
+        messages: Any = self.messages  # as JSON
+        return processor(
+            messages, template_kwargs, continue_final_message=bool(self.continue_final_message),
+            truncate_prompt_tokens=processor.most_prompt_tokens(params), mm_processor_kwargs=self.mm_processor_kwargs,
+            **options)
+
+
+class ChatBody(ConversationBody, RequestBody):
     """The chat completion request, as far as it is served. None: the row does not set the field."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
@@ -133,26 +158,11 @@ class ChatBody(RequestBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_thinking_tokens: int | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-
-    @classmethod
-    def check_counts(cls, body: Mapping[str, Any]) -> None:
-        super().check_counts(body)
-        if isinstance(tools := body.get("tools"), list):
-            check_count("tools", "tools", tools, LIMITS.max_tools)
-
-    @classmethod
-    def refuse_unserved(cls, body: dict[str, Any]) -> None:
-        super().refuse_unserved(body)
-        check_messages(body)
 
     def own_max_tokens(self) -> int | None:
         """The field has an old name and a new one."""
@@ -174,13 +184,8 @@ class ChatBody(RequestBody):
         tools = None if self.tool_choice == "none" else self.tools
         parser = processor.parser_of_calls() if tools else None
         kwargs = kwargs_with_effort(self.chat_template_kwargs, self.reasoning_effort, processor.template_reads)
-        messages: Any = self.messages  # as JSON
-        prompt = processor(
-            messages, kwargs, media=media, tools=tools, is_call_forced=self.is_call_forced,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=bool(self.continue_final_message),
-            truncate_prompt_tokens=processor.most_prompt_tokens(params),
-            mm_processor_kwargs=self.mm_processor_kwargs)
+        prompt = self.conversation(processor, params, kwargs, media=media, tools=tools,
+                                   is_call_forced=self.is_call_forced, add_generation_prompt=self.add_generation_prompt)
         form = ChatForm(
             model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),
             parallel_tool_calls=self.parallel_tool_calls is not False)
@@ -210,8 +215,6 @@ class ChatBody(RequestBody):
 def check_messages(body: Mapping[str, Any]) -> None:
     """Raises RequestError for more than a conversation may have, before an object is made of every entry, and for
     OpenAI's messages that are not served."""
-    if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
-        plain_template_kwargs(kwargs)
     if not isinstance(messages := body.get("messages"), list):
         return
     check_count("messages", "messages", messages, LIMITS.max_messages)

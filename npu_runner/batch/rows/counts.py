@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import is_as_expected, is_json
 from npu_runner.request.outputs import EngineStats, RequestOutput
 
@@ -47,13 +46,12 @@ class Counts:
     def from_answer(cls, output: RequestOutput, answer: str, expected: str | None, *, has_json_rule: bool) -> Counts:
         """`answer` is compared with `expected`. With `has_json_rule` every completion is to be JSON."""
         completions = output.completions
-        flaws = Flaw.where(
-            cut_off=any(completion.is_cut_off for completion in completions),
-            repetition=any(completion.is_repetition for completion in completions),
-            unparsed=has_json_rule and not all(is_json(completion.text) for completion in completions))
+        is_cut_off = any(completion.is_cut_off for completion in completions)
+        is_repetition = any(completion.is_repetition for completion in completions)
+        is_unparsed = has_json_rule and not all(is_json(completion.text) for completion in completions)
         return cls(
-            num_answered=1, num_not_whole=int(bool(flaws)), num_cut_off=int(Flaw.CUT_OFF in flaws),
-            num_repetition=int(Flaw.REPETITION in flaws), num_unparsed=int(Flaw.UNPARSED in flaws),
+            num_answered=1, num_not_whole=int(is_cut_off or is_repetition or is_unparsed),
+            num_cut_off=int(is_cut_off), num_repetition=int(is_repetition), num_unparsed=int(is_unparsed),
             num_prompt_tokens=output.num_prompt_tokens, num_cached_tokens=output.num_cached_tokens,
             num_completion_tokens=sum(len(completion.token_ids) for completion in completions),
             num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in completions),

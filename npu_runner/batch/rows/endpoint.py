@@ -18,7 +18,7 @@ from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs, shown
 from npu_runner.request.logprobs import PromptLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
@@ -40,6 +40,7 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("allowed_token_ids", list, "entries", LIMITS.max_allowed_token_ids),
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
     ("no_repeat_ngram_exempt_ids", list, "entries", LIMITS.max_ngram_exempt_ids),
+    ("tools", list, "tools", LIMITS.max_tools),
 )
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 ONE_TEMPLATE = "a job has one, the checkpoint's or --chat-template FILE"
@@ -303,6 +304,8 @@ class RowBody(Strict):
         for name, kind, unit, limit in _COUNTED:
             if isinstance(value := body.get(name), kind):
                 check_count(name, unit, len(value), limit)
+        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
+            plain_template_kwargs(kwargs)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:

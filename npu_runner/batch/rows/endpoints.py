@@ -101,8 +101,8 @@ def flaws_of(answer: Mapping[str, Any]) -> Flaw:
         # A choice at its limit of tokens is cut off, unless the limit stopped a repetition.
         are_repetitions = {choice.get("stop_reason") == REPETITION_DETECTED for choice in body.get("choices", ())
                            if choice["finish_reason"] == "length"}
-        return Flaw.where(cut_off=False in are_repetitions, repetition=True in are_repetitions,
-                          unparsed=UNPARSED in body)
+        return Flaw(Flaw.CUT_OFF * (False in are_repetitions) | Flaw.REPETITION * (True in are_repetitions)
+                    | Flaw.UNPARSED * (UNPARSED in body))
     return WHOLE
 
 

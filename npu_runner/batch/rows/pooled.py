@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Tag
 
-from npu_runner.batch.rows.chat import Messages, check_messages
+from npu_runner.batch.rows.chat import ConversationBody
 from npu_runner.batch.rows.endpoint import (
     ONE_TEMPLATE,
     OWN_TOKENS,
@@ -23,7 +23,6 @@ from npu_runner.batch.rows.endpoint import (
     AnswerRow,
     PooledForm,
     Prompts,
-    RowBody,
     Unserved,
     by_tag,
     items_tag,
@@ -41,7 +40,7 @@ from npu_runner.request.pooling_params import CLASSIFY, Classes, PoolingParams
 _FIELDS_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs")
 
 
-class PooledBody(RowBody):
+class PooledBody(ConversationBody):
     """Prompts to be pooled. None: the row does not set the field."""
 
     input: Annotated[
@@ -49,11 +48,6 @@ class PooledBody(RowBody):
         | Annotated[list[int], Tag("<list of int>")] | Annotated[list[list[int]], Tag("<list of list>")],
         by_tag(items_tag, "input_type", "input is text, a list of token ids, or a list of either"),
     ] | None = None
-    messages: Messages | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -64,13 +58,12 @@ class PooledBody(RowBody):
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
-        super().refuse_unserved(body)
         has_input, has_messages = (body.get(name) is not None for name in ("input", "messages"))
         if not has_input and not has_messages:
             raise RequestError("input: missing; give it, or messages", "missing_required_parameter", "input")
         if has_input and has_messages:
             raise RequestError("input: there are messages as well; give one of the two", "invalid_value", "input")
-        check_messages(body)
+        super().refuse_unserved(body)
         for name in _FIELDS_OF_MESSAGES if has_input else ():
             if body.get(name) is not None:
                 raise RequestError(f"{name}: belongs to messages; input is used as it is", "invalid_value", name)
@@ -94,17 +87,12 @@ class PooledBody(RowBody):
 
     def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
         form = self.form(processor)
-        most = processor.most_prompt_tokens(params)
         if self.messages is not None:
-            messages: Any = self.messages  # as JSON
-            prompt = processor(
-                messages, self.chat_template_kwargs, media=media, truncate_prompt_tokens=most,
-                # vLLM's default here: a conversation is pooled, not answered.
-                add_generation_prompt=bool(self.add_generation_prompt),
-                continue_final_message=bool(self.continue_final_message),
-                mm_processor_kwargs=self.mm_processor_kwargs,
-            )
+            # vLLM's default of add_generation_prompt here: a conversation is pooled, not answered.
+            prompt = self.conversation(processor, params, self.chat_template_kwargs, media=media,
+                                       add_generation_prompt=bool(self.add_generation_prompt))
             return (prompt,), form
+        most = processor.most_prompt_tokens(params)
         prompts = []
         for each, where in zip(self.inputs, self.places or ("input",), strict=True):
             try:

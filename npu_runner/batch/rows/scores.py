@@ -36,7 +36,7 @@ from npu_runner.prompts.media.media import Addresses, MediaRules
 from npu_runner.prompts.pair_prompts import parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.vision_prompts import Known
-from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
+from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput, score_of
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -88,8 +88,6 @@ class PairBody(RowBody):
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         super().check_counts(body)
-        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
-            plain_template_kwargs(kwargs)
         for name in cls.sides:
             inputs = _as_list(body.get(name))
             check_count(name, "entries", inputs, LIMITS.max_documents)
