@@ -398,14 +398,9 @@ def template_text(template: str | Path) -> TemplateText:
 
 
 def _from_known(keywords: Mapping[str, Any], settings: type) -> Any:
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        kind = part_of(field)
-        if kind is not None:
-            values[field.name] = _from_known(keywords, kind)
-        elif field.name in keywords:
-            values[field.name] = keywords[field.name]
-    return settings(**values)
+    parts = {field.name: part_of(field) for field in dataclasses.fields(settings)}
+    return settings(**{name: keywords[name] if kind is None else _from_known(keywords, kind)
+                       for name, kind in parts.items() if kind is not None or name in keywords})
 
 
 def check_choices(settings: Any) -> None:

@@ -6,13 +6,12 @@ Reads rows as a job does. Loads no weights, unless it answers a sample.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings, read_size
-from npu_runner.cli.parser import Commands, accept_old_spelling, add_command
+from npu_runner.cli.parser import Commands, accept_old_spelling, add_command, print_result
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 
@@ -63,21 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
     survey, sample = checked.survey, checked.sample
     price_at_most = _prices(arguments, survey, survey.most_output_tokens)
     price_of_sample = {} if sample is None else _prices(arguments, survey, sample.tokens)
-    if arguments.json:
-        values = survey.to_json() | {"price_at_most": price_at_most,
-                                     "memory_may_cut_max_model_len": checked.memory_may_cut}
-        if sample is not None:
-            values["sample"] = sample.to_json() | {"price": price_of_sample}
-        print(json.dumps(values | ({"fits": fits} if fit else {}), indent=2))
-    else:
-        lines = [*_rows(survey), *_sizes(survey)]
-        if checked.memory_may_cut:
-            lines.append("memory    only the device's memory decides whether a start cuts max_model_len; "
-                         "--device-memory SIZE or --kv-cache-bytes SIZE says it here")
-        lines += [f"price     at most {_price(price_at_most)}"] if price_at_most else []
-        lines += [] if sample is None else _sampled(sample)
-        lines += [f"price     as the sample has it {_price(price_of_sample)}"] if price_of_sample else []
-        print("\n".join([*lines, *fit]))
+    values = survey.to_json() | {"price_at_most": price_at_most, "memory_may_cut_max_model_len": checked.memory_may_cut}
+    values |= {} if sample is None else {"sample": sample.to_json() | {"price": price_of_sample}}
+    values |= {"fits": fits} if fit else {}
+    lines = [*_rows(survey), *_sizes(survey)]
+    if checked.memory_may_cut:
+        lines.append("memory    only the device's memory decides whether a start cuts max_model_len; --device-memory "
+                     "SIZE or --kv-cache-bytes SIZE says it here")
+    lines += [f"price     at most {_price(price_at_most)}"] if price_at_most else []
+    lines += [] if sample is None else _sampled(sample)
+    lines += [f"price     as the sample has it {_price(price_of_sample)}"] if price_of_sample else []
+    print_result(arguments, values, [*lines, *fit])
     return 1 if not fits else 3 if survey.num_failed else 0
 
 

@@ -6,13 +6,12 @@ Turns their options into settings. Knows nothing of rows or models.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_options, read_model_settings
-from npu_runner.cli.parser import Commands, add_command
+from npu_runner.cli.parser import Commands, add_command, print_result
 
 EXIT_STATUSES = """\
 exit status:
@@ -54,7 +53,7 @@ def _status(arguments: argparse.Namespace) -> int:
     from npu_runner.reports.status import status_of
 
     status = status_of(arguments.output)
-    print(json.dumps(status.to_json(), indent=2) if arguments.json else "\n".join(status.to_lines()))
+    print_result(arguments, status.to_json(), status.to_lines())
     return 0
 
 
@@ -72,7 +71,7 @@ def _summary(arguments: argparse.Namespace) -> int:
     from npu_runner.reports.summary import PastJob, summary_lines
 
     totals = PastJob(arguments.output).totals(arguments.input)
-    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(summary_lines(totals)))
+    print_result(arguments, totals.to_json(), summary_lines(totals))
     return 0
 
 

@@ -6,13 +6,12 @@ Asks the strategies, as a start does; has no list of its own. Loads no weights a
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
 from npu_runner.cli.options import add_some_options, named_settings
-from npu_runner.cli.parser import Commands, add_command
+from npu_runner.cli.parser import Commands, add_command, print_result
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.platforms import AUTO, find_platform, platforms
@@ -45,12 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = named_settings(arguments, RunnerConfig)
     if arguments.model is not None:
         found = explain(settings)
-        print(json.dumps(found, indent=2) if arguments.json else as_line(found))
+        print_result(arguments, found, [as_line(found)])
         return 0 if found["served"] else 1
     for name in settings.keys() - {"model"}:
         raise ConfigError(f"--{name} is a setting of a model; name one, or leave it out")
     rows = table()
-    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(as_lines(rows)))
+    print_result(arguments, rows, [] if arguments.json else as_lines(rows))
     return 0
 
 

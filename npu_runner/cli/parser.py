@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -138,18 +139,15 @@ class Parser(argparse.ArgumentParser):
         """The options that a first user needs."""
         return self._help(self.first)
 
-    def format_whole_help(self) -> str:
-        """The help with all options."""
-        return self._help(())
-
     def _help(self, first: Collection[str]) -> str:
+        """`first`: the options to show, by name; empty: all."""
         formatter = self._get_formatter()
         arguments = [f"{action.metavar or action.dest}" for action in self._actions
                      if not action.option_strings and action.help != argparse.SUPPRESS]
         formatter.add_usage(" ".join(["%(prog)s", *arguments, "[options]"]), [], [])
         formatter.add_text(self.description)
         if first:
-            shown = sorted((action for action in self._actions if action.dest in first), key=_place_in(first))
+            shown = [action for name in first for action in self._actions if action.dest == name]
             for title, is_option in (("arguments", False), ("options", True)):
                 formatter.start_section(title)
                 formatter.add_arguments([each for each in shown if bool(each.option_strings) == is_option])
@@ -179,12 +177,8 @@ class Parser(argparse.ArgumentParser):
 
 class _WholeHelp(argparse.Action):
     def __call__(self, parser: Any, *arguments: Any) -> None:
-        parser._print_message(parser.format_whole_help(), sys.stdout)
+        parser._print_message(parser._help(()), sys.stdout)
         parser.exit()
-
-
-def _place_in(names: Collection[str]) -> Callable[[argparse.Action], int]:
-    return lambda action: list(names).index(action.dest)
 
 
 def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str, description: str,
@@ -196,6 +190,11 @@ def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace
     parser.add_argument("--help-all", action=_WholeHelp, nargs=0, help="show all options, and exit")
     parser.set_defaults(run=run)
     return parser
+
+
+def print_result(arguments: argparse.Namespace, values: Any, lines: Sequence[str]) -> None:
+    """With --json the values, else the lines."""
+    print(json.dumps(values, indent=2) if arguments.json else "\n".join(lines))
 
 
 def accept_old_spelling(parsed: argparse.Namespace, old: str, spelled: str) -> None:
