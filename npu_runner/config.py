@@ -173,7 +173,7 @@ class PromptConfig:
         check_choices(self)
         _check_positive(self, "image_min_pixels", "image_max_pixels", "video_max_frames", "video_num_frames",
                         "max_source_pixels", "max_images_per_prompt", "max_logprobs_per_request")
-        self._accept_limits()
+        self._check_media_limits()
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", template_text(self.chat_template))
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
@@ -186,7 +186,7 @@ class PromptConfig:
         if low is not None and high is not None and low > high:
             raise ConfigError(f"image_min_pixels {low} is more than image_max_pixels {high}")
 
-    def _accept_limits(self) -> None:
+    def _check_media_limits(self) -> None:
         name, limits = "limit_mm_per_prompt", self.limit_mm_per_prompt
         if limits is None:
             return

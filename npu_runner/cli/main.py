@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 1
         except BrokenPipeError:
-            _lead_standard_output_to_null()  # its reader has gone
+            _redirect_stdout_to_null()  # its reader has gone
             return 1
         except OSError as error:
             if not has_given_out(error):
                 raise
-            _lead_standard_output_to_null()
+            _redirect_stdout_to_null()
             return _fail(str(explain_file_error(error.filename or "standard output", error)), 1)
 
 
@@ -70,7 +70,7 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _lead_standard_output_to_null() -> None:
+def _redirect_stdout_to_null() -> None:
     """Else Python complains once more when it flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -94,7 +94,7 @@ class ShapeReader:
             flat, piece = flat[:-1], piece[:-1]
         flat = flat.replace(b'\\"', b"__")
         if self._is_in_string and b'"' not in flat:
-            self._keep_top(piece if self._depth <= 1 else b"")
+            self._add_top(piece if self._depth <= 1 else b"")
         else:
             self._measure(np.frombuffer(flat, dtype=np.uint8), np.frombuffer(piece, dtype=np.uint8))
 
@@ -116,9 +116,9 @@ class ShapeReader:
             self._nesting = max(self._nesting, int(depth_C.max()))
             self._is_mismatched |= int(depth_C.min()) < 0
             self._is_in_string, self._depth = bool(in_string_C[-1]), int(depth_C[-1])
-        self._keep_top(_outermost(text_C, depth_C, step_C))
+        self._add_top(_outermost(text_C, depth_C, step_C))
 
-    def _keep_top(self, found: bytes) -> None:
+    def _add_top(self, found: bytes) -> None:
         if self._top is not None:
             self._top += found
             if len(self._top) > _MAX_TOP_BYTES:
