@@ -54,11 +54,12 @@ class Strict(BaseModel):
 
 
 def type_tag(value: Any) -> str | None:
-    """The tag of a union's members by their JSON type. An object of parts or formats is known by its `type`."""
+    """The tag of a value in a union whose members differ by their JSON type."""
     return f"<{type(value).__name__}>"
 
 
 def object_tag(value: Any) -> str | None:
+    """The tag of an object that is known by its `type`."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>"
 
