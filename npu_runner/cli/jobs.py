@@ -68,10 +68,10 @@ def add_summary(commands: Commands) -> None:
 
 
 def _summary(arguments: argparse.Namespace) -> int:
-    from npu_runner.reports.summary import PastJob, summary_lines
+    from npu_runner.reports.summary import PastJob
 
     totals = PastJob(arguments.output).totals(arguments.input)
-    print_result(arguments, totals.to_json(), summary_lines(totals))
+    print_result(arguments, totals.to_json(), totals.to_lines())
     return 0
 
 

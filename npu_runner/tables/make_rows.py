@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_runner.batch.files.answer_file import has_twins
-from npu_runner.batch.files.input_file import keys_array
-from npu_runner.batch.files.taken_names import read_by
+from npu_runner.batch.files.place import read_by
+from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.tables.media_files import MediaFolder
@@ -70,7 +70,7 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     prompt = PromptText(options)
     maker = RowMaker(options, prompt, media)
     reader = Reader(sources, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
-    (place,) = find_outputs({"rows": options.output}, [*read_by(options), *(("source", name) for name in names)])
+    (place,) = find_outputs([("rows", options.output)], [*read_by(options), *(("source", name) for name in names)])
     sources.output = place.path
 
     def records() -> Iterator[Record]:

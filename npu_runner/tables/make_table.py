@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
-from npu_runner.batch.files.taken_names import read_by
+from npu_runner.batch.files.place import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED
 from npu_runner.tables.arrow_records import pyarrow_for
@@ -87,7 +87,7 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
         output = entered.enter_context(JobOutput(name, options.max_row_bytes))
-        (place,) = find_outputs({"table": options.output}, [*output.read_names, *read_by(options)])
+        (place,) = find_outputs([("table", options.output)], [*output.read_names, *read_by(options)])
         file = None if options.input is None else entered.enter_context(InputFile(options.input))
         found = FirstPass(_schema(output, options))
         rows = None

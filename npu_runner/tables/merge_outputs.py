@@ -78,7 +78,7 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
     that is no result row where `options.dropped` does not say where it goes."""
     with contextlib.ExitStack() as entered:
         files = [entered.enter_context(JobOutput(name, LIMITS.max_row_bytes)) for name in (first, second)]
-        places = find_outputs({"merged": options.output, "dropped": options.dropped},
+        places = find_outputs([("merged", options.output), ("dropped", options.dropped)],
                               [pair for each in files for pair in each.read_names])
         if os.path.samefile(first, second):
             raise ConfigError(f"{first} and {second}: are one file; name two outputs of one input")

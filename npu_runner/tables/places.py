@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import manifest_path, own_files
-from npu_runner.batch.files.place import Place, find_place
-from npu_runner.batch.files.taken_names import Named, refuse_taken
+from npu_runner.batch.files.place import Named, Place, find_places
 from npu_runner.errors import ConfigError
 
 _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
@@ -42,15 +41,10 @@ class JobOutput(AnswerFile):
                          titles=[f"answers {name}", f"error file {errors}"])
 
 
-def find_outputs(named: Mapping[str, str | Path | None], read: Iterable[Named]) -> list[Place]:
-    """The places of these options; an option without a value has none. Raises ConfigError where a place is one of the
-    others, a file that is read, or one that a job needs. `read`: the other files that are named, and their options."""
-    places = [find_place(option, name) for option, name in named.items() if name is not None]
-    kept: dict[Path, str] = {}
-    for folder in {place.path.parent for place in places if place.path is not None}:
-        kept |= _files_of_jobs(folder)
-    refuse_taken(places, read, kept)
-    return places
+def find_outputs(written: Iterable[Named], read: Iterable[Named]) -> list[Place]:
+    """The places of the files that are named. Raises ConfigError for one that is something else already, and for two
+    names of one file."""
+    return list(find_places(written, read, _files_of_jobs).values())
 
 
 def _files_of_jobs(folder: Path) -> dict[Path, str]:
