@@ -57,7 +57,7 @@ from npu_runner.batch.job.driver import Driver
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.rows.counts import Counts
-from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.batch.rows.shape import RowSource
 from npu_runner.reports.metrics import metrics_of
 from npu_runner.serving.replica import (
     Event,

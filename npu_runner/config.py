@@ -21,7 +21,7 @@ from npu_runner.request.limits import LIMITS, MIB
 from npu_runner.request.speculative import SpeculativeConfig
 
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
-# Without max_model_len a checkpoint that promises 256k tokens would take all memory for tables nobody needs.
+# Without max_model_len a checkpoint that promises 256k tokens would use all memory for tables that are not read.
 DEFAULT_MAX_MODEL_LEN = 32768
 MAX_VIDEO_FPS = 1000.0
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -59,7 +59,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Which tokens run in a step."""
+    """The tokens of a step."""
 
     max_num_seqs: int | None = None
     """Most sequences decoded together; None: the platform's, or as many as their states have room for."""
@@ -90,14 +90,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What the device keeps between steps, beside the weights."""
+    """The memory that lives between steps, beside the weights."""
 
     block_size: int | None = None
     """Tokens per KV block; None: the platform's, which its attention kernels decide."""
     kv_cache_dtype: str = one_of("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
-    """How keys and values are kept: fp8, which is fp8_e4m3, in half the memory of 16 bits, with the checkpoint's scales
-    or 1 (cuda from Ada on); bfloat16 and float16, in the model's dtype, which must be that. auto: fp8 where the
-    checkpoint has a kv_cache_scheme of it and the platform keeps it, else in the model's dtype. vLLM's name."""
+    """The dtype of keys and values: fp8, which is fp8_e4m3, has half the bytes of 16 bits, with the checkpoint's scales
+    or 1 (cuda from Ada on); bfloat16 and float16 must be the model's dtype. auto: fp8 where the checkpoint has a
+    kv_cache_scheme of it and the platform supports it, else the model's dtype. vLLM's name."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache; more than is free when the model starts to load is refused. None: measured from free device
     memory; on the cpu platform 1 GiB."""
@@ -131,7 +131,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """How requests become prompts, and answers text."""
+    """The way from requests to prompts, and from tokens to text."""
 
     image_min_pixels: int | None = None
     """Smaller images are scaled up to this many pixels; so are frames of videos of qwen2_vl and qwen2_5_vl. None: the
@@ -173,7 +173,7 @@ class PromptConfig:
         check_choices(self)
         _check_positive(self, "image_min_pixels", "image_max_pixels", "video_max_frames", "video_num_frames",
                         "max_source_pixels", "max_images_per_prompt", "max_logprobs_per_request")
-        self._keep_kinds()
+        self._check_media_limits()
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", template_text(self.chat_template))
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
@@ -186,7 +186,7 @@ class PromptConfig:
         if low is not None and high is not None and low > high:
             raise ConfigError(f"image_min_pixels {low} is more than image_max_pixels {high}")
 
-    def _keep_kinds(self) -> None:
+    def _check_media_limits(self) -> None:
         name, limits = "limit_mm_per_prompt", self.limit_mm_per_prompt
         if limits is None:
             return
@@ -207,7 +207,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How decode steps are compiled."""
+    """The compilation of decode steps."""
 
     graph_mode: str = one_of(*GRAPH_MODES)
     """eager runs without graphs; auto: the platform's default."""
@@ -230,11 +230,11 @@ class GraphConfig:
             raise ConfigError(f"enforce_eager contradicts graph_mode={self.graph_mode!r}; set one of them")
         for name, least, what in (("graph_batch_sizes", 1, "positive batch sizes"),
                                   ("graph_prefill_sizes", 0, "numbers of tokens")):
-            given = getattr(self, name)
-            if given is not None:
-                sizes = tuple(sorted(set(given)))
+            value = getattr(self, name)
+            if value is not None:
+                sizes = tuple(sorted(set(value)))
                 if not sizes or sizes[0] < least:
-                    raise ConfigError(f"{name}: {given} must be {what}")
+                    raise ConfigError(f"{name}: {value} must be {what}")
                 object.__setattr__(self, name, sizes)
 
 
@@ -254,9 +254,9 @@ class RunnerConfig:
     """generate answers with text, pooling with numbers (see task). auto: pooling where the checkpoint's modules.json
     (sentence-transformers), its architectures (a classifier's) or task says so, else generate."""
     task: str = one_of("auto", "embed", "score", "classify")
-    """What runner pooling makes of a prompt: embed, a vector (/v1/embeddings, LLM.embed); score, how well a document
-    answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). classify, the
-    probabilities of classes (/v1/classify, LLM.classify), of a checkpoint whose architectures name a
+    """The result of runner pooling for a prompt. embed: a vector (/v1/embeddings, LLM.embed). score: how well a
+    document answers a query, as the logit of yes less that of no (/v1/score, /v1/rerank, LLM.score). classify: the
+    probabilities of classes (/v1/classify, LLM.classify), for a checkpoint whose architectures name a
     *ForSequenceClassification. auto: as modules.json or architectures say, else embed."""
     platform: str = "auto"
     """npu, cuda, cpu, or the name of an installed package's; auto takes the usable one of highest priority (ours: in
@@ -266,9 +266,9 @@ class RunnerConfig:
     attention_backend: str = "auto"
     """Attention kernels, where there are several (cuda: triton, flashinfer); auto: our own (cuda: triton)."""
     load_format: str = one_of("safetensors", "dummy")
-    """safetensors reads the checkpoint; dummy draws random weights on the device, for benchmarks."""
+    """safetensors reads the checkpoint; dummy makes random weights on the device, for benchmarks."""
     quantization: str = one_of("auto", "int8", "fp8")
-    """auto: as the checkpoint is; quantised weights that the platform has no products for are dequantised while
+    """auto: as the checkpoint is; quantised weights that the platform has no matmul for are dequantised while
     loading. int8 makes int8 of the linears of decoder and tower and of experts, stored in 16 bits or FP8, while
     loading, and rounds their inputs to int8, too (npu; cuda on Hopper, but not in max-autotune). fp8 makes FP8 (e4m3)
     of such linears in the same way, and of experts by block of 128 x 128, of 16 bits alone (cuda on Hopper, in
@@ -333,7 +333,7 @@ def flat_fields(settings: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def flat_values(settings: Any) -> dict[str, Any]:
-    """What `from_keywords` would make the same settings of."""
+    """The settings under flat names: `from_keywords` makes the same object of them."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -341,15 +341,15 @@ def flat_values(settings: Any) -> dict[str, Any]:
     return found
 
 
-def from_keywords(given: Mapping[str, Any], *kinds: type) -> tuple[Any, ...]:
+def from_keywords(keywords: Mapping[str, Any], *kinds: type) -> tuple[Any, ...]:
     """One object of each kind, from settings under flat names. Raises ConfigError for a name that none of them has."""
     known = [name for kind in kinds for name in flat_fields(kind)]
-    for name in given:
+    for name in keywords:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "docs/options.md lists all, docs/from-vllm.md vLLM's"
             raise ConfigError(f"unknown setting {name!r}; {hint}")
-    values = {name: _in_bytes(name, value) for name, value in given.items()}
+    values = {name: _in_bytes(name, value) for name, value in keywords.items()}
     return tuple(_from_known(values, kind) for kind in kinds)
 
 
@@ -378,45 +378,37 @@ class TemplateText(str):
     """Where it was read from; None: it was given as it is."""
 
 
-def template_text(given: str | Path) -> TemplateText:
-    """The text of a chat template, of itself or of its file. Raises ConfigError for a file that cannot be read."""
-    if isinstance(given, TemplateText):
-        return given
-    if isinstance(given, str) and any(character in given for character in "{}\n"):
-        return TemplateText(given)
+def template_text(template: str | Path) -> TemplateText:
+    """The text of a chat template, which is given itself or by its file. Raises ConfigError for a file that cannot be
+    read."""
+    if isinstance(template, TemplateText):
+        return template
+    if isinstance(template, str) and any(character in template for character in "{}\n"):
+        return TemplateText(template)
     try:
-        file = Path(given).expanduser()
+        file = Path(template).expanduser()
         text = TemplateText(file.read_text(encoding="utf-8"))
         text.file = file
     except (OSError, UnicodeDecodeError, TypeError) as error:
-        message = f"chat_template: {str(given)!r} cannot be read ({error}); name the template's file"
+        message = f"chat_template: {str(template)!r} cannot be read ({error}); name the template's file"
         raise ConfigError(message) from error
     if not any(character in text for character in "{}\n"):
-        raise ConfigError(f"chat_template: {str(given)!r} holds no template: there is no {{ in it")
+        raise ConfigError(f"chat_template: {str(template)!r} holds no template: there is no {{ in it")
     return text
 
 
-def _from_known(given: Mapping[str, Any], settings: type) -> Any:
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        kind = part_of(field)
-        if kind is not None:
-            values[field.name] = _from_known(given, kind)
-        elif field.name in given:
-            values[field.name] = given[field.name]
-    return settings(**values)
+def _from_known(keywords: Mapping[str, Any], settings: type) -> Any:
+    parts = {field.name: part_of(field) for field in dataclasses.fields(settings)}
+    return settings(**{name: keywords[name] if kind is None else _from_known(keywords, kind)
+                       for name, kind in parts.items() if kind is not None or name in keywords})
 
 
 def check_choices(settings: Any) -> None:
     """Raises ConfigError for a field of this dataclass that is none of its choices."""
     for field in dataclasses.fields(settings):
-        if "choices" in field.metadata:
-            _one_of(field.name, getattr(settings, field.name), field.metadata["choices"])
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+        value, choices = getattr(settings, field.name), field.metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{field.name}: {value!r} is not one of {', '.join(choices)}")
 
 
 def _check_positive(settings: Any, *names: str) -> None:

@@ -39,6 +39,9 @@ class RequestError(NpuRunnerError):
     shortened, because they may repeat a megabyte of the request. `prompt_index`: which of several prompts it is about.
     """
 
+    status_code = 400
+    """It stands in the result row, as in OpenAI's: 400 blames the request, 500 this program."""
+
     def __init__(self, message: str, code: str = "invalid_request", param: str | None = None,
                  prompt_index: int | None = None):
         self.message = _shortened(message, _MAX_MESSAGE_CHARS)
@@ -49,6 +52,12 @@ class RequestError(NpuRunnerError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str | None, int | None]]:
         return type(self), (self.message, self.code, self.param, self.prompt_index)  # crosses process borders whole
+
+
+class ServerError(RequestError):
+    """A request has no answer, and that is not its own fault."""
+
+    status_code = 500
 
 
 class StepError(NpuRunnerError):

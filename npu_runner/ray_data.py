@@ -27,7 +27,7 @@ ERROR_COLUMN = "__inference_error__"
 _PARAMS_COLUMN = "sampling_params"
 _PROMPT_COLUMNS: dict[str, tuple[str, ...]] = {
     "generate": ("messages", "prompt"), "embed": ("messages", "prompt"), CLASSIFY: ("prompt",)}
-"""What holds the prompts, by what the model is loaded for; one of them."""
+"""The columns of prompts, by the task that the model is loaded for; a batch has one of them."""
 _QUERY, _DOCUMENT = "query", "document"
 _UNSERVED = {"n": "a row has one generated_text; repeat the row",
              "logprobs": "there is no column for them; npu-runner batch writes them"}
@@ -40,7 +40,7 @@ Batch = Mapping[str, Any]
 
 
 class LLMPredictor:
-    """A model in a Ray actor. Both constructor and call are Ray Data's to use:
+    """A model in a Ray actor. Ray Data calls both the constructor and the object:
 
         dataset.map_batches(LLMPredictor, fn_constructor_kwargs={"model": "path/to/checkpoint"},
                             compute=ray.data.ActorPoolStrategy(size=8), resources={"NPU": 1}, batch_size=1024)
@@ -58,14 +58,14 @@ class LLMPredictor:
                  allowed_media_dir: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, drop_columns: Sequence[str] = (),
                  pooling_params: Mapping[str, Any] | None = None, **settings: Any):
-        """`sampling_params`: what rows leave open; what that leaves open is the checkpoint's generation_config, then
+        """`sampling_params`: for rows that leave them open. Behind them stand the checkpoint's generation_config, then
         SamplingParams' defaults, and for max_tokens `LLM`'s. `allowed_media_dir`, `chat_template_kwargs`,
         `mm_processor_kwargs`: as in `LLM.chat`; the last is for raw prompts, too, that bring none. `drop_columns`: not
         carried on, as messages with the bytes of images. `pooling_params`: of all rows, where the model is loaded for
         numbers: PoolingParams' fields but `task`. `settings`: LLM's.
 
-        Raises what LLM raises, and ConfigError for wrong `sampling_params` and `pooling_params`, and for those of what
-        the model is not loaded for.
+        Raises the errors of LLM, and ConfigError for wrong `sampling_params` and `pooling_params`, and for those of
+        another task than the model is loaded for.
         """
         self._model, self._settings = model, settings
         self._chat_options: dict[str, Any] = {"allowed_media_dir": allowed_media_dir,
@@ -96,16 +96,16 @@ class LLMPredictor:
 
     def _texts(self, batch: Batch) -> dict[str, Any]:
         column, prompts = _prompts(batch, self._task)
-        given = batch.get(_PARAMS_COLUMN)
-        params = [None] * len(prompts) if given is None else [_plain(value) for value in given]
-        asked: dict[int, tuple[Any, SamplingParams]] = {}
+        column_of_params = batch.get(_PARAMS_COLUMN)
+        params = [None] * len(prompts) if column_of_params is None else list(map(_plain, column_of_params))
+        accepted: dict[int, tuple[Any, SamplingParams]] = {}
         refused: dict[int, RequestOutput] = {}
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:
-                asked[index] = prompt, _sampling_params(one, self._defaults)
+                accepted[index] = prompt, _sampling_params(one, self._defaults)
             except RequestError as error:
                 refused[index] = RequestOutput.failed("", error)
-        answers = {**refused, **self._answer(asked, is_chat=column == "messages")}
+        answers = {**refused, **self._answer(accepted, is_chat=column == "messages")}
         return _columns([answers[index] for index in range(len(prompts))])
 
     def _numbers(self, batch: Batch) -> dict[str, Any]:
@@ -129,10 +129,10 @@ class LLMPredictor:
         found = _numbers_of(classes, {"probs": lambda one: one.probs}, missing=[])
         return {"label": [one.outputs and one.label for one in classes], **found}
 
-    def _refuse_other_params(self, given: Mapping[str, Any]) -> None:
+    def _refuse_other_params(self, params: Mapping[str, Any]) -> None:
         """Raises ConfigError for params of text where there are numbers, and the other way round."""
         name = "pooling_params" if self._task == "generate" else "sampling_params"
-        if given[name]:
+        if params[name]:
             self._llm.close()
             raise ConfigError(f"{name}: the model is loaded for task {self._task}, which takes none; leave them out")
 
@@ -146,15 +146,14 @@ class LLMPredictor:
 
         return RestartedLLM(self._model, **self._settings)
 
-    def _answer(self, asked: Mapping[int, tuple[Any, SamplingParams]], *, is_chat: bool) -> dict[int, RequestOutput]:
-        """Every row's answer."""
-        items, params = [prompt for prompt, _ in asked.values()], [params for _, params in asked.values()]
+    def _answer(self, rows: Mapping[int, tuple[Any, SamplingParams]], *, is_chat: bool) -> dict[int, RequestOutput]:
+        items, params = [prompt for prompt, _ in rows.values()], [params for _, params in rows.values()]
         if is_chat:
             outputs = self._llm.chat(items, params, return_errors=True, **self._chat_options)
         else:
             outputs = self._llm.generate([self._with_video_settings(item) for item in items], params,
                                          return_errors=True)
-        return dict(zip(asked, outputs, strict=True))
+        return dict(zip(rows, outputs, strict=True))
 
     def _with_video_settings(self, prompt: Any) -> Any:
         """A raw prompt, with the pipeline's `mm_processor_kwargs` where it has none of its own."""
@@ -169,11 +168,11 @@ class LLMPredictor:
 def _prompts(batch: Batch, task: str) -> tuple[str, list[Any]]:
     """(name of the column, its values)."""
     names = _PROMPT_COLUMNS[task]
-    given = [name for name in names if name in batch]
-    if len(given) != 1:
+    found = [name for name in names if name in batch]
+    if len(found) != 1:
         raise ConfigError(f"the rows have the columns {', '.join(batch)}; exactly one of them has to be "
                           f"{' or '.join(names)}")
-    return given[0], _column(batch, given[0])
+    return found[0], _column(batch, found[0])
 
 
 def _column(batch: Batch, name: str) -> list[Any]:
@@ -183,7 +182,7 @@ def _column(batch: Batch, name: str) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What Arrow has made arrays of, as lists again, all the way down. Bytes and images stay as they are."""
+    """Arrow's arrays as lists again, all the way down. Bytes and images stay as they are."""
     if isinstance(value, np.ndarray):
         return [_plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):
@@ -193,11 +192,11 @@ def _plain(value: Any) -> Any:
     return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _sampling_params(asked: Any, defaults: Mapping[str, Any]) -> SamplingParams:
+def _sampling_params(row_params: Any, defaults: Mapping[str, Any]) -> SamplingParams:
     """Raises RequestError naming the field that is wrong, unknown or without a column."""
-    if not isinstance(asked, (Mapping, type(None))):
-        raise _refusal("an object is needed", type(asked).__name__, _PARAMS_COLUMN)
-    fields = {**defaults, **_as_given(asked or {})}
+    if not isinstance(row_params, (Mapping, type(None))):
+        raise _refusal("an object is needed", type(row_params).__name__, _PARAMS_COLUMN)
+    fields = {**defaults, **_without_arrow_types(row_params or {})}
     for name in fields:
         if name not in _PARAM_NAMES:
             raise _refusal("there is no such field", name, name)
@@ -220,7 +219,7 @@ def _pooling_params(fields: Mapping[str, Any]) -> PoolingParams:
         raise ConfigError(f"pooling_params of all rows: {error}") from error
 
 
-def _as_given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_arrow_types(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Arrow gives each row the fields of all rows. Fields of other rows are None or NaN, and integers have become
     floats."""
     present = {name: value for name, value in fields.items() if value is not None and value == value}
@@ -249,7 +248,7 @@ def _columns(answers: Sequence[RequestOutput]) -> dict[str, Any]:
 
 def _numbers_of(outputs: Sequence[PooledRequestOutput[Any]], columns: Mapping[str, Callable[[Any], Any]], *,
                 missing: Any = None) -> dict[str, Any]:
-    """`missing`: what stands in the place of numbers where there is an error."""
+    """`missing` stands in the place of numbers where there is an error."""
     return {
         **{name: [missing if output.outputs is None else read(output) for output in outputs]
            for name, read in columns.items()},

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import yaml
 
-from npu_runner.cli.main import _EXIT_STATUSES, _parser
+from npu_runner.cli.jobs import EXIT_STATUSES
+from npu_runner.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "scripts" / "deploy"
@@ -111,7 +112,7 @@ def test_its_options_are_ours(name: str) -> None:
 
 def test_exit_statuses_mean_the_same_everywhere() -> None:
     """1 is tried again; 2, 3 and 4 are not, and only 3 is a finished job."""
-    meanings = dict(re.findall(r"^  (\d)  (.*)", _EXIT_STATUSES, re.MULTILINE))
+    meanings = dict(re.findall(r"^  (\d)  (.*)", EXIT_STATUSES, re.MULTILINE))
     assert "the same command goes on" in meanings["1"]
     assert "wrong option" in meanings["2"]
     assert "some rows failed" in meanings["3"]

@@ -1,27 +1,25 @@
-"""`npu-runner check`: what a job over an input would bring, before the night. Prints counts, limits, prices, and a fit.
+"""`npu-runner check`: validates the rows of a job before it runs. Prints counts, limits, prices, and a memory fit.
 
-Reads rows as a job does. Loads no weights, unless it is asked to answer a sample.
+Reads rows as a job does. Loads no weights, unless it answers a sample.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.cli.options import add_some_options, given, read_size
-from npu_runner.cli.parser import take_old_spelling
-from npu_runner.config import RunnerConfig, from_keywords
+from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings, read_size
+from npu_runner.cli.parser import Commands, accept_old_spelling, add_command, print_result
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 
 if TYPE_CHECKING:
     from npu_runner.batch.check.run import Checked, Sample
     from npu_runner.batch.check.survey import Survey
 
-_OF_JOB = {
+_JOB_OPTIONS = {
     "allowed_media_dir", "max_row_bytes", "response_schema", "max_thinking_tokens", "repetition_detection",
     "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids", "data_parallel_size",
     "preprocessing_workers", "preprocessing_timeout", "max_media_bytes", "max_prompt_media_bytes",
@@ -29,8 +27,11 @@ _OF_JOB = {
 _MILLION = 1_000_000
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """All but those of the model."""
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "check", run, "say which rows of a job would fail, before it runs",
+        "Prepares every row as a job does, without weights, and says which would fail and how large the "
+        "others are. Exit status 0: every row would be served, 3: some would fail, 1: the model does not fit.")
     parser.add_argument("-i", "--input", metavar="FILE", help="the rows of a job; - reads standard input")
     parser.add_argument("old_rows", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="answer N of the rows, evenly spread, and "
@@ -40,40 +41,45 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-price", type=float, metavar="X", help="of a million prompt tokens, in any currency")
     parser.add_argument("--output-price", type=float, metavar="X", help="of a million tokens of answers")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    add_some_options(parser, BatchOptions, "as the job is given them", _OF_JOB)
-
-
-@dataclass(frozen=True)
-class _Prices:
-    input: float | None
-    output: float | None
-
-    def of(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, float]:
-        """By kind; a price that was not given counts nothing and is left out."""
-        found = {"prompts": (self.input, num_prompt_tokens), "answers": (self.output, num_output_tokens)}
-        return {kind: price * count / _MILLION for kind, (price, count) in found.items() if price is not None}
+    add_some_options(parser, BatchOptions, "as the job is given them", _JOB_OPTIONS)
+    add_model_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found. Returns 0 if all rows would be served, 1 if the model does not fit, 3 if rows fail."""
-    take_old_spelling(arguments, "old_rows", "check ROWS")
+    """Print the result. Returns 0 if all rows would be served, 1 if the model does not fit, 3 if rows fail."""
+    accept_old_spelling(arguments, "old_rows", "check ROWS")
     if arguments.input is None:
         raise ConfigError("-i/--input: name the file of rows, or - for standard input")
     if arguments.sample < 0:
         raise ConfigError(f"--sample: {arguments.sample} is not a number of rows")
-    named = given(arguments, RunnerConfig, BatchOptions) | {"output": "-"}
-    config, options = from_keywords(named, RunnerConfig, BatchOptions)
+    config, options = read_model_settings(arguments, BatchOptions, output="-")
     fits, most_len = True, None
     fit: list[str] = []
     if arguments.device_memory is not None:
         fits, fit, most_len = _fit(config, arguments.device_memory)
-    found = _check(config, options, arguments.sample, most_len)
-    prices = _Prices(arguments.input_price, arguments.output_price)
-    if arguments.json:
-        print(json.dumps(as_values(found, prices) | ({"fits": fits} if fit else {}), indent=2))
-    else:
-        print("\n".join([*as_lines(found, prices), *fit]))
-    return 1 if not fits else 3 if found.survey.num_failed else 0
+    checked = _check(config, options, arguments.sample, most_len)
+    survey, sample = checked.survey, checked.sample
+    price_at_most = _prices(arguments, survey, survey.most_output_tokens)
+    price_of_sample = {} if sample is None else _prices(arguments, survey, sample.tokens)
+    values = survey.to_json() | {"price_at_most": price_at_most, "memory_may_cut_max_model_len": checked.memory_may_cut}
+    values |= {} if sample is None else {"sample": sample.to_json() | {"price": price_of_sample}}
+    values |= {"fits": fits} if fit else {}
+    lines = [*_rows(survey), *_sizes(survey)]
+    if checked.memory_may_cut:
+        lines.append("memory    only the device's memory decides whether a start cuts max_model_len; --device-memory "
+                     "SIZE or --kv-cache-bytes SIZE says it here")
+    lines += [f"price     at most {_price(price_at_most)}"] if price_at_most else []
+    lines += [] if sample is None else _sampled(sample)
+    lines += [f"price     as the sample has it {_price(price_of_sample)}"] if price_of_sample else []
+    print_result(arguments, values, [*lines, *fit])
+    return 1 if not fits else 3 if survey.num_failed else 0
+
+
+def _prices(arguments: argparse.Namespace, survey: Survey, num_output_tokens: int) -> dict[str, float]:
+    """By kind; a price that was not given counts nothing and is left out."""
+    parts = {"prompts": (arguments.input_price, sum(survey.prompt_tokens)),
+             "answers": (arguments.output_price, num_output_tokens)}
+    return {kind: price * count / _MILLION for kind, (price, count) in parts.items() if price is not None}
 
 
 def _check(config: RunnerConfig, options: BatchOptions, num_sampled: int, most_len: int | None) -> Checked:
@@ -87,7 +93,7 @@ def _check(config: RunnerConfig, options: BatchOptions, num_sampled: int, most_l
 
 
 def _fit(config: RunnerConfig, device_bytes: int) -> tuple[bool, list[str], int]:
-    """Whether it does, the lines that say it, and how long a sequence may be then."""
+    """Whether the model fits, the lines that say it, and the longest sequence then."""
     from npu_runner.cli.checkpoint_folder import checkpoint_folder
     from npu_runner.cli.doctor_fits import as_lines as fit_lines
     from npu_runner.cli.doctor_fits import estimate, platform_with_devices
@@ -97,31 +103,6 @@ def _fit(config: RunnerConfig, device_bytes: int) -> tuple[bool, list[str], int]
         found, remedies = estimate(folder, config.replace(platform=platform.name), platform, device_bytes)
     first, *rest = fit_lines(found, platform.name, remedies)
     return found.fits, [f"fit       {first}", *(f"          {line}" for line in rest)], found.max_model_len
-
-
-def as_values(found: Checked, prices: _Prices) -> dict[str, Any]:
-    survey, sample = found.survey, found.sample
-    num_prompt_tokens = sum(survey.prompt_tokens)
-    values = survey.to_json() | {"price_at_most": prices.of(num_prompt_tokens, survey.most_output_tokens),
-                                 "memory_may_cut_max_model_len": found.memory_may_cut}
-    if sample is not None:
-        values["sample"] = sample.to_json() | {"price": prices.of(num_prompt_tokens, sample.tokens)}
-    return values
-
-
-def as_lines(found: Checked, prices: _Prices) -> list[str]:
-    survey, sample = found.survey, found.sample
-    lines = [*_rows(survey), *_sizes(survey)]
-    if found.memory_may_cut:
-        lines.append("memory    only the device's memory decides whether a start cuts max_model_len; --device-memory "
-                     "SIZE or --kv-cache-bytes SIZE says it here")
-    num_prompt_tokens = sum(survey.prompt_tokens)
-    at_most = prices.of(num_prompt_tokens, survey.most_output_tokens)
-    lines += [f"price     at most {_price(at_most)}"] if at_most else []
-    if sample is None:
-        return lines
-    expected = prices.of(num_prompt_tokens, sample.tokens)
-    return [*lines, *_sampled(sample), *([f"price     as the sample has it {_price(expected)}"] if expected else [])]
 
 
 def _rows(survey: Survey) -> list[str]:

@@ -1,5 +1,5 @@
-"""The folder of a model that a command only looks at: a local one, a hub id's small files, or one made for a bare
-config.json. Knows nothing of what is looked for in it."""
+"""The folder of a model that a command only inspects: a local one, a hub id's small files, or one made for a bare
+config.json. Knows nothing of models."""
 
 from __future__ import annotations
 

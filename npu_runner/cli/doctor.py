@@ -1,6 +1,6 @@
 """`npu-runner doctor`: is this host ready, and if not, what is to be done. Prints the checks and decides the status.
 
-Imports no torch: on the hosts that need a doctor that may fail. Knows nothing of what is looked at, and how.
+Imports no torch: on the hosts that need a doctor that may fail. Knows nothing of what a check does.
 """
 
 from __future__ import annotations
@@ -15,15 +15,46 @@ from dataclasses import asdict, dataclass
 from npu_runner import __version__
 from npu_runner.cli.doctor_generation import check_generation
 from npu_runner.cli.doctor_layers import check_layers
+from npu_runner.cli.options import add_some_options, read_size
+from npu_runner.cli.parser import Commands, add_command
+from npu_runner.config import GRAPH_MODES, RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.platforms import AUTO, check_name, find_platform, platforms
+from npu_runner.platforms import AUTO, BUILT_IN, check_name, find_platform, platforms
 from npu_runner.platforms.examination import Examination, Findings, examination_of
 from npu_runner.platforms.host import Check, Host
+
+_MEMORY_OPTIONS = {
+    "revision", "runner", "task", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "async_scheduling", "block_size", "kv_cache_dtype", "kv_cache_bytes", "memory_utilization", "enable_prefix_caching",
+    "max_state_snapshots", "vision_cache_bytes", "image_min_pixels", "image_max_pixels", "enforce_eager",
+    "graph_batch_sizes", "enable_expert_parallel", "speculative_config", "lora"}
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "doctor", run, "check whether this host is ready, and name a remedy for each problem",
+        "Looks at drivers, versions, devices and variables, then answers questions about drawn images. "
+        "Exit status 1: something failed; its remedy is printed.")
+    parser.add_argument("--platform", default=AUTO, metavar="NAME",
+                        help=f"what to look at: {', '.join(BUILT_IN)}, or an installed package's; auto: the first of "
+                        "which anything is seen, in this order")
+    parser.add_argument("--graph-mode", choices=[mode for mode in GRAPH_MODES if mode != "auto"], action="append",
+                        help="a mode to generate in; may be repeated (default: eager, and the platform's default)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="generate with N ranks")
+    parser.add_argument("--skip-generation", action="store_true", help="look at the host only; takes seconds")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for each generation")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    fits = parser.add_argument_group("would a model fit?")
+    fits.add_argument("--fits", metavar="MODEL", help="estimate what a checkpoint folder, a hub id or a bare "
+                      "config.json takes of a device, and look at nothing else. With --platform auto, an NPU is "
+                      "assumed. Exit status 0: it fits, 1: it does not")
+    fits.add_argument("--device-memory", type=read_size, metavar="SIZE", help="memory of one device, like 64G")
+    add_some_options(parser, RunnerConfig, "settings that --fits counts with", _MEMORY_OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What is looked at. platform "auto": the first of which anything is seen, highest priority first."""
+    """The checks to run. platform "auto": the first one with any sign of a device, highest priority first."""
 
     platform: str = AUTO
     graph_modes: tuple[str, ...] = ()
@@ -34,6 +65,14 @@ class DoctorOptions:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every check. Returns 1 if one of them failed."""
+    if arguments.fits is not None:
+        from npu_runner.cli.doctor_fits import run as run_fits
+
+        return run_fits(arguments)
+    for name in ("device_memory", *sorted(_MEMORY_OPTIONS)):
+        if getattr(arguments, name, None) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --fits alone; name a model with --fits, or leave it "
+                              "out")
     options = DoctorOptions(
         platform=arguments.platform, graph_modes=tuple(arguments.graph_mode or ()),
         tensor_parallel_size=arguments.tensor_parallel_size, generation=not arguments.skip_generation,
@@ -78,10 +117,10 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
             yield from check_generation(examination, mode, num_ranks, options.timeout_seconds)
 
 
-def _choose(findings: Findings, asked: str) -> tuple[Examination, str]:
-    """What is to be examined, and why that."""
-    if asked != AUTO:
-        return examination_of(find_platform(asked), findings), "as asked for"
+def _choose(findings: Findings, name: str) -> tuple[Examination, str]:
+    """The examination of the platform, and the reason for this one."""
+    if name != AUTO:
+        return examination_of(find_platform(name), findings), "as asked for"
     missing: list[str] = []
     for platform in platforms():
         examination = examination_of(platform, findings)

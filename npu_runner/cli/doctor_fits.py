@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_runner.checkpoint.quantization import arithmetic, asked_of, read_quantization
 from npu_runner.cli.checkpoint_folder import checkpoint_folder
-from npu_runner.cli.options import given
+from npu_runner.cli.options import named_settings
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import AUTO, find_platform, platforms
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Returns 0 if the model fits, 1 if not."""
     if arguments.device_memory is None:
         raise ConfigError("--fits: how much memory a device has is not given; add --device-memory 64G")
-    settings = given(arguments, RunnerConfig) | {"model": arguments.fits}
+    settings = named_settings(arguments, RunnerConfig) | {"model": arguments.fits}
     settings["platform"] = platform_with_devices(arguments.platform, "--fits").name
     settings["graph_mode"] = (arguments.graph_mode or [AUTO])[0]
     (config,) = from_keywords(settings, RunnerConfig)
@@ -50,7 +50,7 @@ def platform_with_devices(name: str, option: str) -> Platform:
 
 
 def estimate(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int) -> tuple[Estimate, list[str]]:
-    """What the model takes of each device; and what would help where it does not fit, as options."""
+    """The memory that the model needs on each device, and options that would help where it does not fit."""
     # Imported here: these import torch.
     from npu_runner.runner.estimate import estimate_memory, fewest_ranks, longest_length
     from npu_runner.strategies import pick_strategy
@@ -76,20 +76,19 @@ def _fits_as_int8(strategy: LoadStrategy, config: RunnerConfig, platform: Platfo
         return False
     try:
         return estimate_memory(strategy, config.replace(quantization="int8"), platform, device_bytes).fits
-    except ConfigError:  # the dtype has no such products
+    except ConfigError:  # the dtype has no such matmul
         return False
 
 
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
     found, remedies = estimate(folder, config, platform, device_bytes)
     quantization = read_quantization(folder)
-    said = arithmetic(quantization, asked_of(quantization, config.quantization), found.settings.weight_forms)
+    method = arithmetic(quantization, asked_of(quantization, config.quantization), found.settings.weight_forms)
     if as_json:
-        of_weights = {} if said is None else {"quantization": said}
-        values = as_values(found) | of_weights
+        values = as_values(found) | ({} if method is None else {"quantization": method})
         print(json.dumps({"fits": found.fits, **values, "problem": found.problem, "remedies": remedies}))
     else:
-        print("\n".join(as_lines(found, platform.name, remedies, said)))
+        print("\n".join(as_lines(found, platform.name, remedies, method)))
     return 0 if found.fits else 1
 
 

@@ -20,8 +20,8 @@ from npu_runner.platforms.host import Check, Outcome, run_program
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One about an image or two, of assets/doctor. Both models are sure of its answer (every token's log probability
-    leads by 10 and more), so a wrong one is a fault and not rounding."""
+    """A question about an image or two of assets/doctor. Both models are sure of its answer (every token's log
+    probability leads by 10 and more), so a wrong one is a fault and not rounding."""
 
     images: list[str]
     question: str
@@ -59,8 +59,8 @@ def judge(examination: Examination, name: str, graph_mode: str, outcome: Outcome
     if outcome.error is not None or not outcome.reports:
         return Check(name, "failed", outcome.error or "ended without an answer", examination.explain(outcome))
     answers, graphs = outcome.reports[-1]["answers"], outcome.reports[-1]["graphs"]
-    wrong = [f"{asked.question!r}: {answer!r} instead of {asked.answer!r}"
-             for asked, answer in zip(read_questions(), answers, strict=True) if answer != asked.answer]
+    wrong = [f"{question.question!r}: {answer!r} instead of {question.answer!r}"
+             for question, answer in zip(read_questions(), answers, strict=True) if answer != question.answer]
     if wrong:
         return Check(name, "failed", f"{len(wrong)} of {len(answers)} answers are wrong: {'; '.join(wrong)}",
                      examination.if_wrong)
@@ -75,13 +75,13 @@ def answer(model: str, platform: str, graph_mode: str, num_ranks: int) -> dict[s
     """Answers to the questions, with settings that fit beside another job on the device."""
     from npu_runner import LLM, SamplingParams
 
-    asked = read_questions()
+    questions = read_questions()
     settings: dict[str, Any] = {"platform": platform, "graph_mode": graph_mode, "tensor_parallel_size": num_ranks}
     if graph_mode != "eager":
-        settings |= {"graph_batch_sizes": (len(asked),), "use_graph_cache": False}
-    with LLM(EMBEDDED[model], max_model_len=1024, max_num_seqs=len(asked), kv_cache_bytes=32 << 20,
+        settings |= {"graph_batch_sizes": (len(questions),), "use_graph_cache": False}
+    with LLM(EMBEDDED[model], max_model_len=1024, max_num_seqs=len(questions), kv_cache_bytes=32 << 20,
              vision_cache_bytes=16 << 20, **settings) as llm:
-        results = llm.chat([question.conversation() for question in asked],
+        results = llm.chat([question.conversation() for question in questions],
                            SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
         return {"answers": [result.text for result in results], "graphs": llm.engine.info.graphs}
 

@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from npu_runner.cli.options import add_model_options, read_model_settings
+from npu_runner.cli.parser import Commands, add_command
 from npu_runner.config import RunnerConfig, flat_values
 from npu_runner.errors import ConfigError, GenerationError
+from npu_runner.processes.patient_streams import PlainStream
 from npu_runner.request.sampling_params import SamplingParams
 
 
-def answer_question(config: RunnerConfig, question: str, seen: Sequence[tuple[str, str]], *, system: str | None,
-                    max_tokens: int | None, temperature: float) -> str:
-    """Load the model and answer. `seen`: ("image" or "video", its file), in the order in which they are shown.
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "generate", run, "answer one question, with images and videos or without",
+        "Answers one question and prints the answer. Exit status 1: the model gave none, or an empty one; "
+        "standard error says why.")
+    question = parser.add_argument_group("question")
+    question.add_argument("question", help="what to ask")
+    # One list of both kinds: they are shown in the order in which they are named.
+    for kind, what in (("image", "an image"), ("video", "a video (pip install 'av>=17.1')")):
+        question.add_argument(f"--{kind}", dest="seen", action="append", default=[], metavar="FILE",
+                              type=functools.partial(_kind_and_file, kind), help=f"{what}; may be repeated")
+    question.add_argument("--system", metavar="TEXT", help="instructions that come before the question")
+    question.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
+    question.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+    add_model_options(parser)
 
-    Raises ConfigError for a file that cannot be read, RequestError for an image, a video or a question that cannot be
-    served, and GenerationError where the model gives no whole answer. What it thinks first goes to standard error.
+
+def _kind_and_file(kind: str, file: str) -> tuple[str, str]:
+    return kind, file
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answer. Raises the errors of `_answer`."""
+    (config,) = read_model_settings(arguments)
+    options: dict[str, Any] = {"temperature": arguments.temperature}
+    if arguments.max_tokens is not None:
+        options["max_tokens"] = arguments.max_tokens
+    SamplingParams(**options)  # a mistake answers before anything is loaded
+    media = [(kind, _read(kind, file)) for kind, file in arguments.seen]
+    answer = _answer(config, _conversation(arguments.question, media, arguments.system), options)
+    assert isinstance(sys.stdout, PlainStream), "main has made it so"
+    sys.stdout.write_data(answer + "\n")
+    return 0
+
+
+def _answer(config: RunnerConfig, conversation: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Load the model and answer. `options`: of SamplingParams.
+
+    Raises RequestError for an image, a video or a question that cannot be served, and GenerationError where the model
+    gives no whole answer. Reasoning goes to standard error.
     """
-    asked: dict[str, Any] = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
-    SamplingParams(**asked)  # a mistake answers before anything is loaded
-    conversation = _conversation(question, [(kind, _read(kind, file)) for kind, file in seen], system)
     # Only the answer belongs on standard output; what loading prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         from npu_runner.llm import LLM  # torch comes with it: not before the arguments are known to be good
 
         with LLM(**flat_values(config)) as llm:
-            params = SamplingParams(**{**llm.engine.generation_defaults, **asked})
+            params = SamplingParams(**{**llm.engine.generation_defaults, **options})
             (result,) = llm.chat(conversation, params, use_tqdm=False)
     if result.finish_reason not in ("stop", "length"):
         reason = result.error or f"finish_reason is {result.finish_reason}"
@@ -36,11 +72,11 @@ def answer_question(config: RunnerConfig, question: str, seen: Sequence[tuple[st
     if result.reasoning_content is not None:
         print(result.reasoning_content, file=sys.stderr)
     if not result.text:
-        what, remedy = "without text", ""
+        kind, remedy = "without text", ""
         if result.reasoning_content is not None:
-            what = "of reasoning alone"
+            kind = "of reasoning alone"
             remedy = '; raise --max-tokens, or try --chat-template-kwargs \'{"enable_thinking": false}\''
-        raise GenerationError(f"no answer: {len(result.token_ids)} tokens {what} (finish_reason "
+        raise GenerationError(f"no answer: {len(result.token_ids)} tokens {kind} (finish_reason "
                               f"{result.finish_reason}){remedy}")
     return result.text
 
@@ -52,8 +88,8 @@ def _read(kind: str, file: str) -> bytes:
         raise ConfigError(f"{kind} {file}: {error.strerror}") from error
 
 
-def _conversation(question: str, seen: Sequence[tuple[str, bytes]], system: str | None) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = [{"type": kind, kind: data} for kind, data in seen]
+def _conversation(question: str, media: Sequence[tuple[str, bytes]], system: str | None) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": kind, kind: data} for kind, data in media]
     content.append({"type": "text", "text": question})
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     return [*messages, {"role": "user", "content": content}]

@@ -6,12 +6,12 @@ Asks the strategies, as a start does; has no list of its own. Loads no weights a
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.cli.checkpoint_folder import checkpoint_folder, is_bare_config
-from npu_runner.cli.options import given
+from npu_runner.cli.options import add_some_options, named_settings
+from npu_runner.cli.parser import Commands, add_command, print_result
 from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.platforms import AUTO, find_platform, platforms
@@ -25,25 +25,36 @@ _COLUMNS = ("model_type", "images", "videos", "ranks", "prefix_cache", "decode_g
 _MAKES = {"generate": "text", "embed": "vectors (/v1/embeddings)", "score": "scores (/v1/score, /v1/rerank)",
           "classify": "classes (/v1/classify)"}
 OTHERS = "others"
-"""What stands for all model types that only transformers knows."""
+"""It stands for all model types that only transformers knows."""
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "models", run, "list the models that are served, or say whether a checkpoint is",
+        "Prints what is served, by model_type. Of a model it says in one line how it would be served, or "
+        "why not. Loads no weights and needs no device. Exit status 0: served, 1: not.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
+                        "(default: the table of all model types)")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner", "task"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or one line about one model. Returns 1 if that one is not served."""
-    settings = given(arguments, RunnerConfig)
+    settings = named_settings(arguments, RunnerConfig)
     if arguments.model is not None:
         found = explain(settings)
-        print(json.dumps(found, indent=2) if arguments.json else as_line(found))
+        print_result(arguments, found, [as_line(found)])
         return 0 if found["served"] else 1
     for name in settings.keys() - {"model"}:
         raise ConfigError(f"--{name} is a setting of a model; name one, or leave it out")
     rows = table()
-    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(as_lines(rows)))
+    print_result(arguments, rows, [] if arguments.json else as_lines(rows))
     return 0
 
 
 def table() -> list[dict[str, Any]]:
-    """What each family says of itself, by model_type; last, what is served through transformers."""
+    """The facts of each family, by model_type; last, of all models that are served through transformers."""
     from npu_runner.strategies import strategies_by_model_type
     from npu_runner.strategies.transformers_model import TransformersStrategy
 
@@ -65,7 +76,7 @@ def _prefix_cache(*, has_states: bool) -> str:
 
 
 def explain(settings: dict[str, Any]) -> dict[str, Any]:
-    """How `settings["model"]` would be served with these settings; or the reason why not, in the words of a start."""
+    """The way in which `settings["model"]` would be served, or the reason why not, in the words of a start."""
     (config,) = from_keywords(settings, RunnerConfig)
     model = config.model
     try:
@@ -76,7 +87,7 @@ def explain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
-    # Imported here: these import torch, and what is no checkpoint is said without it.
+    # Imported here: these import torch, and a folder that is no checkpoint is refused without it.
     from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
     from npu_runner.checkpoint.quantization import read_quantization
     from npu_runner.strategies import pick_strategy
@@ -100,8 +111,8 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
             if isinstance(reader, DequantisingReader):
                 facts |= {"quantised_weights": reader.forms}
                 stored = reader.weight_forms if named.quantization == "auto" else None
-    if (said := _arithmetic(quantization, config, stored)) is not None:
-        facts |= {"quantization": said}
+    if (method := _arithmetic(quantization, config, stored)) is not None:
+        facts |= {"quantization": method}
     return {"model_type": model_config.model_type, "task": "generate" if pooling is None else pooling.task,
             "through_transformers": isinstance(strategy, TransformersStrategy), **facts}
 
@@ -115,38 +126,38 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
 
 
 def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored: frozenset[str] | None) -> str | None:
-    """How quantised weights are computed with on the platform that is named; on any, and where it differs. `stored`:
-    the forms that weights have; None: their files were not looked at."""
+    """The arithmetic of quantised weights on the named platform; without one on any, and where it differs. `stored`:
+    the forms that weights have; None: their files were not read."""
     from npu_runner.checkpoint.quantization import arithmetic, asked_of
 
-    asked = asked_of(quantization, config.quantization)
+    setting = asked_of(quantization, config.quantization)
 
     def on(platform: Platform) -> str | None:
-        forms = platform.weight_forms
-        return arithmetic(quantization, asked, forms if stored is None else [form for form in forms if form in stored])
+        forms = [form for form in platform.weight_forms if stored is None or form in stored]
+        return arithmetic(quantization, setting, forms)
 
     if config.platform != AUTO:
         return on(find_platform(config.platform))
-    said = arithmetic(quantization, asked, ())
+    method = arithmetic(quantization, setting, ())
     others = {platform.name: on(platform) for platform in platforms()}
-    return said and said + "".join(f"; on {name}: {other}" for name, other in others.items() if other != said)
+    return method and method + "".join(f"; on {name}: {other}" for name, other in others.items() if other != method)
 
 
 def as_line(found: dict[str, Any]) -> str:
-    """What `explain` found, in one line."""
+    """The result of `explain` in one line."""
     if not found["served"]:
         reason = " ".join(found["reason"].split()).removeprefix(f"{found['model']}: ")
         return f"{found['model']}: not served: {reason}"
     way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
-    takes = ["text", *(kind for kind in ("images", "videos") if found[kind])]
-    taken = " and ".join(filter(None, (", ".join(takes[:-1]), takes[-1])))
+    inputs = ["text", *(kind for kind in ("images", "videos") if found[kind])]
+    accepted = " and ".join(filter(None, (", ".join(inputs[:-1]), inputs[-1])))
     makes = " and ".join(_MAKES[task] for task in (found["task"], *["score"] * found.get("scores", False)))
     why_no_videos = f"; no videos: {found['why_no_videos']}" if "why_no_videos" in found else ""
     quantised = ""
     if "quantization" in found:
         weights = f" ({found['quantised_weights']})" if "quantised_weights" in found else ""
         quantised = f"; quantised weights{weights}: {found['quantization']}"
-    return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {taken} in, {makes} out"
+    return (f"{found['model']}: served as {found['model_type']}, {way} {found['strategy']}: {accepted} in, {makes} out"
             f"{why_no_videos}{quantised}")
 
 

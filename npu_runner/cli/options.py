@@ -13,6 +13,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner import config
-from npu_runner.config import flat_fields, part_of
+from npu_runner.assets import SHAPES_VL
+from npu_runner.config import RunnerConfig, flat_fields, from_keywords, part_of
 from npu_runner.request.limits import shown
 
 _SIZES = {"g": 1 << 30, "m": 1 << 20, "k": 1 << 10}
@@ -34,9 +36,9 @@ class Option:
 
     field: dataclasses.Field[Any]
     kind: Any
-    """Its type, but for None."""
+    """Its type without None."""
     text: str
-    """What it does, and what happens where it is not given."""
+    """The docstring under the field."""
 
     @property
     def flag(self) -> str:
@@ -48,18 +50,18 @@ class Option:
 
     @property
     def default(self) -> str:
-        """Empty where `text` says what is taken then."""
+        """Empty where `text` names the default."""
         return "" if self.is_needed or self.field.default in (None, ()) else _show(self.field.name, self.field.default)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Empty where it is not one of a few words."""
+        """Empty where the values are not one of a few words."""
         found: tuple[str, ...] = self.field.metadata.get("choices", ())
         return found
 
     @property
     def values(self) -> str:
-        """What may stand behind the flag."""
+        """The values that may stand behind the flag."""
         if self.choices:
             return "|".join(self.choices)
         if self.kind is bool:
@@ -77,9 +79,9 @@ class Option:
 
 @functools.cache
 def options_of(settings: type) -> tuple[Option, ...]:
-    """Of the dataclass `settings` itself, without its parts'."""
+    """The options of the dataclass `settings` itself, without those of its parts."""
     kinds, texts = typing.get_type_hints(settings), field_docstrings(settings)
-    return tuple(Option(field, _without_none(kinds[field.name]), _of_absence(texts.get(field.name, "")))
+    return tuple(Option(field, _without_none(kinds[field.name]), _without_none_words(texts.get(field.name, "")))
                  for field in dataclasses.fields(settings) if part_of(field) is None)
 
 
@@ -91,7 +93,7 @@ def with_parts(title: str, settings: type) -> list[tuple[str, type]]:
 
 def add_options(parser: argparse.ArgumentParser, settings: type, title: str,
                 defaults: Mapping[str, tuple[str, str]] | None = None) -> None:
-    """An option per setting, in a group per part. What is not given is not in the parsed result at all.
+    """An option per setting, in a group per part. An option that is not given is not in the parsed result at all.
 
     `defaults`: values, and how they are shown, of settings that have none of their own.
     """
@@ -110,10 +112,30 @@ def add_some_options(parser: argparse.ArgumentParser, settings: type, title: str
                 _add_option(group, option, None)
 
 
-def given(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    shown_default = "the embedded shapes-vl, which knows drawn shapes only"
+    add_options(parser, RunnerConfig, "model", defaults={"model": (str(SHAPES_VL), shown_default)})
+
+
+def named_settings(arguments: argparse.Namespace, *settings: type) -> dict[str, Any]:
     """The settings that the command line named, by their flat names."""
     names = {name for kind in settings for name in flat_fields(kind)}
     return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def read_settings(arguments: argparse.Namespace, *kinds: type, **more: Any) -> tuple[Any, ...]:
+    """One object of each kind. `more`: settings under flat names. Raises ConfigError for a wrong value."""
+    return from_keywords(named_settings(arguments, *kinds) | more, *kinds)
+
+
+def read_model_settings(arguments: argparse.Namespace, *kinds: type, **more: Any) -> tuple[Any, ...]:
+    """The RunnerConfig, and one object of each kind. Warns where the embedded model is used, since a forgotten --model
+    asks it."""
+    config, *others = read_settings(arguments, RunnerConfig, *kinds, **more)
+    if config.model == str(SHAPES_VL):
+        print("the embedded shapes-vl answers, which knows drawn shapes only; --model names another one",
+              file=sys.stderr)
+    return config, *others
 
 
 @functools.cache
@@ -133,8 +155,8 @@ def field_docstrings(settings: type) -> dict[str, str]:
     return texts
 
 
-def _of_absence(text: str) -> str:
-    """What is not given is None: users see no None."""
+def _without_none_words(text: str) -> str:
+    """Users see no None: it is a default."""
     return re.sub(r"(^|\. )None:", r"\1Default:", text).replace("None:", "default:")
 
 
@@ -159,7 +181,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option, default: tuple[s
 
 
 def _reader(option: Option) -> Any:
-    """Makes its value of a text."""
+    """The function that makes the option's value of a text."""
     special: dict[str, Any] = {"N,N,...": _integers, "JSON": _json_object, "SIZE": read_size, "N|auto": _number_or_word}
     return special.get(option.values, option.kind)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -26,26 +27,26 @@ FIRST: dict[str, tuple[str, ...]] = {
     "doctor": ("platform", "tensor_parallel_size", "graph_mode", "skip_generation", "json", "fits", "device_memory",
                "max_model_len", "max_num_seqs"),
 }
-"""By command, what its --help shows; --help-all shows all. Commands that are not here are short."""
+"""The options that --help of a command shows; --help-all shows all. Commands that are not here are short."""
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "rows": (
-        ('rows pictures --prompt "What is this?" -o rows.jsonl', "ask the same of every image below pictures"),
-        ("rows products.csv --image photo --template question.txt --id sku --keep price -o rows.jsonl",
+        ('rows photos --prompt "What is this?" -o rows.jsonl', "ask the same of every image below photos"),
+        ("rows items.csv --image photo --template question.txt --id sku --keep price -o rows.jsonl",
          "ask what the template says of each record of a CSV, whose column photo names an image"),
-        ('rows pictures --prompt "Read the receipt." --schema receipt.json --max-tokens 500 -o rows.jsonl',
+        ('rows photos --prompt "Read the receipt." --schema receipt.json --max-tokens 500 -o rows.jsonl',
          "ask for JSON that fits a schema"),
     ),
     "batch": (
-        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures",
+        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",
          "answer the rows; the same command resumes a job that was killed"),
-        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures "
+        ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos "
          "--retry errors,cut_off", "try failed rows and cut-off answers again"),
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --data-parallel-size auto --report report.html",
          "use every device of this host, and make a page of the answers"),
     ),
     "check": (
-        ("check -i rows.jsonl --model Qwen3-VL-8B --allowed-media-dir pictures", "name the rows that would fail"),
+        ("check -i rows.jsonl --model Qwen3-VL-8B --allowed-media-dir photos", "name the rows that would fail"),
         ("check -i rows.jsonl --model Qwen3-VL-8B --device-memory 64G", "say whether the model fits a device as well"),
         ("check -i rows.jsonl --model Qwen3-VL-8B --sample 512 --output-price 2",
          "answer 512 of the rows, and say how long the job would take and what it would cost"),
@@ -64,7 +65,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "status": (("status answers.jsonl", "ask from another terminal how far the job is"),),
     "summary": (("summary answers.jsonl -i rows.jsonl --json", "add up all runs of a job, for a program"),),
-    "report": (("report answers.jsonl -i rows.jsonl -o page.html --allowed-media-dir pictures",
+    "report": (("report answers.jsonl -i rows.jsonl -o page.html --allowed-media-dir photos",
                 "show questions, images and answers"),),
     "models": (("models", "list what is served"), ("models Qwen3-VL-8B", "say how this checkpoint would be served")),
     "doctor": (
@@ -82,14 +83,14 @@ _INSTEAD = {
     "bench": "in a checkout, python -m bench.device and python -m bench.cpu measure",
     "collect-env": "npu-runner doctor looks at this host",
 }
-"""Commands of vLLM, and what does that here."""
+"""Commands of vLLM, and their counterparts here."""
 _OPTIONS_INSTEAD = {"--input-file": "--input", "--output-file": "--output"}
 _REMOVED = {"--report-every": "it was removed; npu-runner report works beside a running job"}
 """Options of earlier releases, and what to do instead."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser, or the outermost. A mistake names what looks like it, and does not print all options."""
+    """A command's parser, or the outermost. A mistake names the nearest names, and does not print all options."""
 
     first: Collection[str] = ()
     """The options and arguments that --help shows, by name; empty: all."""
@@ -131,25 +132,22 @@ class Parser(argparse.ArgumentParser):
             return
         instead = _INSTEAD.get(name.replace("_", "-"))
         near = difflib.get_close_matches(name, [str(each) for each in known], n=1)
-        said = instead or (f"did you mean {near[0]}?" if near else f"the commands are {', '.join(map(str, known))}")
-        self.error(f"{name!r} is no command; {said}")
+        remedy = instead or (f"did you mean {near[0]}?" if near else f"the commands are {', '.join(map(str, known))}")
+        self.error(f"{name!r} is no command; {remedy}")
 
     def format_help(self) -> str:
-        """What a first user needs."""
+        """The options that a first user needs."""
         return self._help(self.first)
 
-    def format_whole_help(self) -> str:
-        """All options."""
-        return self._help(())
-
     def _help(self, first: Collection[str]) -> str:
+        """`first`: the options to show, by name; empty: all."""
         formatter = self._get_formatter()
         arguments = [f"{action.metavar or action.dest}" for action in self._actions
                      if not action.option_strings and action.help != argparse.SUPPRESS]
         formatter.add_usage(" ".join(["%(prog)s", *arguments, "[options]"]), [], [])
         formatter.add_text(self.description)
         if first:
-            shown = sorted((action for action in self._actions if action.dest in first), key=_place_in(first))
+            shown = [action for name in first for action in self._actions if action.dest == name]
             for title, is_option in (("arguments", False), ("options", True)):
                 formatter.start_section(title)
                 formatter.add_arguments([each for each in shown if bool(each.option_strings) == is_option])
@@ -179,12 +177,8 @@ class Parser(argparse.ArgumentParser):
 
 class _WholeHelp(argparse.Action):
     def __call__(self, parser: Any, *arguments: Any) -> None:
-        parser._print_message(parser.format_whole_help(), sys.stdout)
+        parser._print_message(parser._help(()), sys.stdout)
         parser.exit()
-
-
-def _place_in(names: Collection[str]) -> Callable[[argparse.Action], int]:
-    return lambda action: list(names).index(action.dest)
 
 
 def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str, description: str,
@@ -198,7 +192,12 @@ def add_command(commands: Commands, name: str, run: Callable[[argparse.Namespace
     return parser
 
 
-def take_old_spelling(parsed: argparse.Namespace, old: str, spelled: str) -> None:
+def print_result(arguments: argparse.Namespace, values: Any, lines: Sequence[str]) -> None:
+    """With --json the values, else the lines."""
+    print(json.dumps(values, indent=2) if arguments.json else "\n".join(lines))
+
+
+def accept_old_spelling(parsed: argparse.Namespace, old: str, spelled: str) -> None:
     """The file of rows under its name of the last release: `old` in `parsed` becomes `input`, and a line says so."""
     value = vars(parsed).pop(old, None)
     if value is not None and getattr(parsed, "input", None) is None:

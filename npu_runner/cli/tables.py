@@ -1,4 +1,4 @@
-"""The commands beside the job: rows, table and merge. Turns their options into settings, and prints what was made.
+"""The commands beside the job: rows, table and merge. Turns their options into settings, and prints their results.
 
 Knows nothing of models.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from npu_runner.cli.options import add_options, given
-from npu_runner.cli.parser import Commands, add_command, take_old_spelling
-from npu_runner.config import from_keywords
+from npu_runner.cli.options import add_options, read_settings
+from npu_runner.cli.parser import Commands, accept_old_spelling, add_command
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 
 
@@ -21,8 +20,15 @@ def add_rows(commands: Commands) -> None:
         "Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
         "sources give the same bytes. Parquet and datasets need pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
-                        help="a folder, a file, or a pattern in quotes such as 'pictures/**/*.png'")
+                        help="a folder, a file, or a pattern in quotes such as 'photos/**/*.png'")
     add_options(parser, RowsOptions, "rows")
+
+
+def _rows(arguments: argparse.Namespace) -> int:
+    (options,) = read_settings(arguments, RowsOptions)
+    from npu_runner.tables.make_rows import make_rows
+
+    return _report(make_rows(arguments.sources, options).to_lines())
 
 
 def add_table(commands: Commands) -> None:
@@ -35,6 +41,14 @@ def add_table(commands: Commands) -> None:
     parser.add_argument("--rows", dest="old_rows", help=argparse.SUPPRESS)
 
 
+def _table(arguments: argparse.Namespace) -> int:
+    accept_old_spelling(arguments, "old_rows", "table --rows")
+    (options,) = read_settings(arguments, TableOptions)
+    from npu_runner.tables.make_table import make_table
+
+    return _report(make_table(arguments.answers, options).to_lines())
+
+
 def add_merge(commands: Commands) -> None:
     parser = add_command(
         commands, "merge", _merge, "put two outputs of one input together",
@@ -45,29 +59,14 @@ def add_merge(commands: Commands) -> None:
     add_options(parser, MergeOptions, "merge")
 
 
-def _rows(arguments: argparse.Namespace) -> int:
-    (options,) = from_keywords(given(arguments, RowsOptions), RowsOptions)
-    from npu_runner.tables.make_rows import make_rows
-
-    return _say(make_rows(arguments.sources, options).to_lines())
-
-
-def _table(arguments: argparse.Namespace) -> int:
-    take_old_spelling(arguments, "old_rows", "table --rows")
-    (options,) = from_keywords(given(arguments, TableOptions), TableOptions)
-    from npu_runner.tables.make_table import make_table
-
-    return _say(make_table(arguments.answers, options).to_lines())
-
-
 def _merge(arguments: argparse.Namespace) -> int:
-    (options,) = from_keywords(given(arguments, MergeOptions), MergeOptions)
+    (options,) = read_settings(arguments, MergeOptions)
     from npu_runner.tables.merge_outputs import merge
 
-    return _say(merge(arguments.first, arguments.second, options).to_lines())
+    return _report(merge(arguments.first, arguments.second, options).to_lines())
 
 
-def _say(lines: list[str]) -> int:
-    # Standard output may be the file that was asked for.
+def _report(lines: list[str]) -> int:
+    # Standard output may be the file that the command writes.
     print("\n".join(lines), file=sys.stderr)
     return 0

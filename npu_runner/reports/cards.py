@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from npu_runner.batch.rows.endpoints import answer_of, answers_of, cells_of, is_understood
-from npu_runner.batch.rows.flaws import flaws_of_row
+from npu_runner.batch.rows.endpoints import answer_of, answers_of, cells_of, flaws_of_row, is_understood
 from npu_runner.batch.rows.openai_response import error_of, has_failed, is_as_expected, name_of_answer, object_in
 from npu_runner.batch.rows.scores import sides_of
 

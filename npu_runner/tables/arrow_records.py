@@ -1,7 +1,7 @@
 """Records of Parquet files and of Hugging Face's saved datasets, a few at a time, through pyarrow.
 
-Times, dates and decimals become text in pyarrow, so that no value depends on what else is installed. Knows nothing of
-what the columns mean.
+Times, dates and decimals become text in pyarrow, so that no value depends on other packages. Knows nothing of the
+meaning of columns.
 """
 
 from __future__ import annotations
@@ -13,22 +13,32 @@ from typing import Any
 
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.errors import ConfigError
-from npu_runner.tables.extra import pyarrow_for
 
 _RECORDS_AT_ONCE = 64
 """Each may hold an image of megabytes."""
 IMAGE = "Image"
 _FILE = {"bytes", "path"}
-"""Fields of what a Hugging Face dataset has for an image, and for a video, a sound or a PDF."""
+"""The fields of an image in a Hugging Face dataset, and of a video, a sound or a PDF."""
+
+
+def pyarrow_for(what: str, otherwise: str = "") -> Any:
+    """The module. Raises ConfigError where it is not installed. `what` needs it: "Parquet". `otherwise`: a remedy
+    without it."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(f"{what} goes through pyarrow, which is not there ({error}); pip install 'pyarrow>=17'"
+                          f"{otherwise and f', or {otherwise}'}") from error
+    return pyarrow
 
 
 def arrow_records(path: str, needed: frozenset[str] | None, *,
                   is_parquet: bool) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, str | None]]]:
-    """(where, columns, kinds of columns that hold files) of each record. Such a kind is Image, Video, Audio or another
-    word of the schema's metadata; None: the metadata do not say.
+    """Yields (where, columns, kinds of columns that hold files) for each record. A kind is Image, Video, Audio or
+    another word of the schema's metadata; None: the metadata do not say.
 
     `needed`: columns to read, beside those that may be images; None: all of them. Raises ConfigError for a file that is
-    cut short or holds what cannot be read.
+    cut short or cannot be read.
     """
     number = 0
     with _opened(path, is_parquet=is_parquet) as (file, schema):
@@ -53,7 +63,7 @@ def num_arrow_records(path: str, *, is_parquet: bool) -> int:
 
 @contextlib.contextmanager
 def _opened(path: str, *, is_parquet: bool) -> Iterator[tuple[Any, Any]]:
-    """The open file and its schema. Whatever pyarrow cannot read is a ConfigError that names the file."""
+    """The open file and its schema. Raises ConfigError, which names the file, where pyarrow cannot read it."""
     what = "Parquet" if is_parquet else "a saved dataset"
     pyarrow = pyarrow_for(what)
     with clear_file_errors(f"source {path!r}"), open(path, "rb") as raw:
@@ -110,7 +120,7 @@ def _kind_of(feature: Any) -> Any:
 
 
 def _values(path: str, name: str, array: Any) -> list[Any]:
-    """As Python has them; times and decimals as text."""
+    """Python's values; times and decimals are text."""
     pyarrow = pyarrow_for("Parquet")
     try:
         wanted = _with_text(array.type)

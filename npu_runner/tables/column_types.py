@@ -1,7 +1,7 @@
-"""Which type a column of a table has: the schema's where there is one and the values fit it, else that of the values.
+"""The type of a table's column: the schema's where there is one and the values fit it, else that of the values.
 
 A column whose values are of several types is text. A number that is infinite or NaN has no value: JSON has no such
-number, so every format would say something else. Knows nothing of files or formats.
+number, so the formats would differ. Knows nothing of files or formats.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Seen:
     lowest: int = 0
     highest: int = 0
     kinds: set[str] = field(default_factory=set)
-    """Of the values that are there: bool, int, float, str, list, dict."""
+    """The types of the values: bool, int, float, str, list, dict."""
     items: Seen | None = None
-    """Of the values in lists."""
+    """The values in lists."""
 
     def add(self, value: Any) -> None:
         self.num_rows += 1
@@ -42,7 +42,7 @@ class Seen:
             return
         kind = type(value).__name__
         if kind == "float" and self.declared == INT64 and value.is_integer():
-            value, kind = int(value), "int"  # of JSON, 3.0 is a whole number
+            value, kind = int(value), "int"  # in JSON, 3.0 is a whole number
         self.kinds.add(kind)
         if kind == "int":
             self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
@@ -111,7 +111,7 @@ def _as_json(value: Any) -> str:
 
 
 def _with_nulls(value: Any) -> Any:
-    """A copy with null for each number that JSON has not."""
+    """A copy with null for each number that JSON cannot spell."""
     if isinstance(value, dict):
         return {name: _with_nulls(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -145,7 +145,7 @@ def _declared(part: Mapping[str, Any], schema: Any) -> str | None:
 
 
 def _resolved(part: Any, schema: Any) -> Mapping[str, Any]:
-    """What a part of a schema says, its reference within the schema followed."""
+    """A part of a schema, its reference within the schema followed."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(part, dict):
             return {}

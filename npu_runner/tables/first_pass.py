@@ -1,38 +1,32 @@
-"""What a first reading of rows and answers finds out: the columns of a table, their types, the size of vectors.
+"""The first reading of rows and answers, which finds the columns of a table, their types and the size of vectors.
 
-Nothing of it depends on the order in which answers finished. Knows nothing of formats.
+A result row becomes one line of cells for each of its answers. Nothing depends on the order in which answers finished.
+Knows nothing of formats.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from npu_runner.batch.rows.openai_response import object_in
+from npu_runner.batch.rows import endpoints
+from npu_runner.batch.rows.openai_response import error_of, has_failed, name_of_answer, object_in
 from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
-from npu_runner.tables.answer_cells import (
-    COUNT_COLUMNS,
-    ERROR_COLUMNS,
-    FIELD,
-    LABEL,
-    LOGPROB,
-    METADATA,
-    MORE_METADATA,
-    PROBS,
-    PROMPT_COUNT,
-    SCORE,
-    TEXT_COLUMNS,
-    VECTOR,
-    Answer,
-    Cells,
-    cells_of,
-    is_error,
-)
 from npu_runner.tables.column_types import DOUBLE, INT64, LIST, TEXT, VECTOR32, Seen, declared_types
 
+Answer = dict[str, Any]
+Cells = dict[str, Any]
+FIELD, METADATA = "answer.", "metadata."
+"""The names of columns of fields of answers, and of metadata of rows, start so. No other name has a dot."""
+MORE_METADATA = "metadata"
+VECTOR, SCORE, LABEL, PROBS = "vector", "score", "label", "probs"
+LOGPROB, PROMPT_COUNT = "mean_logprob", "prompt_tokens"
+TEXT_COLUMNS = ("text", "reasoning", "tool_calls", "finish_reason", "stop_reason")
+COUNT_COLUMNS = ("completion_tokens", "reasoning_tokens")
+ERROR_COLUMNS = ("error_code", "error_message")
 MAX_FIELDS = 256
 """Fields beside a schema's that get columns. Answers with more of them are no table; they stay text."""
 MAX_METADATA = 256
@@ -43,13 +37,23 @@ _MAX_NAME_CHARS = 256
 _POOLED = {VECTOR: VECTOR32, SCORE: DOUBLE, LABEL: TEXT, PROBS: LIST + DOUBLE}
 
 
+def cells_of(answer: Answer) -> list[Cells]:
+    """The cells of each answer of a row; a failed row is one line. A column that is not there is empty. Raises one of
+    FAULTS for a row that is no answer of an endpoint."""
+    name = name_of_answer(answer)
+    if has_failed(answer):
+        error = error_of(answer)
+        return [{"custom_id": name, "error_code": error.get("code"), "error_message": error.get("message")}]
+    return [{"custom_id": name, **cells} for cells in endpoints.cells_of(answer["response"]["body"])]
+
+
 class FirstPass:
-    """`schema`: of all answers; None: rows may have their own. Columns are in `columns` once both files were read."""
+    """`schema` of all answers; None: rows may have their own. `columns` are complete once both files were read."""
 
     def __init__(self, schema: Any):
         self.vector_size = 0
         self.sizes_differ: str | None = None
-        """Says which vectors are no part of one array."""
+        """The words that name two vectors of different sizes."""
         self.has_more_metadata = False
         self._size_of = ""
         self._names: set[str] = set()
@@ -67,7 +71,10 @@ class FirstPass:
                 self._metadata.setdefault(name, Seen()).add(value)
         self.has_more_metadata |= len(metadata) > MAX_METADATA or not all(map(_may_be_column, metadata))
         schema = None if self._has_schema else _schema_of(_object(request.get("body")))
-        if schema is None or (digest := _digest(schema)) in self._schemas:
+        if schema is None:
+            return
+        digest = hashlib.blake2b(json.dumps(schema).encode(), digest_size=16).digest()
+        if digest in self._schemas:
             return
         self._schemas.add(digest)
         for name, kind in _named(declared_types(schema)).items():
@@ -76,10 +83,10 @@ class FirstPass:
                 self._declared[name] = kind if self._declared.get(name, kind) == kind else None
 
     def add_answer(self, answer: Answer) -> int:
-        """Returns how many lines of the table it becomes. Raises one of FAULTS for what is no answer."""
+        """Returns the number of lines in the table. Raises one of FAULTS for a row that is no answer."""
         lines = cells_of(answer)
         for cells in lines:
-            if not is_error(cells):
+            if "error_code" not in cells:
                 self._names |= cells.keys()
             if cells.get(VECTOR) is not None:
                 self._add_vector(cells["custom_id"], cells[VECTOR].size)
@@ -112,7 +119,7 @@ class FirstPass:
         return [*self._declared, *([] if self.has_too_many_fields else self._others)]
 
     def metadata_names(self) -> list[str]:
-        """Those of most rows, in the order in which they came."""
+        """The names that most rows have, in the order in which they came."""
         if len(self._metadata) <= MAX_METADATA:
             return list(self._metadata)
         most = set(sorted(self._metadata, key=lambda name: -self._metadata[name].num_rows)[:MAX_METADATA])
@@ -147,18 +154,18 @@ class FirstPass:
             raise ConfigError(f"npy: {self.sizes_differ}, and one array has vectors of one size; write .parquet")
 
 
-class Joiner:
-    """Adds to the cells of an answer those of its own fields, and of its row's metadata."""
+def joiner(found: FirstPass) -> Callable[[Cells, Mapping[str, Any]], Cells]:
+    """A function that adds the cells of an answer's own fields and of its row's metadata."""
+    field_names, metadata_names = set(found.field_names()), set(found.metadata_names())
 
-    def __init__(self, found: FirstPass):
-        self._fields, self._metadata = set(found.field_names()), set(found.metadata_names())
-
-    def joined(self, cells: Cells, metadata: Mapping[str, Any]) -> Cells:
-        fields = _fields_of(cells.get("text"))
+    def join(cells: Cells, metadata: Mapping[str, Any]) -> Cells:
         named = _named(metadata)
-        more = {name: value for name, value in metadata.items() if _shown(name) not in named.keys() & self._metadata}
-        return {**cells, **_columns(METADATA, named, self._metadata), **_columns(FIELD, fields, self._fields),
+        more = {name: value for name, value in metadata.items() if _shown(name) not in named.keys() & metadata_names}
+        return {**cells, **_columns(METADATA, named, metadata_names),
+                **_columns(FIELD, _fields_of(cells.get("text")), field_names),
                 **({MORE_METADATA: more} if more else {})}
+
+    return join
 
 
 def metadata_of(request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,8 +185,8 @@ def _fields_of(text: Any) -> Mapping[str, Any]:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those whose names can be a column's. JSON can spell half a surrogate pair, which no file can hold: a name shows
-    how it is spelled."""
+    """The values whose names can be a column's. JSON can spell half a surrogate pair, which no file can hold: a name
+    shows how it is spelled."""
     return {_shown(name): value for name, value in values.items() if _may_be_column(name)}
 
 
@@ -191,12 +198,8 @@ def _may_be_column(name: str) -> bool:
     return len(name) <= _MAX_NAME_CHARS
 
 
-def _digest(schema: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(schema).encode(), digest_size=16).digest()
-
-
 def _schema_of(body: Mapping[str, Any]) -> Any:
-    """What a row says its answer has to fit; None: nothing."""
+    """The schema that a row sets for its answer; None: it sets none."""
     described = body.get("response_format")
     if isinstance(described, dict) and isinstance(described.get("json_schema"), dict):
         return described["json_schema"].get("schema")

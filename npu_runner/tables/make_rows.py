@@ -13,7 +13,7 @@ import numpy as np
 from npu_runner.batch.files.answer_file import has_twins
 from npu_runner.batch.files.place import read_by
 from npu_runner.batch.files.row_book import keys_array
-from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
@@ -28,12 +28,12 @@ _MOST_KINDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class MadeRows:
-    """What was made, for the words at the end."""
+    """The result, for the words at the end."""
 
     options: RowsOptions
     num_rows: int
     made_of: Counter[tuple[str, str]]
-    """Images, videos and records, and of which file the latter are."""
+    """Numbers of images, of videos, and of the records of each file."""
     num_without_media: int
     not_shown: dict[str, str]
     media: MediaFolder
@@ -64,7 +64,7 @@ class MadeRows:
 
 
 def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
-    """Raises ConfigError for whatever cannot be a row; then the output is as it was before."""
+    """Raises ConfigError for a record that cannot be a row; then the output is as it was before."""
     sources = find_sources(names)
     media = _media_folder(sources, options)
     prompt = PromptText(options)
@@ -81,7 +81,7 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
         for record in records():
             custom_id, line = maker.row(record)
             keys += row_key(custom_id, 0)
-            made_of[_what(record)] += 1
+            made_of[_kind(record)] += 1
             file.write(line)
         if not keys:
             left_out = f"; left out: {found}" if (found := sources.left_out_line()) else ""
@@ -93,7 +93,7 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
                     num_without_media=maker.num_without_media, not_shown=maker.not_shown, sources=sources)
 
 
-def _what(record: Record) -> tuple[str, str]:
+def _kind(record: Record) -> tuple[str, str]:
     return ("record", f" of {record.id.rpartition('#')[0]}") if record.file is None else (record.file.kind, "")
 
 

@@ -8,23 +8,27 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
 from npu_runner.batch.files.place import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED
-from npu_runner.tables.answer_cells import MORE_METADATA, cells_of
-from npu_runner.tables.extra import pyarrow_for
-from npu_runner.tables.first_pass import MAX_FIELDS, MAX_METADATA, FirstPass, Joiner, metadata_of
-from npu_runner.tables.job_output import JobOutput
+from npu_runner.tables.arrow_records import pyarrow_for
+from npu_runner.tables.first_pass import (
+    MAX_FIELDS,
+    MAX_METADATA,
+    MORE_METADATA,
+    FirstPass,
+    cells_of,
+    joiner,
+    metadata_of,
+)
 from npu_runner.tables.options import TableOptions
-from npu_runner.tables.places import find_outputs
+from npu_runner.tables.places import JobOutput, find_outputs
 from npu_runner.tables.prompt_text import read_schema
 from npu_runner.tables.table_writers import CsvWriter, JsonlWriter, ParquetTable, TableWriter, VectorsWriter
 
@@ -33,7 +37,7 @@ _RULE_OF_JOB = "answers.structured_outputs"
 
 @dataclass(frozen=True, kw_only=True)
 class MadeTable:
-    """What was made, for the words at the end."""
+    """The result, for the words at the end."""
 
     output: str
     num_lines: int
@@ -46,7 +50,7 @@ class MadeTable:
     num_unanswered: int | None
     """Rows of the input without an answer yet; None: no input was named."""
     num_strangers: int
-    """Answers that no row of the input asked for; they are left out."""
+    """Answers that belong to no row of the input; they are left out."""
     num_broken_lines: int
     first_broken_line: int
     num_repeated: int
@@ -55,18 +59,18 @@ class MadeTable:
     has_more_metadata: bool
 
     def to_lines(self) -> list[str]:
-        what = f"{self.num_lines} lines of {self.num_answers} rows, {self.num_failed} of them failed"
-        what += f"; {self.num_cut_off} answers were cut off" if self.num_cut_off else ""
-        what += f"; {self.num_repetition} are repetitions" if self.num_repetition else ""
-        unanswered = f"; {self.num_unanswered} rows have no answer yet" if self.num_unanswered else ""
-        said = [
+        text = f"{self.num_lines} lines of {self.num_answers} rows, {self.num_failed} of them failed"
+        text += f"; {self.num_cut_off} answers were cut off" if self.num_cut_off else ""
+        text += f"; {self.num_repetition} are repetitions" if self.num_repetition else ""
+        text += f"; {self.num_unanswered} rows have no answer yet" if self.num_unanswered else ""
+        left_out = [
             (self.num_strangers, f"{self.num_strangers} answers belong to no row of the input"),
             (self.num_broken_lines, f"{self.num_broken_lines} lines are no result rows, the first of them is line "
                                     f"{self.first_broken_line}"),
             (self.num_repeated, f"{self.num_repeated} rows stand there again, or failed and were answered since"),
         ]
-        lines = [f"table     {self.output}: {what}{unanswered}"]
-        lines += [f"left out  {text}" for count, text in said if count]
+        lines = [f"table     {self.output}: {text}"]
+        lines += [f"left out  {reason}" for count, reason in left_out if count]
         if self.mixed:
             lines.append(f"text      values of several types: {', '.join(self.mixed)}")
         if self.has_too_many_fields:
@@ -78,7 +82,7 @@ class MadeTable:
 
 
 def make_table(name: str, options: TableOptions) -> MadeTable:
-    """Raises ConfigError where there are no answers, or none that the format takes; then the table is as before."""
+    """Raises ConfigError where there are no answers, or none that the format accepts; then the table is as before."""
     if options.kind == "parquet":
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
@@ -98,26 +102,23 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
             raise ConfigError(f"rows {options.input}: none of the answers in {name} belongs to a row of it; name the "
                               "input of that job")
         shown = joined.places[output.sizes_A[joined.answers_R[joined.places]] >= 0]
-        made = _made(output, joined, shown, found, options)
+        num_lines = int(output.sizes_A[joined.answers_R[shown]].sum())
         ends: Counter[bool] = Counter()
-        make_writer, joiner = _writer(options, found, made.num_lines), Joiner(found)
+        make_writer, join = _writer(options, found, num_lines), joiner(found)
         with place, place.writing() as stream:
             writer = make_writer(stream, found.columns())
             for request, answer in joined.pairs(shown):
                 for cells in cells_of(answer):
-                    writer.write(joiner.joined(cells, metadata_of(request)))
+                    writer.write(join(cells, metadata_of(request)))
                     ends.update([cells["stop_reason"] == REPETITION_DETECTED]
                                 if cells.get("finish_reason") == "length" else [])
             writer.finish()
-    return replace(made, num_cut_off=ends[False], num_repetition=ends[True])
-
-
-def _made(output: JobOutput, joined: Joined, shown: np.ndarray, found: FirstPass, options: TableOptions) -> MadeTable:
-    """`shown`: the rows whose answers become lines. An answer of no known endpoint counts as a broken line."""
-    answers, num_answered = joined.answers_R[shown], len(joined.places)
+        num_answered = len(joined.places)
+    # An answer of no known endpoint counts as a broken line.
     return MadeTable(
-        output=options.output, num_lines=int(output.sizes_A[answers].sum()), num_answers=len(shown),
-        num_failed=int(output.failed_A[answers].sum()), num_cut_off=0, num_repetition=0,
+        output=options.output, num_lines=num_lines, num_answers=len(shown),
+        num_failed=int(output.failed_A[joined.answers_R[shown]].sum()),
+        num_cut_off=ends[False], num_repetition=ends[True],
         num_unanswered=joined.num_rows - num_answered if joined.has_input else None,
         num_strangers=output.num_rows - num_answered,
         num_broken_lines=len(output.broken) + num_answered - len(shown),
@@ -137,7 +138,7 @@ def _writer(options: TableOptions, found: FirstPass,
 
 
 def _schema(output: JobOutput, options: TableOptions) -> Any:
-    """The one that is named, or that of the job; None: rows may have their own."""
+    """The named schema, or the job's; None: rows may have their own."""
     if options.schema is not None:
         return read_schema(options.schema)
     rule = None if output.manifest is None else output.manifest.settings.get(_RULE_OF_JOB)

@@ -1,7 +1,7 @@
-"""What a row calls an image or a video: an address that a job finds below its --allowed-media-dir.
+"""The addresses of images and videos in rows, which a job finds below its --allowed-media-dir.
 
 Bytes that are embedded in records become files there, once, under a name made of their content. Nothing is written
-outside of that folder: names are hashes, and no link is followed. Knows nothing of what a prompt says.
+outside of that folder: names are hashes, and no link is followed. Knows nothing of prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_runner.request.limits import LIMITS
 
 _ENDINGS = {"JPEG": "jpg", "JPEG 2000": "jp2", "TIFF": "tif", "HEIC or AVIF": "heic", "MP4 or MOV": "mp4",
             "Matroska or WebM": "mkv"}
-NUM_LOOKED = 16
+NUM_CHECKED = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -36,14 +36,14 @@ class MediaFolder:
         self.num_written = 0
         self.missing: list[str] = []
         """The missing ones among the first paths that records name."""
-        self._num_looked = 0
+        self._num_checked = 0
         self._is_named = is_named
         self._used: set[str] = set()
         """Folders below the root with embedded images of these rows."""
 
     def address(self, path: str) -> str:
-        """Of a file: its path below the root, or a file:// URL where the path would be read as something else. Raises
-        ConfigError for one that lies elsewhere."""
+        """The path of a file below the root, or a file:// URL where the path would be read as something else. Raises
+        ConfigError for a file that lies elsewhere."""
         self.is_used = True
         name = os.path.relpath(path, self.root)
         if name.split(os.sep)[0] == os.pardir:
@@ -52,8 +52,8 @@ class MediaFolder:
         return name if _is_plain(name) else "file://" + quote_from_bytes(os.fsencode(os.path.join(self.root, name)))
 
     def addresses(self, value: Any, where: str) -> Iterator[str]:
-        """What a cell says: a path, a data: URL, bytes, what Hugging Face's datasets have, or a list of these. None
-        says nothing. Raises ConfigError for anything else."""
+        """The addresses in a cell: a path, a data: URL, bytes, a file of Hugging Face's datasets, or a list of these.
+        None has no address. Raises ConfigError for any other value."""
         if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
             value = value["path"] if value["bytes"] is None else value["bytes"]
         if value is None or value == "":
@@ -69,8 +69,8 @@ class MediaFolder:
             yield self._written(_decoded(value, where), where) if self._is_named else value
         else:
             self.is_used = True
-            if self._num_looked < NUM_LOOKED and _is_plain(value) and "\0" not in value:
-                self._num_looked += 1
+            if self._num_checked < NUM_CHECKED and _is_plain(value) and "\0" not in value:
+                self._num_checked += 1
                 if not os.path.exists(os.path.join(self.root, value)):
                     self.missing.append(value)
             yield value
@@ -79,13 +79,13 @@ class MediaFolder:
         """Empty where none of the first files is missing."""
         if not self.missing:
             return ""
-        return (f"{len(self.missing)} of the first {self._num_looked} files that records name are not below "
+        return (f"{len(self.missing)} of the first {self._num_checked} files that records name are not below "
                 f"{self.root}, as {self.missing[0]!r}; the job looks for them below its --allowed-media-dir, so name "
                 "their folder with --media-dir")
 
     def sync(self) -> None:
-        """Embedded images and their names are on disk when this returns, those too that an earlier command has written:
-        a killed one syncs nothing. The folders that rows name are synced whole."""
+        """Embedded images and their names are on disk when this returns. The folders that rows name are synced whole,
+        with the files of an earlier command: a killed one syncs nothing."""
         with clear_file_errors(f"media_dir {self.root}"):
             for part in sorted(self._used):
                 sync_files(Path(self.root, part))
@@ -104,7 +104,7 @@ class MediaFolder:
         with clear_file_errors(f"media_dir {self.root}"), self._open(digest[:2]) as folder:
             self._used.add(digest[:2])
             if not _is_there(folder, name, data):
-                # By the open folder, whatever stands under its name by now. Another command may write the same image.
+                # By the open folder, since its name may be replaced by now. Another command may write the same image.
                 with replacing(Path(f"/proc/self/fd/{folder}", name), is_synced=False, waits=True) as file:
                     file.write(data)
                 self.num_written += 1
@@ -148,7 +148,7 @@ def _ending(data: bytes) -> str:
 
 
 def _is_there(folder: int, name: str, data: bytes) -> bool:
-    """Whole: a power cut may have left less under the name."""
+    """Whether the whole file is there: a power cut may have left less under the name."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 A whole answer counts more than another one, an answer more than a failure, and else the first output more than the
 second: that is the law of AnswerFile for the lines of both. No line of either output is lost in silence. Knows nothing
-of what answers say: rows of endpoints that this version does not know are copied as they are.
+of the contents of answers: rows of endpoints that this version does not know are copied as they are.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from npu_runner.batch.rows.flaw import WHOLE
 from npu_runner.batch.rows.openai_response import name_of_answer
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables.job_output import JobOutput
 from npu_runner.tables.options import MergeOptions
-from npu_runner.tables.places import find_outputs
+from npu_runner.tables.places import JobOutput, find_outputs
 
 _MAX_NAMED = 20
 FAILED, AGAIN = "failed, and the other output has an answer", "is in the other output as well"
@@ -47,18 +46,18 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What was made, for the words at the end."""
+    """The result, for the words at the end."""
 
     output: str
     kept: dict[str, int]
-    """Rows of each output."""
+    """The number of rows by output."""
     num_failed: int
     dropped: list[Dropped]
     models: set[str]
     unknown: list[str]
     """Outputs without a manifest."""
-    asked_otherwise: int
-    """Rows that ask otherwise in the two inputs."""
+    num_changed: int
+    """Rows that differ in the two inputs."""
 
     def to_lines(self) -> list[str]:
         kept = ", ".join(f"{count} of {name}" for name, count in self.kept.items())
@@ -68,8 +67,8 @@ class Merged:
         if self.unknown:
             lines.append(f"inputs    {' and '.join(self.unknown)}: no manifest says that both outputs are of one "
                          "input; what two rows of one name asked was not compared")
-        if self.asked_otherwise:
-            lines.append(f"inputs    {self.asked_otherwise} rows ask otherwise in the two: they were tried again with "
+        if self.num_changed:
+            lines.append(f"inputs    {self.num_changed} rows ask otherwise in the two: they were tried again with "
                          "--retry, or may be, as at most one of the two answers is whole")
         return lines + [each.to_line() for each in self.dropped]
 
@@ -90,7 +89,7 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
                 more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
                 raise ConfigError(f"{each.titles[lines[0].file]}: line {lines[0].number}{more}: no result row; with "
                                   "--dropped FILE such lines go there, and the rows are merged")
-        num_otherwise = _refuse_two_inputs(*files)
+        num_changed = _refuse_two_inputs(*files)
         kept = _kept(*files)
         for place in places:
             entered.enter_context(place)
@@ -102,23 +101,23 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
         output=options.output, num_failed=failed, dropped=dropped,
         kept={each.name: int(is_kept.sum()) for each, is_kept in zip(files, kept, strict=True)},
         models={each.manifest.model_name for each in files if each.manifest is not None},
-        unknown=[each.name for each in files if each.manifest is None], asked_otherwise=num_otherwise)
+        unknown=[each.name for each in files if each.manifest is None], num_changed=num_changed)
 
 
 def _refuse_two_inputs(first: JobOutput, second: JobOutput) -> int:
-    """One input may have grown between the two, and rows may ask otherwise of which at most one output has a whole
-    answer: those that --retry tries again. Returns their number.
+    """Raises ConfigError where the outputs belong to two inputs. Without a manifest they need a row in common.
 
-    Without a manifest at hand, a row in common is asked for.
+    One input may have grown between the two. Rows may have changed of which at most one output has a whole answer, as
+    --retry tries them again. Returns their number.
     """
     if first.manifest is not None and second.manifest is not None:
         inputs = [first.manifest.input, second.manifest.input]
         shorter, longer = sorted((each.rows or b"" for each in inputs), key=len)
         if inputs[0] != inputs[1] and not (shorter and longer.startswith(shorter)):
-            otherwise = None if not shorter else changed_rows(shorter, longer)
-            if otherwise is not None:
+            changed = None if not shorter else changed_rows(shorter, longer)
+            if changed is not None:
                 keys = np.union1d(first.keys_A, second.keys_A)
-                keys = keys[np.isin(np.frombuffer(keys.tobytes(), dtype=np.uint64)[::2], otherwise)]
+                keys = keys[np.isin(np.frombuffer(keys.tobytes(), dtype=np.uint64)[::2], changed)]
                 if not (_are_whole(first, keys) & _are_whole(second, keys)).any():
                     return len(keys)
             raise ConfigError(f"{first.name} and {second.name}: their manifests say that their inputs differ, and "
@@ -136,7 +135,7 @@ def _are_whole(file: JobOutput, keys: np.ndarray) -> np.ndarray:
 
 
 def _kept(first: JobOutput, second: JobOutput) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of each count."""
+    """The rows of each output that count."""
     keys, flaws = (np.concatenate([getattr(each, name) for each in (first, second)]) for name in ("keys_A", "flaws_A"))
     is_kept = np.zeros(len(keys), dtype=bool)
     is_kept[lines_that_count(keys, flaws)] = True
@@ -144,17 +143,18 @@ def _kept(first: JobOutput, second: JobOutput) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write(files: list[JobOutput], kept: tuple[np.ndarray, np.ndarray], out: BinaryIO) -> None:
-    """In the order of the first output, each failed row of it in its place; what only the second has comes behind."""
+    """Rows stand in the order of the first output, each failed row of it in its place. Rows that only the second output
+    has come behind."""
     first, second = files
-    there = second.find(first.keys_A)
+    places = second.find(first.keys_A)
     for place, is_kept in enumerate(kept[0].tolist()):
-        out.write(first.data(place) if is_kept else second.data(int(there[place])))
+        out.write(first.data(place) if is_kept else second.data(int(places[place])))
     for place in np.flatnonzero(kept[1] & ~np.isin(second.keys_A, first.keys_A)).tolist():
         out.write(second.data(place))
 
 
 def _dropped(files: list[JobOutput], kept: tuple[np.ndarray, np.ndarray], out: BinaryIO | None) -> Iterator[Dropped]:
-    """Everything that is not merged, which is written to `out` as well."""
+    """The lines that are not merged. They are written to `out` as well."""
     for number, (each, is_kept) in enumerate(zip(files, kept, strict=True)):
         other = files[1 - number]
         is_worse = ~is_kept & np.isin(each.keys_A, other.keys_A[~other.failed_A]) & each.failed_A

@@ -1,4 +1,4 @@
-"""Every option of `rows`, `table` and `merge`, checked once. Knows nothing of how they go about it.
+"""Every option of `rows`, `table` and `merge`, checked once. Knows nothing of their work.
 
 Imports nothing heavy: --help and mistakes answer at once.
 """
@@ -20,27 +20,27 @@ ALL = "*"
 TYPES = ("text", "int", "float", "bool")
 """The types of kept columns."""
 RESERVED = {"expected": "the right answer, with which the job compares", "kind": "the group on the report's page"}
-"""Names in metadata that mean something to a job, and what."""
+"""Names in metadata that a job uses, and their meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOptions:
-    """What a row is made of, and where rows go."""
+    """The contents of rows, and the place where they go."""
 
     output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of rows, for npu-runner batch; an earlier one is replaced. - writes standard output."""
     prompt: str | None = None
-    """What is asked of every record: this text."""
+    """The question about every record."""
     prompt_file: Path | None = field(default=None, metadata={"file": READ})
-    """The same from a file, as it stands; a newline at its end does not count."""
+    """The question from a file, as it stands; a newline at its end does not count."""
     template: Path | None = field(default=None, metadata={"file": READ})
-    """A jinja template of what is asked, from a file. It sees the columns of a record by name, and all of them as
-    `record`. Of a file they are path, name and folder."""
+    """A jinja template of the question, from a file. It sees the columns of a record by name, and all of them as
+    `record`. The columns of a file are path, name and folder."""
     system: str | None = None
     """Instructions that come before the question."""
     image: tuple[str, ...] = field(default=(), metadata=_COLUMN)
     """A column of images: paths, data: URLs, bytes, or lists of them; may be repeated. Without --image and --video,
-    columns that a Hugging Face dataset has for images are taken."""
+    the columns of images of a Hugging Face dataset are used."""
     video: tuple[str, ...] = field(default=(), metadata=_COLUMN)
     """A column of videos; may be repeated."""
     media_dir: Path | None = field(default=None, metadata={"file": READ})
@@ -64,33 +64,35 @@ class RowsOptions:
     body: Mapping[str, Any] | None = None
     """More fields of every row's body: a JSON object such as {"temperature": 0}."""
     endpoint: str = one_of("chat", "completions", "embeddings")
-    """What the rows ask for."""
+    """The endpoint of the rows."""
     sample: int | None = None
     """Only N records, evenly over all of them; their ids are the same."""
     delimiter: str | None = None
-    """What stands between the cells of a CSV. None: as a first line like sep=; says, else a comma, in .tsv files a
+    """The character between the cells of a CSV. None: the one of a first line like sep=; else a comma, in .tsv files a
     tab."""
     encoding: str | None = None
     """Encoding of CSV files, such as cp1252 or utf-16. None: UTF-8."""
 
     def __post_init__(self) -> None:
         check_choices(self)
-        asked = [name for name in ("prompt", "prompt_file", "template") if getattr(self, name) is not None]
-        if len(asked) != 1:
-            given = " and ".join(f"--{name.replace('_', '-')}" for name in asked) or "none of them"
-            raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {given}")
+        prompts = [name for name in ("prompt", "prompt_file", "template") if getattr(self, name) is not None]
+        if len(prompts) != 1:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in prompts) or "none of them"
+            raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {flags}")
         for name, _ in self.kept:
             if name in RESERVED:
                 raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
                                   f"--{name} {name}")
         if len({name for name, _ in self.kept}) < len(self.kept):
             raise ConfigError(f"keep: {', '.join(self.keep)}: a column is named twice")
-        if self.encoding is not None:
-            _check_encoding(self.encoding)
-        if self.sample is not None and self.sample < 1:
-            raise ConfigError(f"sample: {self.sample} is not a positive number")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens: {self.max_tokens} is not a positive number")
+        try:
+            "".encode("utf-8" if self.encoding is None else self.encoding)
+        except (LookupError, ValueError) as error:
+            raise ConfigError(f"encoding: {self.encoding!r} is no encoding of text that Python knows ({error}); name "
+                              "one like cp1252, utf-16 or gb18030") from error
+        for name in ("sample", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}: {value} is not a positive number")
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
             raise ConfigError(f"delimiter: {self.delimiter!r} is not one character that can stand between cells")
         if self.endpoint != "chat" and self.schema is not None:
@@ -100,22 +102,14 @@ class RowsOptions:
 
     @property
     def kept(self) -> tuple[tuple[str, str | None], ...]:
-        """Columns, and the type that each is to have; None: as it is. The name of all columns is ALL."""
+        """Columns, and the type to which each is converted; None: it stays. The name of all columns is ALL."""
         parts = [(each.rpartition(":"), each) for each in self.keep]
         return tuple((name, kind) if mark and kind in TYPES else (each, None) for (name, mark, kind), each in parts)
 
 
-def _check_encoding(name: str) -> None:
-    try:
-        "".encode(name)
-    except (LookupError, ValueError) as error:
-        raise ConfigError(f"encoding: {name!r} is no encoding of text that Python knows ({error}); name one like "
-                          "cp1252, utf-16 or gb18030") from error
-
-
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """What a table of answers is made of, and where it goes."""
+    """The contents of a table of answers, and the place where it goes."""
 
     output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
@@ -123,14 +117,14 @@ class TableOptions:
     """The rows that the job has answered; the file may be compressed. With them the table has their metadata, and their
     order. None: no metadata, and the order in which answers finished."""
     format: str = one_of("auto", *_FORMATS)
-    """What the table is; auto: as its name ends."""
+    """The format of the table; auto: as its name ends."""
     schema: Path | None = field(default=None, metadata={"file": READ})
     """The schema of the answers, for the types of their columns. None: the rows' own, or the job's."""
     excel_safe: bool = False
-    """In a CSV, every text is quoted, and a =, +, -, @, tab or carriage return gets ' in front where a cell may begin
+    """In a CSV, every text is quoted, and a =, +, -, @, tab or carriage return gets ' in front where a cell may start
     with it: no spreadsheet runs it then, wherever it splits the file."""
     max_row_bytes: int = LIMITS.max_row_bytes
-    """Most bytes of an answer; a longer one is an error. Of a longer row the table has no metadata."""
+    """Most bytes of an answer; a longer one is an error. The table has no metadata of a longer row."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -141,7 +135,7 @@ class TableOptions:
 
     @property
     def kind(self) -> str:
-        """Which of the formats. Raises ConfigError for a name that says none."""
+        """The format. Raises ConfigError where neither the option nor the name says it."""
         if self.format != "auto":
             return self.format
         ending = Path(self.output).suffix[1:].lower()
@@ -153,7 +147,7 @@ class TableOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """Where two outputs of one input go together."""
+    """The place where two outputs of one input go together."""
 
     output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of the answers of both; an earlier one is replaced."""

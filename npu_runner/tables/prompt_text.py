@@ -1,6 +1,6 @@
-"""What is asked of a record: one text for all, or a jinja template that sees the record's columns.
+"""The question about a record: one text for all, or a jinja template that sees the record's columns.
 
-Templates run in jinja2's sandbox with nothing but the record, and what is empty is never printed as a word. Knows
+Templates run in jinja2's sandbox with nothing but the record, and an empty cell is never printed as a word. Knows
 nothing of files of images or of rows.
 """
 
@@ -23,18 +23,22 @@ _MAX_BYTES = 1 << 20
 
 
 class PromptText:
-    """Of these options. Raises ConfigError for a file that cannot be read, and a template that does not compile."""
+    """Makes the text of a prompt. Raises ConfigError for a file that cannot be read, and a template that does not
+    compile."""
 
     def __init__(self, options: RowsOptions):
         self._name = str(options.template)
         self._template: jinja2.Template | None = None
         self.needed: frozenset[str] | None = frozenset()
-        """Columns that it looks at; None: perhaps all."""
+        """Columns that it reads; None: perhaps all."""
         if options.template is None:
             file = options.prompt_file
             self._text = options.prompt if file is None else read_text("prompt_file", file)
             return
-        environment = _environment()
+        environment = BoundedEnvironment(
+            undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
+            trim_blocks=True, lstrip_blocks=True)
+        environment.globals = {"range": environment.globals["range"]}
         source = read_text("template", options.template)
         try:
             self._template = environment.from_string(source)
@@ -45,7 +49,7 @@ class PromptText:
             raise ConfigError(f"template {self._name}: {error or type(error).__name__}") from error
         self.needed = None if _RECORD in read else frozenset(read)
 
-    def of(self, record: Record) -> str:
+    def render(self, record: Record) -> str:
         """Raises ConfigError where the template and the record do not fit together."""
         if self._template is None:
             assert self._text is not None, "the options have one of three"
@@ -73,23 +77,15 @@ def read_text(option: str, path: Path) -> str:
 
 
 def read_schema(path: Path) -> Any:
-    """Raises ConfigError for what is no JSON."""
+    """Raises ConfigError for a file that is no JSON."""
     try:
         return json.loads(read_text("schema", path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"schema: {str(path)!r} is not JSON ({error})") from error
 
 
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
-        trim_blocks=True, lstrip_blocks=True)
-    environment.globals = {"range": environment.globals["range"]}
-    return environment
-
-
 def _printed(value: Any) -> Any:
-    """What `{{ }}` prints. An empty cell is no word: "None" or "nan" in a prompt would be asked in earnest."""
+    """The value that `{{ }}` prints. An empty cell is no word: the model would read "None" or "nan" as one."""
     if without_nan(value) is None:
         raise ValueError("an empty cell is printed; write {{ column or '' }}, or {% if column is none %}")
     if isinstance(value, bytes):

@@ -1,19 +1,33 @@
-"""Records: what one row will be made of, whatever kind of source it comes from. Knows nothing of rows."""
+"""Records, of each of which one row is made, from sources of all kinds. Knows nothing of rows or of the meaning of
+columns.
+
+A cell of a CSV is always text. A line is read up to a limit, so that a file without line ends is an error and does not
+fill the memory.
+"""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
+import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any, AnyStr, BinaryIO
 
-from npu_runner.errors import ConfigError
+from npu_runner.batch.files.durable import clear_file_errors
+from npu_runner.batch.rows.openai_format import read_json
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.request.limits import LIMITS, MIB
 from npu_runner.tables.arrow_records import arrow_records, num_arrow_records
 from npu_runner.tables.sources import ARROW, CSV, MEDIA, PARQUET, Source, Sources
-from npu_runner.tables.text_records import csv_records, json_records
 
 Columns = Mapping[str, Any]
+_SEPARATOR = re.compile(r"sep=([^\"\r\n])\r?\n?", re.IGNORECASE)
+_MAX_BYTES = LIMITS.max_row_bytes
 
 
 @dataclass(frozen=True)
@@ -26,8 +40,8 @@ class Record:
     file: Source | None = None
     """The image or video that the record is; None: it comes from a table."""
     media_columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Columns that hold files in the form of Hugging Face's datasets, and what the schema calls these (Image, Video,
-    Audio, ...); None: it does not say."""
+    """Columns that hold files in the form of Hugging Face's datasets, and the schema's names for them (Image, Video,
+    Audio, ...); None: it has none."""
     is_text: bool = False
     """Its cells are text, as those of a CSV: an empty text is an empty cell."""
 
@@ -51,28 +65,24 @@ def without_nan(value: Any) -> Any:
 
 
 class Reader:
-    """All records of the sources, again and again. `needed`: columns that are looked at; None: all.
+    """All records of the sources, again and again. `needed`: columns that are read; None: all.
 
-    `delimiter`, `encoding`: those of CSV files; None: as the file says, else a comma or a tab, and UTF-8.
+    `delimiter`, `encoding` of CSV files; None: as the file says, else a comma or a tab, and UTF-8.
     """
 
     def __init__(self, sources: Sources, *, delimiter: str | None = None, encoding: str | None = None,
                  needed: frozenset[str] | None = None):
         self.sources = sources
-        self._delimiter, self._encoding = delimiter, encoding
-        self._needed = needed
+        self._delimiter, self._encoding, self._needed = delimiter, encoding, needed
 
     def records(self) -> Iterator[Record]:
         """In an order that follows from names and contents alone."""
         for source in self.sources.files():
-            yield from self._of(source)
-
-    def count(self) -> int:
-        return sum(self._count_of(source) for source in self.sources.files())
+            yield from self._records_of(source)
 
     def sample(self, num_wanted: int) -> Iterator[Record]:
-        """So many of them, evenly; all where there are fewer."""
-        total = self.count()
+        """A number of records, evenly spread; all where there are fewer."""
+        total = sum(self._count(source) for source in self.sources.files())
         if num_wanted >= total:
             yield from self.records()
             return
@@ -82,27 +92,136 @@ class Reader:
                 chosen += 1
                 yield record
 
-    def _of(self, source: Source) -> Iterator[Record]:
+    def _records_of(self, source: Source) -> Iterator[Record]:
         name = self.sources.shown(source.path)
         if source.kind in MEDIA:
             folder, base = os.path.split(name)
             yield Record(name, repr(name), {"path": name, "name": base, "folder": folder}, source)
             return
-        for number, (where, columns, media) in enumerate(self._of_table(source), 1):
+        for number, (where, columns, media) in enumerate(self._lines(source), 1):
             yield Record(f"{name}#{number}", f"{name!r}, {where}", columns, None, media, is_text=source.kind == CSV)
 
-    def _count_of(self, source: Source) -> int:
+    def _count(self, source: Source) -> int:
         if source.kind in MEDIA:
             return 1
         if source.kind in (PARQUET, ARROW):
             return num_arrow_records(source.path, is_parquet=source.kind == PARQUET)
-        return sum(1 for _ in self._of_table(source))
+        return sum(1 for _ in self._lines(source))
 
-    def _of_table(self, source: Source) -> Iterator[tuple[str, Columns, Mapping[str, str | None]]]:
+    def _lines(self, source: Source) -> Iterator[tuple[str, Columns, Mapping[str, str | None]]]:
         """(where, columns, Record's media_columns)."""
         if source.kind in (PARQUET, ARROW):
             return arrow_records(source.path, self._needed, is_parquet=source.kind == PARQUET)
-        found: Iterator[tuple[str, Columns]] = (
+        lines: Iterator[tuple[str, Columns]] = (
             csv_records(source.path, self._delimiter, self._encoding) if source.kind == CSV
             else json_records(source.path))
-        return ((where, columns, {}) for where, columns in found)
+        return ((where, columns, {}) for where, columns in lines)
+
+
+# -- CSV and JSONL ----------------------------------------------------------------------------------------------------
+
+
+def json_records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (where, columns) for each line. Raises ConfigError for a line that is no JSON object."""
+    with clear_file_errors(f"source {path!r}"), open(path, "rb") as file:
+        for number, line in _lines(path, file):
+            if line.strip():
+                try:
+                    yield f"line {number}", read_json(line)
+                except RequestError as error:
+                    raise ConfigError(f"{path!r}, line {number}: {error.message}") from error
+
+
+def csv_records(path: str, delimiter: str | None, encoding: str | None) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields (where, columns) for each record; the first line has the names. Raises ConfigError for a file that is no
+    such table.
+
+    `delimiter` None: that of a first line like `sep=;`, which spreadsheets read, too; else a tab in .tsv files, and a
+    comma. `encoding` None: UTF-8.
+    """
+    before = csv.field_size_limit(_MAX_BYTES)
+    try:
+        with clear_file_errors(f"source {path!r}"), open(path, "rb") as file:
+            lines = _utf8_lines(path, file) if encoding is None else _decoded_lines(path, file, encoding)
+            first = next(lines, "")
+            separator = _SEPARATOR.fullmatch(first)
+            if separator is None:
+                lines = itertools.chain([first], lines)
+            default = separator[1] if separator is not None else "\t" if path.lower().endswith(".tsv") else ","
+            cells = csv.reader(lines, delimiter=delimiter or default, strict=True)
+            guessed = default if delimiter is None and separator is None else None
+            yield from _csv_records(path, cells, num_before=separator is not None, guessed=guessed)
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_records(path: str, cells: Any, *, num_before: int,
+                 guessed: str | None) -> Iterator[tuple[str, dict[str, str]]]:
+    """`num_before`: lines of the file before the first one. `guessed`: the delimiter, where no option or line names it.
+    """
+    header: list[str] | None = None
+    start = 1 + num_before
+    while True:
+        try:
+            row = next(cells, None)
+        except csv.Error as error:
+            raise ConfigError(f"{path!r}, line {start}: no CSV ({error}); quotes in a quoted cell are doubled, and no "
+                              f"cell is larger than {_MAX_BYTES // MIB} MiB") from error
+        where, start = f"line {start}", cells.line_num + 1 + num_before
+        if row is None:
+            return
+        if not row:  # an empty line
+            continue
+        if header is None:
+            header = _header(path, where, row, guessed)
+        elif len(row) != len(header):
+            raise ConfigError(f"{path!r}, {where}: has {len(row)} cells, the first line has {len(header)}; quote cells "
+                              "with the delimiter in them, or name another --delimiter")
+        else:
+            yield where, dict(zip(header, row, strict=True))
+
+
+def _header(path: str, where: str, names: list[str], guessed: str | None) -> list[str]:
+    other = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
+    if guessed is not None and other is not None:
+        word = "$'\\t'" if other == "\t" else repr(other)
+        raise ConfigError(f"{path!r}, {where}: has {names[0].count(other)} {other!r} and no {guessed!r}; name the "
+                          f"delimiter with --delimiter {word}, or {guessed!r} if there is one column")
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise ConfigError(f"{path!r}, {where}: two columns are called {twice[:80]!r}; the first line has the names")
+    return names
+
+
+def _utf8_lines(path: str, file: BinaryIO) -> Iterator[str]:
+    for number, line in _lines(path, file):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            likely = "utf-16" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else "cp1252"
+            more = ", and its delimiter with --delimiter ';'" if line.count(b";") > line.count(b",") else ""
+            raise ConfigError(f"{path!r}, line {number}: byte {error.start} is not UTF-8; name the file's encoding, as "
+                              f"with --encoding {likely}{more}; or save it as CSV UTF-8") from error
+
+
+def _decoded_lines(path: str, file: BinaryIO, encoding: str) -> Iterator[str]:
+    number = 0
+    try:
+        for number, line in _lines(path, io.TextIOWrapper(file, encoding, newline="\n")):  # noqa: B007 the error names it
+            yield line
+    except UnicodeError as error:
+        raise ConfigError(f"{path!r}, behind line {number}: is not {encoding} ({error}); name another "
+                          "--encoding") from error
+
+
+def _lines(path: str, file: IO[AnyStr]) -> Iterator[tuple[int, AnyStr]]:
+    """Lines with their numbers, without a byte order mark."""
+    for number in itertools.count(1):
+        line = file.readline(_MAX_BYTES + 1)
+        if not line:
+            return
+        if len(line) > _MAX_BYTES:
+            raise ConfigError(f"{path!r}, line {number}: is longer than {_MAX_BYTES // MIB} MiB, the most that a row "
+                              "may have; is it the right file?")
+        mark: Any = codecs.BOM_UTF8 if isinstance(line, bytes) else "\ufeff"
+        yield number, line.removeprefix(mark) if number == 1 else line

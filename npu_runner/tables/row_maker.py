@@ -1,6 +1,6 @@
-"""Makes a row of a record: the bytes that a line of the job's input has. The same record, the same bytes.
+"""Makes a row of a record: the bytes of a line of the job's input. The same record gives the same bytes.
 
-The first row is held to what the job will read, so that a wrong field is an error before a million rows have it.
+The first row is parsed as the job will parse it, so that a wrong field is an error before a million rows have it.
 Knows nothing of where records come from.
 """
 
@@ -34,14 +34,14 @@ _DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*,[0-9]+")
 
 
 class RowMaker:
-    """Rows of one command. Raises ConfigError for a schema that cannot be read and for a field that is not the user's
-    to set."""
+    """Makes the rows of one command. Raises ConfigError for a schema that cannot be read and for a field that users
+    cannot set."""
 
     def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder):
         self.num_without_media = 0
-        """Rows that should show something, and do not."""
+        """Rows that should show an image or a video, and show none."""
         self.not_shown: dict[str, str] = {}
-        """Columns of files that are no images, and what they are."""
+        """Columns of files that are no images, and their kinds."""
         self._options = options
         self._prompt = prompt
         self._media = media
@@ -51,7 +51,7 @@ class RowMaker:
 
     @property
     def needed(self) -> frozenset[str] | None:
-        """Columns that are looked at; None: perhaps all."""
+        """Columns that are read; None: perhaps all."""
         options = self._options
         kept = [name for name, _ in options.kept]
         named = [*options.image, *options.video, *kept, options.id, options.expected, options.kind]
@@ -61,7 +61,7 @@ class RowMaker:
     def row(self, record: Record) -> tuple[str, bytes]:
         """The custom_id, and the line. Raises ConfigError, naming the record, where it cannot be a row."""
         custom_id = self._name(record)
-        body = {**self._asked(record), **self._fixed}
+        body = {**self._question(record), **self._fixed}
         if metadata := self._metadata(record):
             body["metadata"] = metadata
         row = {"custom_id": custom_id, "method": "POST", "url": self._url, "body": body}
@@ -74,9 +74,7 @@ class RowMaker:
             raise ConfigError(f"{record.where}: spells half a surrogate pair, which is no text; correct it") from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{record.where}: is no JSON ({error})") from error
-        except RequestError as error:
-            raise ConfigError(f"{record.where}: the job would refuse this row: {error.message}") from error
-        except ConfigError as error:
+        except (RequestError, ConfigError) as error:
             raise ConfigError(f"{record.where}: the job would refuse this row: {error}") from error
         if len(line) > LIMITS.max_row_bytes:
             raise ConfigError(f"{record.where}: its row has {len(line)} bytes, at most {LIMITS.max_row_bytes} are "
@@ -92,8 +90,8 @@ class RowMaker:
                               "name another --id, or none")
         return _shortened(str(value))
 
-    def _asked(self, record: Record) -> dict[str, Any]:
-        text = self._prompt.of(record)
+    def _question(self, record: Record) -> dict[str, Any]:
+        text = self._prompt.render(record)
         if self._options.endpoint == "completions":
             return {"prompt": text}
         shown = self._shown(record)
@@ -112,7 +110,7 @@ class RowMaker:
             return [{"type": kind, kind: {"url": self._media.address(record.file.path)}}]
         images, videos = self._options.image, self._options.video
         if not images and not videos:
-            images = tuple(name for name in record.media_columns if self._is_of_images(record, name))
+            images = tuple(name for name in record.media_columns if self._has_images(record, name))
         parts = []
         for kind, columns in (("image_url", images), ("video_url", videos)):
             for column in columns:
@@ -122,12 +120,11 @@ class RowMaker:
         self.num_without_media += not parts and bool(images or videos)
         return parts
 
-    def _is_of_images(self, record: Record, column: str) -> bool:
+    def _has_images(self, record: Record, column: str) -> bool:
         """By the schema, or where it does not say, by the first bytes or the name of each file in the cell."""
         kind = record.media_columns[column]
         if kind is None:
-            others = [what for file in _files_in(record.value(column)) if (what := _other_kind(file)) is not None]
-            kind = others[0] if others else IMAGE
+            kind = next(filter(None, map(_other_kind, _files_in(record.value(column)))), IMAGE)
         if kind != IMAGE:
             self.not_shown.setdefault(column, kind)
         return kind == IMAGE
@@ -146,10 +143,8 @@ class RowMaker:
             found[name] = metadata_value(value if kind is None else typed(value, kind, where), where)
         return found
 
-
-
     def _all_columns(self, record: Record) -> list[str]:
-        """Those that metadata can hold. Raises ConfigError for one that would mean something to the job."""
+        """The columns that metadata can hold. Raises ConfigError for a name that the job would use."""
         options = self._options
         named = {*options.image, *options.video, *record.media_columns, *(name for name, _ in options.kept)}
         found = [name for name, value in record.columns.items() if name not in named and not isinstance(value, bytes)]
@@ -161,7 +156,7 @@ class RowMaker:
 
 
 def typed(value: Any, kind: str, where: str) -> Any:
-    """A cell as one of TYPES; an empty one is None. Raises ConfigError for what cannot be that."""
+    """A cell as one of TYPES; an empty one is None. Raises ConfigError for a value that cannot be converted."""
     if value is None or value == "":
         return None
     text = str(value).strip()
@@ -181,7 +176,7 @@ def typed(value: Any, kind: str, where: str) -> Any:
 
 
 def _digits(text: str) -> str:
-    """Python takes 1_000 and digits of any script for numbers; tables do not."""
+    """Python reads 1_000 and digits of any script as numbers; tables do not."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return text
@@ -200,11 +195,11 @@ def _other_kind(file: Mapping[str, Any]) -> str | None:
     data, path = file["bytes"], file["path"]
     if data is None:
         return None if path is None or kind_of_name(path) == IMAGE_FILE else f"files like {path!r}"
-    return None if image_kind(data[:64]) else video_kind(data[:64]) or "bytes that begin as no image does"
+    return None if image_kind(data[:64]) else video_kind(data[:64]) or "bytes that start like no image"
 
 
 def metadata_value(value: Any, where: str) -> str | int | float | bool | None:
-    """What metadata can hold: lists and objects become their JSON, infinities a word. Raises ConfigError for bytes."""
+    """The value in metadata: lists and objects become their JSON, infinities a word. Raises ConfigError for bytes."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         raise ConfigError(f"{where}: holds bytes, and metadata is text; leave the column out, or decode it before")
     if isinstance(value, float):
@@ -224,7 +219,7 @@ def _refuse(value: Any) -> Any:
 
 
 def _shortened(name: str) -> str:
-    """A custom_id that a job takes: of a longer one the beginning, and a digest of all of it."""
+    """A custom_id that a job accepts. A longer one is cut, and a digest of all of it is added."""
     if len(name) <= LIMITS.max_custom_id_chars:
         return name
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_CHARS // 2).hexdigest()
@@ -233,33 +228,25 @@ def _shortened(name: str) -> str:
 
 def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
     """Fields of every body."""
-    fields: dict[str, Any] = {}
-    if options.max_tokens is not None:
-        fields["max_tokens"] = options.max_tokens
-    rule = (options.body or {}).get("structured_outputs")
-    if options.schema is not None and isinstance(rule, dict):
-        # Its other members, such as disable_any_whitespace, belong to the schema. Two rules are refused with the row.
-        fields["structured_outputs"] = {"json": _schema(options), **rule}
-        if "json" in rule:
-            raise ConfigError("body: structured_outputs has a schema and --schema is one; leave one of them out")
-    elif options.schema is not None:
-        described = {"name": "answer", "schema": _schema(options), "strict": True}
-        fields["response_format"] = {"type": "json_schema", "json_schema": described}
-    for name, value in (options.body or {}).items():
-        if name == "structured_outputs" and name in fields:
-            continue
+    body = dict(options.body or {})
+    fields: dict[str, Any] = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
+    if options.schema is not None:
+        schema, rule = read_schema(options.schema), body.get("structured_outputs")
+        if not isinstance(schema, dict):
+            raise ConfigError(f"schema: {str(options.schema)!r} holds a {type(schema).__name__}, a JSON object is "
+                              "needed")
+        if isinstance(rule, dict):
+            if "json" in rule:
+                raise ConfigError("body: structured_outputs has a schema and --schema is one; leave one of them out")
+            # Its other members, such as disable_any_whitespace, belong to the schema. The row refuses two rules.
+            fields["structured_outputs"] = {"json": schema, **body.pop("structured_outputs")}
+        else:
+            described = {"name": "answer", "schema": schema, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": described}
+    for name in body:
         if name in fields:
             raise ConfigError(f"body: {name} is said by --{'schema' if name == 'response_format' else 'max-tokens'} "
                               "already; leave one of them out")
         if name in _OURS:
             raise ConfigError(f"body: {name} is made of the records; metadata comes with --keep, --expected and --kind")
-        fields[name] = value
-    return fields
-
-
-def _schema(options: RowsOptions) -> dict[str, Any]:
-    assert options.schema is not None, "the caller has looked"
-    schema = read_schema(options.schema)
-    if not isinstance(schema, dict):
-        raise ConfigError(f"schema: {str(options.schema)!r} holds a {type(schema).__name__}, a JSON object is needed")
-    return schema
+    return fields | body

@@ -1,6 +1,6 @@
-"""What the named sources are: files of images and videos, and files of records, in an order that never changes.
+"""The files of the named sources: images and videos, and files of records, in an order that never changes.
 
-A folder is walked in the order of its names' bytes, so that no file system decides. Knows nothing of what is in them.
+A folder is walked in the order of its names' bytes, so that no file system decides. Knows nothing of their contents.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Sources:
     output: Path | None = None
     """Where the rows will be: that file is no source."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """What the last walk has found and no rows are made of, by the ending of its name; hidden names apart."""
+    """The files of the last walk of which no rows are made, by the ending of their names; hidden names apart."""
 
     def files(self) -> Iterator[Source]:
-        """Each of them; the same every time, unless somebody changes the folders."""
+        """The same files every time, unless the folders change."""
         self.left_out.clear()
         for name in self.names:
             kinds: dict[bool, str] = {}
             found = _expanded(name)
             for path in found:
-                for source in self._of(path, is_pattern=found != [name]):
+                for source in self._files_at(path, is_pattern=found != [name]):
                     self._refuse_output(source)
                     self._refuse_both(name, kinds, source)
                     yield source
@@ -80,15 +80,15 @@ class Sources:
             raise ConfigError(f"rows {str(self.output)!r}: is a source as well; choose another name, or another folder")
 
     def _refuse_both(self, name: str, kinds: dict[bool, str], source: Source) -> None:
-        """Tables beside images may be records, or say something of the images: the user knows. `kinds`: a path of each
-        kind that was seen, by whether it is an image or a video."""
+        """Tables beside images may be records, or describe the images: the user knows. `kinds`: a path of each kind so
+        far, by whether it is an image or a video."""
         kinds.setdefault(source.kind in MEDIA, source.path)
         if len(kinds) == 2:
             raise ConfigError(f"source {name!r}: holds images or videos ({self.shown(kinds[True])}) and tables "
                               f"({self.shown(kinds[False])}); name a pattern in quotes such as 'folder/*.png', or two "
                               "sources if rows are to be made of both")
 
-    def _of(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
+    def _files_at(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)
         if os.path.isdir(path):
             if not is_pattern:
@@ -110,13 +110,13 @@ class Sources:
             self.left_out["hidden" if name.startswith(".") else f".{ending}" if ending else "without ending"] += 1
 
     def _in_folder(self, folder: str) -> Iterator[Source]:
-        """Its images, videos and tables."""
+        """The folder's images, videos and tables."""
         for path in _walk(folder):
             kind = None if os.path.basename(path).startswith(".") else kind_of_name(path)
             if kind is None:
                 self._leave_out(path)
-                continue
-            yield Source(kind, path)
+            else:
+                yield Source(kind, path)
 
 
 def find_sources(names: Sequence[str]) -> Sources:
@@ -150,7 +150,7 @@ def _expanded(name: str) -> list[str]:
 
 
 def _in_any_case(pattern: str) -> str:
-    """Its ending fits in capitals, too, as cameras write it."""
+    """The pattern's ending fits in capitals, too, as cameras write it."""
     stem, ending = os.path.splitext(pattern)
     if "[" in ending:
         return pattern
@@ -190,13 +190,13 @@ def _listed(state: str) -> Iterator[str]:
 
 
 def _is_of_dataset(path: str) -> bool:
-    """Whether it describes a saved dataset: such files are no news to anybody."""
+    """Whether the file describes a saved dataset, and need not be named as left out."""
     with os.scandir(os.path.dirname(path)) as entries:
         return os.path.basename(path) == "dataset_dict.json" or any(entry.name.endswith(".arrow") for entry in entries)
 
 
 def kind_of_name(path: str) -> str | None:
-    """None where rows are made of no such file."""
+    """None: no rows are made of such a file."""
     ending = _ending(path)
     return ARROW if ending == "arrow" else _ENDINGS.get(ending)
 

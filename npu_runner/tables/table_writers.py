@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from npu_runner.batch.rows.logprobs_json import encoded, to_json
+from npu_runner.tables.arrow_records import pyarrow_for
 from npu_runner.tables.column_types import BOOL, DOUBLE, INT64, LIST, TEXT, UINT64, VECTOR32, as_type
-from npu_runner.tables.extra import pyarrow_for
 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
-# A spreadsheet that splits the file at another character than the comma begins a cell behind each of that character.
+# A spreadsheet that splits the file at another character than the comma starts a cell behind each of that character.
 _FORMULA = re.compile("(?:^|(?<=[;|\t\r\n]))(?=[=+@\t\r\uff1d\uff0b\uff0d\uff20-])")
 
 
@@ -40,7 +40,7 @@ class TableWriter:
         """One line, a value of its column's type for each column."""
 
     def finish(self) -> None:
-        """Everything is in the file."""
+        """Write the rest, so that the file is complete."""
 
 
 class JsonlWriter(TableWriter):
@@ -58,12 +58,9 @@ class CsvWriter(TableWriter):
     def __init__(self, file: BinaryIO, columns: Mapping[str, str], *, is_excel_safe: bool = False):
         super().__init__(file, columns)
         self._is_excel_safe = is_excel_safe
-        self._write(list(columns))
+        self.add(list(columns))
 
     def add(self, values: list[Any]) -> None:
-        self._write(values)
-
-    def _write(self, values: list[Any]) -> None:
         self.file.write(encoded(",".join(map(self._cell, values))) + b"\n")
 
     def _cell(self, value: Any) -> str:

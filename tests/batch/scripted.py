@@ -17,9 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
-from npu_runner.batch.rows.shape import name_of
+from npu_runner.batch.rows.shape import CHECKSUM_BYTES, name_of
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput

@@ -11,7 +11,7 @@ import pytest
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli
-from npu_runner.cli.options import given, options_of, with_parts
+from npu_runner.cli.options import named_settings, options_of, with_parts
 from npu_runner.config import RunnerConfig, flat_fields, flat_values
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import GIB, MIB
@@ -40,7 +40,7 @@ def test_every_setting_is_an_option_and_explained(capsys: pytest.CaptureFixture[
 
 def parsed(*arguments: str, settings: type = RunnerConfig) -> dict[str, Any]:
     namespace = cli._parser().parse_args(["batch", "-i", "in", "-o", "out", *arguments])
-    return given(namespace, settings)
+    return named_settings(namespace, settings)
 
 
 def test_what_is_not_given_is_left_to_the_settings() -> None:

@@ -16,7 +16,7 @@ from npu_runner.batch.files import input_file, row_book
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.input_identity import InputIdentity
 from npu_runner.batch.rows import shape
-from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError
 from tests.batch.scripted import row, write_rows
 

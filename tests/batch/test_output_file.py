@@ -19,9 +19,9 @@ from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.durable import replacing
 from npu_runner.batch.files.output_lock import OutputLock
-from npu_runner.batch.rows.input_row import row_key
-from npu_runner.batch.rows.openai_response import RowError, error_row
-from npu_runner.errors import ConfigError, JobError
+from npu_runner.batch.rows.openai_response import error_row
+from npu_runner.batch.rows.shape import row_key
+from npu_runner.errors import ConfigError, JobError, RequestError
 from tests import zygote
 
 ANSWER = b'{"id":"x","custom_id":"%s","response":{"status_code":200},"error":null}\n'
@@ -31,7 +31,7 @@ def a_row(index: int, failed: bool) -> bytes:
     if not failed:
         return ANSWER % f"row {index} \N{SNOWMAN}".encode()
     name = None if index % 2 else f"row {index} \N{SNOWMAN}"
-    return error_row(RowError(code="c", message="m\n"), custom_id=name, line=index + 1)
+    return error_row(RequestError(code="c", message="m\n"), custom_id=name, line=index + 1)
 
 
 def scanned(path: Path) -> AnswerFile:
@@ -93,7 +93,7 @@ def test_failed_rows_are_dropped_when_they_are_tried_again(
 
 STATUS_500 = b'{"custom_id":"a","response":{"status_code":500,"body":{"error":{"code":"down"}}},"error":null}\n'
 OF_A = {"answer": ANSWER % b"a", "later answer": (ANSWER % b"a").replace(b'"x"', b'"y"'), "status": STATUS_500,
-        "failure": error_row(RowError(code="c", message="m"), custom_id="a", line=1)}
+        "failure": error_row(RequestError(code="c", message="m"), custom_id="a", line=1)}
 
 
 def test_the_code_of_a_failure_is_in_its_error_or_its_response(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from npu_runner import LLM, PoolingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.batch.rows.endpoint import RowBody
 from npu_runner.batch.rows.openai_format import parse_row
-from npu_runner.batch.rows.openai_response import RowError, placed, why_unanswered
+from npu_runner.batch.rows.openai_response import placed, why_unanswered
 from npu_runner.batch.rows.scores import RerankBody, RerankForm, ScoreBody, ScoreForm
 from npu_runner.cli import main as cli
-from npu_runner.errors import RequestError
+from npu_runner.errors import RequestError, ServerError
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -156,9 +156,10 @@ def test_a_document_that_fails_behind_its_preparation_is_named_too() -> None:
     good = CompletionOutput(0, "", [], "stop", pooled=np.zeros(1, dtype=np.float32))
     lost = CompletionOutput(1, "", [], "error", error="not a number")
     error = why_unanswered(RequestOutput("a", [good, lost]), form)
-    assert error == RowError(code="generation_failed", message="documents[1]: not a number", param="documents[1]",
-                             status_code=500)
-    refused = placed(RowError(code="prompt_too_long", message="too long"), form, 1)
+    assert isinstance(error, ServerError)
+    assert (error.code, error.message, error.param) == (
+        "generation_failed", "documents[1]: not a number", "documents[1]")
+    refused = placed(RequestError(code="prompt_too_long", message="too long"), form, 1)
     assert (refused.message, refused.param) == ("documents[1]: too long", "documents[1]")
     assert placed(error, ScoreForm(), 0) == error, "a single document needs no name"
 

@@ -29,10 +29,10 @@ from npu_runner.batch.job import live
 from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
-from npu_runner.batch.rows.openai_response import RowError, error_row
+from npu_runner.batch.rows.openai_response import error_row
 from npu_runner.cli.main import main
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import ConfigError, EngineDeadError, JobError
+from npu_runner.errors import ConfigError, EngineDeadError, JobError, RequestError
 from npu_runner.reports.report import report_job
 from npu_runner.reports.status import status_of
 from npu_runner.reports.summary import PastJob, Totals
@@ -216,7 +216,7 @@ def answer(name: str, *reasons: str) -> bytes:
 
 
 def failure(name: str | None, line: int, code: str) -> bytes:
-    return error_row(RowError(code=code, message="m"), custom_id=name, line=line)
+    return error_row(RequestError(code=code, message="m"), custom_id=name, line=line)
 
 
 def test_rows_of_both_files_count_once(tmp_path: Path) -> None:

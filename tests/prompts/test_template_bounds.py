@@ -160,4 +160,4 @@ def test_rows_are_made_within_the_same_bounds(source: str, tmp_path: Path, monke
     (tmp_path / "t.jinja").write_text(source)
     text = PromptText(RowsOptions(output="o.jsonl", template=tmp_path / "t.jinja"))
     with pytest.raises(ConfigError, match=r"loop turns|characters"):
-        text.of(Record(id="1", where="t.jsonl line 1", columns={"a": "x"}))
+        text.render(Record(id="1", where="t.jsonl line 1", columns={"a": "x"}))

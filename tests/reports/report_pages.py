@@ -20,7 +20,8 @@ from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.runs import Runs
 from npu_runner.batch.rows.chat import ChatForm
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row
+from npu_runner.errors import RequestError
 from npu_runner.reports import page as reports
 from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool
@@ -47,7 +48,7 @@ def answer_with(name: str, **message: Any) -> bytes:
 
 
 def failure(name: str | None, line: int = 1, code: str = "some_code", message: str = "<b>why</b>") -> bytes:
-    return error_row(RowError(code=code, message=message), custom_id=name, line=line)
+    return error_row(RequestError(code=code, message=message), custom_id=name, line=line)
 
 
 def report(

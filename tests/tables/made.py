@@ -14,10 +14,11 @@ from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.completions import CompletionForm
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
+from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row
 from npu_runner.batch.rows.pooled import ClassifyForm, EmbeddingForm
 from npu_runner.batch.rows.scores import RerankForm, ScoreForm
-from npu_runner.request.logprobs import Logprob, PositionLogprobs
+from npu_runner.errors import RequestError
+from npu_runner.request.logprobs import CompactLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.pooling_params import Classes
 from npu_runner.tables.make_rows import MadeRows, make_rows
@@ -71,14 +72,10 @@ def completion(
     stop_reason: str | None = None,
     reasoning: str | None = None,
 ) -> CompletionOutput:
-    positions = (
-        None
-        if logprobs is None
-        else [
-            PositionLogprobs(sampled=Logprob(token_id=1, token="x", logprob=value, token_bytes=b"x"), top=())
-            for value in logprobs
-        ]
-    )
+    positions = None
+    if logprobs is not None:
+        values, ones = np.array(logprobs, dtype=np.float32), np.ones(len(logprobs), dtype=np.int32)
+        positions = CompactLogprobs(ones[:, None], values[:, None], ones, lambda token_id: ("x", b"x"))
     return CompletionOutput(
         index=index,
         text=text,
@@ -109,7 +106,7 @@ def embedded(custom_id: str, *vectors: list[float], is_base64: bool = False) -> 
 
 
 def failed(custom_id: str | None, code: str = "media_missing", line: int = 1) -> bytes:
-    return error_row(RowError(code=code, message=f"it is {code}"), custom_id=custom_id, line=line)
+    return error_row(RequestError(code=code, message=f"it is {code}"), custom_id=custom_id, line=line)
 
 
 def request(custom_id: str, **body: Any) -> bytes:

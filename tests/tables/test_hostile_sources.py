@@ -15,13 +15,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.openai_format import parse_row, read_json
-from npu_runner.batch.rows.shape import name_of
+from npu_runner.batch.rows.shape import name_of, row_key
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.media import load_media
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables import text_records
+from npu_runner.tables import records as record_reader
 from tests.batch.scripted import write_rows
 from tests.full_set import examples
 from tests.tables.made import asked, made, rows, shown
@@ -178,7 +177,7 @@ def test_a_saved_dataset_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_line_of_a_csv_that_is_longer_than_a_row_may_be_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(text_records, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(record_reader, "_MAX_BYTES", 1 << 20)
     (tmp_path / "t.csv").write_bytes(b"a,b\n" + b"x" * (2 << 20))
     with pytest.raises(ConfigError, match="line 2: is longer than 1 MiB"):
         rows(tmp_path / "r.jsonl", tmp_path / "t.csv")

@@ -23,8 +23,8 @@ import numpy as np
 from npu_runner.batch.files.durable import clear_file_errors, replacing, sync_folder
 from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.counts import Counts
+from npu_runner.batch.rows.endpoints import flaws_of
 from npu_runner.batch.rows.flaw import Flaw
-from npu_runner.batch.rows.flaws import flaws_of
 from npu_runner.batch.rows.openai_response import FAULTS, error_of, key_of_answer
 from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError, JobError, OutputLostError

@@ -28,8 +28,7 @@ import numpy as np
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
 from npu_runner.batch.files.row_book import InputScan, RowFile, input_changed, keys_array
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, row_key
-from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
+from npu_runner.batch.rows.shape import CHECKSUM_BYTES, PIECE_BYTES, NameReader, row_key
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.serving.replica import RawRow
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import rows_path
-from npu_runner.batch.rows.input_row import row_key
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError
 
 FORMAT = 1

@@ -14,8 +14,7 @@ import numpy as np
 
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_identity import InputIdentity
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
-from npu_runner.batch.rows.shape import PIECE_BYTES
+from npu_runner.batch.rows.shape import CHECKSUM_BYTES, KEY_BYTES, PIECE_BYTES, RowSource, row_key
 from npu_runner.errors import JobError
 from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 

@@ -14,8 +14,8 @@ from npu_runner.batch.files.answer_writer import Delivery
 from npu_runner.batch.files.manifest import Suspicion
 from npu_runner.batch.files.row_book import RowBook
 from npu_runner.batch.rows.counts import Counts
-from npu_runner.batch.rows.openai_response import RowError, error_row
-from npu_runner.errors import EngineDeadError, ReplicaDeadError
+from npu_runner.batch.rows.openai_response import error_row
+from npu_runner.errors import EngineDeadError, ReplicaDeadError, ServerError
 from npu_runner.serving.blame import GivenUp, code_given_up, why_given_up
 from npu_runner.serving.replica import FinishedRow, Loading, Opened, ReplicaStats, RowRun
 from npu_runner.serving.replicas.fleet import Fleet, Owner
@@ -122,6 +122,5 @@ def stats_of(fleet: Fleet) -> ReplicaStats:
 
 
 def _given_up(book: RowBook, row: GivenUp) -> FinishedRow:
-    error = RowError(code=row.code, message=row.message, status_code=500)
-    data = error_row(error, custom_id=book.name(row.index), line=book.row(row.index).line)
+    data = error_row(ServerError(row.message, row.code), custom_id=book.name(row.index), line=book.row(row.index).line)
     return FinishedRow(row.index, Counts.from_failure(row.code), data)

@@ -21,9 +21,9 @@ from npu_runner.batch.files.row_book import RowBook, RowFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
-from npu_runner.batch.rows.input_row import RowSource
-from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row, placed, why_unanswered
+from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
+from npu_runner.batch.rows.shape import RowSource
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.grammars.compile import with_grammar
@@ -37,7 +37,7 @@ from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
-from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
+from npu_runner.serving.workers.pool import PoolLimits
 
 _IDLE_SECONDS = 0.2
 _MAX_BYTES_IN_MEMORY = 64 << 20
@@ -158,8 +158,7 @@ class RowServer(InlineReplica):
         self.endpoint.submit(run.rows())
 
     def _finish_row(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        error = _error_of(prepared.form, result)
-        if error is not None:
+        if error := _error(prepared.form, result):
             data = error_row(error, custom_id=prepared.name, line=prepared.line)
             return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
         assert isinstance(result, RequestOutput), "it has no error"
@@ -168,7 +167,7 @@ class RowServer(InlineReplica):
         rule = getattr(prepared.params, "structured_outputs", None)
         has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
         form: AnswerForm = prepared.form
-        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
+        counts = Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
         data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
                           is_unparsed=bool(counts.num_unparsed))
         return FinishedRow(prepared.number, counts, data)
@@ -217,12 +216,10 @@ class RowServer(InlineReplica):
         }
 
 
-def _error_of(form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
+def _error(form: AnswerForm | None, result: RequestOutput | RequestError) -> RequestError | None:
     if isinstance(result, RequestOutput):
         return why_unanswered(result, form)
-    error = RowError(code=result.code, message=result.message, param=result.param,
-                     status_code=500 if isinstance(result, WorkerFailure) else 400)
-    return error if form is None else placed(error, form, result.prompt_index)
+    return placed(result, form, result.prompt_index)
 
 
 @contextmanager

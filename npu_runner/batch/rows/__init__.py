@@ -1,1 +1,1 @@
-"""What a row of the input asks for and what an answer looks like. Knows nothing of files or jobs."""
+"""The rows of the input and of the output. Knows nothing of files or jobs."""

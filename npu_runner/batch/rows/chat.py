@@ -6,22 +6,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from npu_runner.batch.rows.endpoint import AS_JSON, AnswerForm, AnswerRow, RequestBody, Strict, TextForm
+from npu_runner.batch.rows.endpoint import (
+    AS_JSON,
+    ONE_TEMPLATE,
+    AnswerForm,
+    AnswerRow,
+    RequestBody,
+    RowBody,
+    Strict,
+    TextForm,
+    Unserved,
+    by_tag,
+    object_tag,
+    type_tag,
+)
 from npu_runner.batch.rows.logprobs_json import opened
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
 from npu_runner.prompts.text.tool_parsers import parse_calls
-from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
+from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 
-ONE_TEMPLATE = "a job has one, the checkpoint's or --chat-template FILE"
-_UNSERVED_ROLES = ("function",)
+_CHOICES = ("none", "auto", "required")
 
 
 class TextPart(Strict):
@@ -32,7 +44,7 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    """Where an image is: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
+    """The address of an image: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
 
     url: str = Field(min_length=1)
     detail: Literal["auto", "high", "low"] | None = None
@@ -46,7 +58,7 @@ class ImagePart(Strict):
 
 
 class VideoUrl(Strict):
-    """Where a video is, as with images."""
+    """The address of a video: as an image's."""
 
     url: str = Field(min_length=1)
 
@@ -58,33 +70,20 @@ class VideoPart(Strict):
     video_url: VideoUrl
 
 
-def _tag_of_content(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
-
-
-def _tag_of_part(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("text", "image_url", "video_url") else None
-
-
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")]
     | Annotated[VideoPart, Tag("<video_url>")],
-    Discriminator(
-        _tag_of_part, custom_error_type="unknown_part",
-        custom_error_message='a part is an object whose type is "text", "image_url" or "video_url"'),
+    by_tag(object_tag, "unknown_part", 'a part is an object whose type is "text", "image_url" or "video_url"'),
 ]
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
-    Discriminator(
-        _tag_of_content, custom_error_type="content_type",
-        custom_error_message="content is a string or a list of parts"),
+    Annotated[str, Tag("<str>")] | Annotated[list[Part], Tag("<list>")],
+    by_tag(type_tag, "content_type", "content is a string or a list of parts"),
 ]
 
 
 class Message(Strict):
-    """One turn, also one that was an answer: its nulls ask for nothing. What belongs to whom, and that users have to
-    ask something, is the processor's to say."""
+    """One turn, also one that was an answer: its nulls ask for nothing. The processor checks which fields belong to
+    which role, and that a user asks something."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content | None = None
@@ -102,8 +101,6 @@ Messages = Annotated[list[Message], AS_JSON]
 
 
 class FunctionName(Strict):
-    """One of the tools."""
-
     name: str
 
 
@@ -114,71 +111,61 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-def _tag_of_choice(value: Any) -> str | None:
-    return "<word>" if value in ("none", "auto", "required") else "<named>" if isinstance(value, dict) else None
-
-
 _ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<named>")],
-    Discriminator(
-        _tag_of_choice, custom_error_type="choice_kind",
-        custom_error_message='"none", "auto", "required" or {"type": "function", "function": {"name": ...}} is needed'),
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<dict>")],
+    by_tag(lambda value: "<word>" if value in _CHOICES else type_tag(value), "choice_kind",
+           '"none", "auto", "required" or {"type": "function", "function": {"name": ...}} is needed'),
 ]
 
 
-class ChatBody(RequestBody):
-    """The chat completion request, as far as it is served. None means: not asked for."""
+class ConversationBody(RowBody):
+    """The fields of a conversation. None: the row does not set the field."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "audio": (),
-        "chat_template": (),
-        "function_call": ("none",),
-        "functions": (),
-        "modalities": (["text"],),
-        "moderation": (),
-        "prediction": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
-        "safety_identifier": (),
-        "service_tier": ("auto", "default"),
-        "spaces_between_special_tokens": (True,),
-        "store": (False,),
-        "stream": (False,),
-        "stream_options": (),
-        "verbosity": (),
-        "web_search_options": (),
-    }
-    instead: ClassVar[Mapping[str, str]] = {
-        "chat_template": f"; {ONE_TEMPLATE}", "functions": "; give them as tools", "function_call": "; use tool_choice"}
-
-    messages: Messages
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: _ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    max_thinking_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-
-    @classmethod
-    def check_counts(cls, body: Mapping[str, Any]) -> None:
-        super().check_counts(body)
-        if isinstance(tools := body.get("tools"), list):
-            check_count("tools", "tools", tools, LIMITS.max_tools)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
         super().refuse_unserved(body)
         check_messages(body)
 
-    def asked_tokens(self) -> int | None:
-        """Under the field's old name or its new one."""
+    def conversation(self, processor: ChatProcessor, params: Any, template_kwargs: Mapping[str, Any] | None,
+                     **options: Any) -> PromptInputs:
+        """The prompt of `messages`. `options`: more arguments of the processor."""
+        messages: Any = self.messages  # as JSON
+        return processor(
+            messages, template_kwargs, continue_final_message=bool(self.continue_final_message),
+            truncate_prompt_tokens=processor.most_prompt_tokens(params), mm_processor_kwargs=self.mm_processor_kwargs,
+            **options)
+
+
+class ChatBody(ConversationBody, RequestBody):
+    """The chat completion request, as far as it is served. None: the row does not set the field."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        **dict.fromkeys(
+            ("audio", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+             "safety_identifier", "stream_options", "verbosity", "web_search_options"), Unserved()),
+        **dict.fromkeys(("store", "stream"), Unserved(False)),
+        "chat_template": Unserved(instead=ONE_TEMPLATE), "function_call": Unserved("none", instead="use tool_choice"),
+        "functions": Unserved(instead="give them as tools"), "modalities": Unserved(["text"]),
+        "service_tier": Unserved("auto", "default"), "spaces_between_special_tokens": Unserved(True)}
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: Effort | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_thinking_tokens: int | None = None
+
+    def own_max_tokens(self) -> int | None:
+        """The field has an old name and a new one."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
@@ -197,13 +184,8 @@ class ChatBody(RequestBody):
         tools = None if self.tool_choice == "none" else self.tools
         parser = processor.parser_of_calls() if tools else None
         kwargs = kwargs_with_effort(self.chat_template_kwargs, self.reasoning_effort, processor.template_reads)
-        messages: Any = self.messages  # as JSON
-        prompt = processor(
-            messages, kwargs, media=media, tools=tools, is_call_forced=self.is_call_forced,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=bool(self.continue_final_message),
-            truncate_prompt_tokens=processor.most_prompt_tokens(params),
-            mm_processor_kwargs=self.mm_processor_kwargs)
+        prompt = self.conversation(processor, params, kwargs, media=media, tools=tools,
+                                   is_call_forced=self.is_call_forced, add_generation_prompt=self.add_generation_prompt)
         form = ChatForm(
             model=self.model, tool_call_parser=parser, tools=tuple(tools or ()) if parser else (),
             parallel_tool_calls=self.parallel_tool_calls is not False)
@@ -215,16 +197,16 @@ class ChatBody(RequestBody):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def with_forced_calls(self, params: SamplingParams, processor: ChatProcessor) -> SamplingParams:
-        choice, rules, is_forced = self.tool_choice, self.said_rules(), self.is_call_forced
-        if is_forced and not self.tools:
+        choice, rules = self.tool_choice, self.rule_fields()
+        if not self.tools and self.is_call_forced:
             raise RequestError("tool_choice: a call is forced, and there are no tools", "invalid_value", "tool_choice")
-        if self.tools and choice != "none" and rules and params.structured_outputs is not None:
+        if not self.tools or choice == "none":
+            return params
+        if rules and params.structured_outputs is not None:
             message = f"{rules[0]}: beside tools there are no rules for the answer; leave it out, or tool_choice none"
             raise RequestError(message, "unsupported_parameter", rules[0])
-        if self.tools and choice != "none" and not is_forced:
+        if not self.is_call_forced:
             return params.replace(structured_outputs=None)  # a job's rule is for rows that leave all to the job
-        if not is_forced:
-            return params
         name = choice.function.name if isinstance(choice, NamedTool) else None
         grammar = processor.grammar_of_calls(self.tools, name=name, is_parallel=self.parallel_tool_calls is not False)
         return params.replace(structured_outputs=grammar)
@@ -232,9 +214,7 @@ class ChatBody(RequestBody):
 
 def check_messages(body: Mapping[str, Any]) -> None:
     """Raises RequestError for more than a conversation may have, before an object is made of every entry, and for
-    messages that OpenAI's may be and ours may not."""
-    if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
-        plain_template_kwargs(kwargs)
+    OpenAI's messages that are not served."""
     if not isinstance(messages := body.get("messages"), list):
         return
     check_count("messages", "messages", messages, LIMITS.max_messages)
@@ -249,7 +229,7 @@ def check_messages(body: Mapping[str, Any]) -> None:
 
 def _refuse_message(message: dict[str, Any], where: str) -> None:
     role = message.get("role")
-    if role in _UNSERVED_ROLES:
+    if role == "function":
         raise RequestError(f"messages of role {role} are not supported", "unsupported_value", f"{where}.role")
     if message.get("refusal") is not None:
         field = f"{where}.refusal"
@@ -265,8 +245,6 @@ def _refuse_message(message: dict[str, Any], where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatForm(TextForm):
-    """A chat completion."""
-
     id_prefix: ClassVar[str] = "chatcmpl-"
     object: ClassVar[str] = "chat.completion"
     item_name: ClassVar[str] = "message"
@@ -274,7 +252,7 @@ class ChatForm(TextForm):
     prompt_logprobs_in_body: ClassVar[bool] = True
 
     tool_call_parser: str | None = None
-    """What reads calls out of the answer; None: it is text."""
+    """It reads calls out of the answer; None: the answer is text."""
     tools: tuple[Mapping[str, Any], ...] = ()
     parallel_tool_calls: bool = True
 
@@ -286,7 +264,7 @@ class ChatForm(TextForm):
             message["tool_calls"] = calls
         if row.splits_reasoning:
             message["reasoning_content"] = completion.reasoning_content
-            if completion.reasoning_content is not None:  # as in vLLM: who has only thought has no content
+            if completion.reasoning_content is not None:  # as in vLLM: an answer of reasoning alone has no content
                 message["content"] = message["content"] or None
         row.write(opened({"index": completion.index, "message": message}, "logprobs"))
         if completion.logprobs is None:

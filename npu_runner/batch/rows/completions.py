@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Tag
+from pydantic import Tag
 
-from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, TextForm
+from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow, RequestBody, TextForm, Unserved, by_tag, items_tag
 from npu_runner.batch.rows.logprobs_json import finite, opened, to_json, write_prompt_logprobs
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
@@ -25,38 +25,20 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 
-def _tag_of_prompt(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    is_ids = isinstance(value, list) and value and all(type(item) is int for item in value)
-    return "<ids>" if is_ids else None
-
-
 class CompletionBody(RequestBody):
-    """The completion request, as far as it is served. None means: not asked for."""
+    """The completion request, as far as it is served. None: the row does not set the field."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "best_of": (1,),
-        "mm_processor_kwargs": ({},),
-        "multi_modal_data": ({},),
-        "spaces_between_special_tokens": (True,),
-        "stream": (False,),
-        "stream_options": (),
-        "suffix": ("",),
-    }
-    instead: ClassVar[Mapping[str, str]] = {
-        "mm_processor_kwargs": "; a prompt of this endpoint has no videos, send them in messages to "
-        "/v1/chat/completions",
-        "multi_modal_data": "; images and videos go in messages to /v1/chat/completions",
-        "best_of": "; ask for n completions with logprobs and choose",
-        "suffix": "; write the model's own tokens for filling in the middle into the prompt",
-    }
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        "best_of": Unserved(1, instead="ask for n completions with logprobs and choose"),
+        "mm_processor_kwargs": Unserved({}, instead="a prompt of this endpoint has no videos, send them in messages to "
+                                        "/v1/chat/completions"),
+        "multi_modal_data": Unserved({}, instead="images and videos go in messages to /v1/chat/completions"),
+        "spaces_between_special_tokens": Unserved(True), "stream": Unserved(False), "stream_options": Unserved(),
+        "suffix": Unserved("", instead="write the model's own tokens for filling in the middle into the prompt")}
 
     prompt: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[int], Tag("<ids>")],
-        Discriminator(
-            _tag_of_prompt, custom_error_type="prompt_type",
-            custom_error_message="prompt is text or a list of token ids"),
+        Annotated[str, Tag("<str>")] | Annotated[list[int], Tag("<list of int>")],
+        by_tag(items_tag, "prompt_type", "prompt is text or a list of token ids"),
     ]
     echo: bool | None = None
     logprobs: int | None = None
@@ -72,20 +54,20 @@ class CompletionBody(RequestBody):
             raise RequestError(message, "unsupported_value", "prompt")
         body["prompt"] = prompt[0]
 
-    def default_tokens(self, defaults: Mapping[str, Any]) -> int | None:
-        """The endpoint has a default of its own, whatever the checkpoint's is."""
+    def default_max_tokens(self, defaults: Mapping[str, Any]) -> int | None:
+        """The endpoint has a default of its own, and ignores the checkpoint's."""
         return DEFAULT_MAX_TOKENS
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """With echo those of the prompt stand before the completion's, as OpenAI had it."""
+        """With echo the prompt's log probabilities stand before the completion's, as OpenAI had it."""
         if not self._echoes_logprobs:
             return self.prompt_logprobs
         if self.prompt_logprobs not in (None, self.logprobs):
             message = (f"prompt_logprobs: {shown(self.prompt_logprobs)}, and echo with logprobs {shown(self.logprobs)} "
-                       "gives so many; ask for one of them")
+                       "gives that number; ask for one of them")
             raise RequestError(message, "invalid_value", "prompt_logprobs")
         return self.logprobs
 
@@ -107,18 +89,16 @@ class CompletionBody(RequestBody):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionForm(TextForm):
-    """A text completion."""
-
     id_prefix: ClassVar[str] = "cmpl-"
     object: ClassVar[str] = "text_completion"
     item_name: ClassVar[str] = "text"
 
     echo: str = ""
-    """What stands in front of the text."""
+    """The text in front of the completion's."""
     echoes_logprobs: bool = False
-    """The log probabilities of the prompt stand in front of the completion's, ..."""
+    """The log probabilities of the prompt stand in front of the completion's."""
     has_prompt_logprobs: bool = False
-    """... or in a member of their own, as vLLM has them; or both."""
+    """The log probabilities of the prompt stand in a member of their own, as vLLM has them."""
 
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
         row.write(opened({"index": completion.index, "text": self.echo + completion.text}, "logprobs"))
@@ -188,7 +168,7 @@ def _top(own: Logprob, most_probable: tuple[Logprob, ...]) -> dict[str, float]:
 
 
 def _offsets(tokens: Iterator[bytes], num_chars: int) -> Iterator[int]:
-    """Where in the text each token begins: behind the characters that those before it have completed."""
+    """The place of each token in the text: behind the characters that earlier tokens have completed."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     offset = 0
     for token in tokens:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import is_as_expected, is_json
 from npu_runner.request.outputs import EngineStats, RequestOutput
 
@@ -47,13 +46,12 @@ class Counts:
     def from_answer(cls, output: RequestOutput, answer: str, expected: str | None, *, has_json_rule: bool) -> Counts:
         """`answer` is compared with `expected`. With `has_json_rule` every completion is to be JSON."""
         completions = output.completions
-        flaws = Flaw.where(
-            cut_off=any(completion.is_cut_off for completion in completions),
-            repetition=any(completion.is_repetition for completion in completions),
-            unparsed=has_json_rule and not all(is_json(completion.text) for completion in completions))
+        is_cut_off = any(completion.is_cut_off for completion in completions)
+        is_repetition = any(completion.is_repetition for completion in completions)
+        is_unparsed = has_json_rule and not all(is_json(completion.text) for completion in completions)
         return cls(
-            num_answered=1, num_not_whole=int(bool(flaws)), num_cut_off=int(Flaw.CUT_OFF in flaws),
-            num_repetition=int(Flaw.REPETITION in flaws), num_unparsed=int(Flaw.UNPARSED in flaws),
+            num_answered=1, num_not_whole=int(is_cut_off or is_repetition or is_unparsed),
+            num_cut_off=int(is_cut_off), num_repetition=int(is_repetition), num_unparsed=int(is_unparsed),
             num_prompt_tokens=output.num_prompt_tokens, num_cached_tokens=output.num_cached_tokens,
             num_completion_tokens=sum(len(completion.token_ids) for completion in completions),
             num_reasoning_tokens=sum(completion.num_reasoning_tokens for completion in completions),
@@ -113,13 +111,13 @@ class Counts:
                 *([f"whole {self.num_whole}"] if shown else [])]
 
     def seconds_left(self, num_left: int, stats: EngineStats, seconds: float) -> float | None:
-        """How long the other `num_left` rows take at the pace of these rows' `seconds`; None: no row is answered, or
+        """The seconds for the other `num_left` rows at the pace of these rows' `seconds`; None: no row is answered, or
         none is left.
 
         Rows in flight count for the pace: without them, a first batch of hundreds of rows would count as a single row
-        when the first of them ends. Their tokens say how many rows they are worth, by the mean of the answered rows; at
-        most half a row each, as short answers end first. They still count as left, because the last rows run in a batch
-        that shrinks.
+        when the first of them ends. They count by their tokens over the mean of the answered rows, and at most half a
+        row each, as short answers end first. They still count as left, because the last rows run in a batch that
+        shrinks.
         """
         if not num_left or not self.num_answered:
             return None

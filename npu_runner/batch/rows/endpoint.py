@@ -1,6 +1,6 @@
-"""What request bodies of all endpoints have in common: sampling, limits, rules for the answer, fields not served.
+"""The base of all endpoints: one RowBody reads the rows of an endpoint, and one AnswerForm writes their answers.
 
-An endpoint is one RequestBody, which reads its rows, and one AnswerForm, which writes them. Knows none by name.
+Knows no endpoint by name.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WrapValidator, field_validator
 
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs, shown
 from npu_runner.request.logprobs import PromptLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
@@ -27,9 +28,9 @@ from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsP
 
 RequestParams = SamplingParams | PoolingParams
 Prompts = PromptInputs | tuple[PromptInputs, ...]
-"""One prompt, or of a row that is pooled one or several."""
+"""One prompt, or the prompts of a row that is pooled."""
 
-# What a field can have too much of, when it is of the type that it should be.
+# The sizes that are checked, where a field is of the type that it should be.
 _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("model", str, "characters", LIMITS.max_name_chars),
     ("user", str, "characters", LIMITS.max_name_chars),
@@ -39,8 +40,10 @@ _COUNTED: tuple[tuple[str, type[Sized], str, int], ...] = (
     ("allowed_token_ids", list, "entries", LIMITS.max_allowed_token_ids),
     ("logit_bias", dict, "entries", LIMITS.max_logit_bias),
     ("no_repeat_ngram_exempt_ids", list, "entries", LIMITS.max_ngram_exempt_ids),
+    ("tools", list, "tools", LIMITS.max_tools),
 )
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+ONE_TEMPLATE = "a job has one, the checkpoint's or --chat-template FILE"
 _SCHEMA = "response_format.json_schema.schema"
 
 
@@ -48,6 +51,30 @@ class Strict(BaseModel):
     """No conversions, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def type_tag(value: Any) -> str | None:
+    """The tag of a value in a union whose members differ by their JSON type."""
+    return f"<{type(value).__name__}>"
+
+
+def object_tag(value: Any) -> str | None:
+    """The tag of an object that is known by its `type`."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>"
+
+
+def items_tag(value: Any) -> str | None:
+    """As `type_tag`, but a list is known by the type that all its items have."""
+    if not isinstance(value, list):
+        return type_tag(value)
+    kinds = {type(item).__name__ for item in value}
+    return f"<list of {kinds.pop()}>" if len(kinds) == 1 else None
+
+
+def by_tag(tag: Callable[[Any], str | None], code: str, message: str) -> Discriminator:
+    """Chooses the member of a union. A value that has no member's tag gets this error."""
+    return Discriminator(tag, custom_error_type=code, custom_error_message=message)
 
 
 def _keep_json(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -82,17 +109,10 @@ class PlainFormat(Strict):
     type: Literal["json_object", "text"]
 
 
-def _tag_of_format(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{'schema' if kind == 'json_schema' else 'plain'}>" if kind in ("json_schema", "json_object", "text") \
-        else None
-
-
 ResponseFormat = Annotated[
-    Annotated[SchemaFormat, Tag("<schema>")] | Annotated[PlainFormat, Tag("<plain>")],
-    Discriminator(
-        _tag_of_format, custom_error_type="format_kind",
-        custom_error_message='an object is needed whose type is "json_schema", "json_object" or "text"'),
+    Annotated[SchemaFormat, Tag("<json_schema>")] | Annotated[PlainFormat, Tag("<json_object>")]
+    | Annotated[PlainFormat, Tag("<text>")],
+    by_tag(object_tag, "format_kind", 'an object is needed whose type is "json_schema", "json_object" or "text"'),
 ]
 
 
@@ -106,55 +126,51 @@ class AnswerRules(Strict):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def said_rules(self) -> list[str]:
+    def rule_fields(self) -> list[str]:
         """The fields that are used. To ask for text beside another rule is to ask for nothing."""
-        said = [name for name in AnswerRules.model_fields if getattr(self, name) is not None]
-        is_text = isinstance(self.response_format, PlainFormat) and self.response_format.type == "text"
-        return said[1:] if is_text and len(said) > 1 else said
+        used = [name for name in AnswerRules.model_fields if getattr(self, name) is not None]
+        is_text = self.response_format is not None and self.response_format.type == "text"
+        return used[1:] if is_text and len(used) > 1 else used
 
     def answer_rule(self) -> StructuredOutputsParams | None:
-        """What the answer must be; None: as the model likes. Raises RequestError for two such rules."""
-        said = self.said_rules()
-        if len(said) > 1:
-            raise RequestError(f"{said[1]}: {said[0]} says already what the answer must be; give one of them",
-                               "invalid_value", said[1])
-        name = next(iter(said), None)
+        """The rule for the answer; None: there is none. Raises RequestError for two of them."""
+        used = self.rule_fields()
+        if len(used) > 1:
+            raise RequestError(f"{used[1]}: {used[0]} says already what the answer must be; give one of them",
+                               "invalid_value", used[1])
+        name = next(iter(used), None)
         if name == "structured_outputs":
             return StructuredOutputsParams.from_value(self.structured_outputs)
-        if name == "response_format" and self.response_format is not None:
-            return _of_format(self.response_format)
-        return StructuredOutputsParams(origin=name, **{_GUIDED[name]: getattr(self, name)}) if name else None
-
-
-def _of_format(response_format: SchemaFormat | PlainFormat) -> StructuredOutputsParams | None:
-    if isinstance(response_format, SchemaFormat):
-        return StructuredOutputsParams(json=response_format.json_schema.schema_, origin=_SCHEMA)
-    if response_format.type == "text":
-        return None
-    return StructuredOutputsParams(json_object=True, origin="response_format")
+        if name is not None and name in _GUIDED:
+            return StructuredOutputsParams(origin=name, **{_GUIDED[name]: getattr(self, name)})
+        if isinstance(self.response_format, SchemaFormat):
+            return StructuredOutputsParams(json=self.response_format.json_schema.schema_, origin=_SCHEMA)
+        if name is None or self.response_format is None or self.response_format.type == "text":
+            return None
+        return StructuredOutputsParams(json_object=True, origin="response_format")
 
 
 def asks_for_json(body: Mapping[str, Any], *, has_rule_of_job: bool) -> bool:
-    """Whether the answer of a served row's body is to be JSON. `has_rule_of_job`: a schema is for rows that say
-    nothing of their answer and have no tools."""
-    said = {name: value for name in AnswerRules.model_fields if (value := body.get(name)) is not None}
-    if not said:
+    """Whether the answer of a served row's body is to be JSON. `has_rule_of_job`: the job has a schema for rows without
+    a rule and without tools."""
+    rules = {name: value for name in AnswerRules.model_fields if (value := body.get(name)) is not None}
+    if not rules:
         return has_rule_of_job and (not body.get("tools") or body.get("tool_choice") == "none")
-    kind, rule = said.get("response_format", {}).get("type"), said.get("structured_outputs", {})
-    return "guided_json" in said or kind in ("json_schema", "json_object") or any(map(rule.get, JSON_KINDS))
+    kind, rule = rules.get("response_format", {}).get("type"), rules.get("structured_outputs", {})
+    return "guided_json" in rules or kind in ("json_schema", "json_object") or any(map(rule.get, JSON_KINDS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRow:
-    """The row that completions are written to, and what they share."""
+    """The row that completions are written to, and the values that all of them use."""
 
     out: io.BytesIO
     digest: str
-    """Stands for the row in ids that the answer holds."""
+    """It stands for the row in ids that the answer holds."""
     logprobs_json: LogprobsJson
     splits_reasoning: bool
     prompt_logprobs: PromptLogprobs | None
-    """The request's, where it asked for them."""
+    """None: the request asked for none."""
 
     def write(self, text: str) -> None:
         self.out.write(encoded(text))
@@ -169,14 +185,15 @@ class AnswerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerForm:
-    """How one row's answer is written, but for what all rows have. Made where the row is read; small and picklable."""
+    """Writes the part of a row's answer that depends on its endpoint. Made where the row is read; small and picklable.
+    """
 
     id_prefix: ClassVar[str | None] = None
     """None: the answer has no id."""
     object: ClassVar[str | None] = None
-    """None: the answer does not say what it is."""
+    """None: the answer has no member of this name."""
     list_name: ClassVar[str] = "choices"
-    """What the completions are called."""
+    """The member that holds the completions."""
     item_name: ClassVar[str]
     """A field that an item of the list has here and in no other form."""
     has_vectors: ClassVar[bool] = False
@@ -190,18 +207,18 @@ class AnswerForm:
     """False: numbers are pooled; then no completion is counted, and there is no fingerprint in the answer."""
 
     model: str | None = None
-    """What the row calls the model."""
+    """The row's name of the model."""
     expected: str | None = None
     """The right answer, where the row knows it."""
     places: tuple[str, ...] = ()
-    """Of a row with several prompts, the field that each stands in; () where errors need no such name."""
+    """The field of each prompt, where a row has several; () where errors need no such name."""
 
     def in_order(self, completions: Sequence[CompletionOutput]) -> Sequence[CompletionOutput]:
-        """Those that the answer has, as it has them."""
+        """The completions that the answer has, in its order."""
         return completions
 
-    def answer_of(self, output: RequestOutput) -> str:
-        """What the row's `expected` is compared with."""
+    def compared_text(self, output: RequestOutput) -> str:
+        """The text that the row's `expected` is compared with."""
         return output.text
 
     @abstractmethod
@@ -211,7 +228,7 @@ class AnswerForm:
     @classmethod
     @abstractmethod
     def text_of(cls, item: Mapping[str, Any]) -> str:
-        """The words that show an item to a reader, once it is written."""
+        """The words that show a written item to a reader."""
 
     @classmethod
     @abstractmethod
@@ -221,7 +238,7 @@ class AnswerForm:
 
 
 class TextForm(AnswerForm):
-    """Completions that are texts."""
+    """The completions are texts."""
 
     @classmethod
     def cells_of(cls, item: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[str, Any]:
@@ -243,40 +260,62 @@ class TextForm(AnswerForm):
         """The log probability of each token of the completion, without an echoed prompt."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PooledForm(AnswerForm):
+    """The completions are numbers that were pooled, one item for each prompt."""
+
+    object: ClassVar[str | None] = "list"
+    list_name: ClassVar[str] = "data"
+    has_text: ClassVar[bool] = False
+
+
+def pooled_values(completion: CompletionOutput) -> np.ndarray:
+    assert completion.pooled is not None, "a request for numbers that ended well has them"
+    return completion.pooled
+
+
+class Unserved:
+    """A field that is known and not served. `harmless`: values that ask for nothing, beside null, and are let through.
+    `instead`: a remedy."""
+
+    def __init__(self, *harmless: Any, instead: str = ""):
+        self.harmless, self.hint = harmless, instead and f"; {instead}"
+
+
+OWN_TOKENS = Unserved(instead="they are added as the checkpoint's own tokenizer and processor do")
+
+
 class RowBody(Strict):
-    """What bodies of all endpoints have. None means: not asked for."""
+    """The fields that all endpoints have. None: the row does not set the field."""
 
     task: ClassVar[str] = "generate"
-    """What the model has to be loaded for: generate, or a PoolingConfig's."""
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are known and not served, with the values that ask for nothing and are let through."""
-    instead: ClassVar[Mapping[str, str]] = {}
-    """What to do instead, for some of them."""
+    """The task that the model is to be loaded for: generate, or a PoolingConfig's."""
+    unserved: ClassVar[Mapping[str, Unserved]] = {}
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    """Belongs to the caller alone: no row fails for its contents."""
+    """It belongs to the caller alone: no row fails for its contents."""
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
-        """Validation makes an object of every entry, and an error of every wrong one: how many there are comes
-        first."""
-        for name, kind, what, limit in _COUNTED:
+        """Validation makes an object of every entry, and an error of every wrong one: their number is checked before.
+        """
+        for name, kind, unit, limit in _COUNTED:
             if isinstance(value := body.get(name), kind):
-                check_count(name, what, len(value), limit)
+                check_count(name, unit, len(value), limit)
+        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
+            plain_template_kwargs(kwargs)
 
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
-        """Drop known fields that ask for nothing; refuse those that ask for what this runner does not do."""
-        for name, harmless in cls.unserved.items():
-            value = body.get(name)
-            if value is None or any(_is_same(value, item) for item in harmless):
-                body.pop(name, None)
-            else:
-                hint = cls.instead.get(name, "")
-                raise RequestError(f"{name}={shown(value)} is not supported{hint}", "unsupported_parameter", name)
+        """Drop known fields that ask for nothing. Raises RequestError for a field that this runner does not serve."""
+        for name, field in cls.unserved.items():
+            value = body.pop(name, None)
+            if value is not None and not any(type(value) is type(item) and value == item for item in field.harmless):
+                message = f"{name}={shown(value)} is not supported{field.hint}"
+                raise RequestError(message, "unsupported_parameter", name)
 
     @property
     def expected(self) -> str | None:
@@ -286,22 +325,22 @@ class RowBody(Strict):
 
     @abstractmethod
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> RequestParams:
-        """What the row asks for, over `defaults` (the checkpoint's SamplingParams) for fields it leaves out.
+        """The row's own parameters over `defaults`, the checkpoint's SamplingParams.
 
-        `fallback_seed` stands in for a missing one: a resumed job draws by the seed that an undisturbed one would have.
+        `fallback_seed` stands in for a missing seed: a resumed job samples with the seed of an undisturbed one.
         """
 
     def with_forced_calls(self, params: Any, processor: ChatProcessor) -> Any:
-        """`params` with a grammar of calls, where the row forces them. Raises RequestError where that cannot be."""
+        """`params` with a grammar of calls, where the row forces them. Raises RequestError where it cannot."""
         return params
 
     @abstractmethod
     def prepare(self, processor: ChatProcessor, media: MediaRules, params: Any) -> tuple[Prompts, AnswerForm]:
-        """The row's prompts, and how its answer is to be written. `params`: what `to_params` made, resolved."""
+        """The row's prompts, and the form of its answer. `params`: of `to_params`, resolved."""
 
 
 class RequestBody(RowBody, AnswerRules):
-    """The fields of sampling, under vLLM's names where OpenAI has none. None means: not asked for."""
+    """The fields of sampling, under vLLM's names where OpenAI has none. None: the row does not set the field."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -338,35 +377,31 @@ class RequestBody(RowBody, AnswerRules):
 
     def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> SamplingParams:
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
-        # A default that the endpoint has no field for is none of its.
+        # A default that the endpoint has no field for does not apply to it.
         defaults = {name: value for name, value in defaults.items() if name in names}
-        asked = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
-        if asked.get("no_repeat_ngram_size") == 0:  # of no ban nothing is left
+        own = {name: value for name in names - {"logprobs"} if (value := getattr(self, name)) is not None}
+        if own.get("no_repeat_ngram_size") == 0:  # without a ban its window and exemptions mean nothing
             defaults = {name: value for name, value in defaults.items() if not name.startswith("no_repeat_ngram_")}
-        if self.said_rules():
-            asked["structured_outputs"] = self.answer_rule()
-        asked["max_tokens"] = self.asked_tokens()
-        asked["logprobs"] = self.num_logprobs()
-        asked["prompt_logprobs"] = self.num_prompt_logprobs()
-        asked.setdefault("seed", fallback_seed)
-        return SamplingParams(**{**defaults, **asked}).with_limit(self.default_tokens(defaults))
+        if self.rule_fields():
+            own["structured_outputs"] = self.answer_rule()
+        own |= {"max_tokens": self.own_max_tokens(), "logprobs": self.num_logprobs(),
+                "prompt_logprobs": self.num_prompt_logprobs()}
+        own.setdefault("seed", fallback_seed)
+        return SamplingParams(**{**defaults, **own}).with_limit(self.default_max_tokens(defaults))
 
-    def asked_tokens(self) -> int | None:
-        """The row's own max_tokens."""
+    def own_max_tokens(self) -> int | None:
         return self.max_tokens
 
-    def default_tokens(self, defaults: Mapping[str, Any]) -> int | None:
-        """max_tokens of rows that have none: the checkpoint's. None: what the model's length leaves."""
+    def default_max_tokens(self, defaults: Mapping[str, Any]) -> int | None:
+        """The max_tokens of rows that have none: the checkpoint's. None: the rest of the model's length."""
         most: int | None = defaults.get("max_tokens")
         return most
 
     def num_prompt_logprobs(self) -> int | None:
-        """SamplingParams' prompt_logprobs."""
         return self.prompt_logprobs
 
     @abstractmethod
-    def num_logprobs(self) -> int | None:
-        """SamplingParams' logprobs."""
+    def num_logprobs(self) -> int | None: ...
 
 
 def number_of(value: Any) -> float:
@@ -374,7 +409,3 @@ def number_of(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{shown(value)} is not a number")
     return float(value)
-
-
-def _is_same(value: Any, item: Any) -> bool:
-    return value is item or (type(value) is type(item) and value == item)

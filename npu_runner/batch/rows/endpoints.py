@@ -1,26 +1,30 @@
-"""The endpoints: the body that reads the rows of each, and the form that writes and reads its answers.
+"""The endpoints, and readers of their answers: the texts and cells of a response's body, and the flaws of a result row.
 
-Every reader of answers (report, summary, table, merge) asks here, so an endpoint that is added is known to all.
+A new endpoint is added here alone. An answer is whole if it is not cut off, is no repetition and is not unparsed. Knows
+nothing of files.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from npu_runner.batch.rows.chat import ChatBody, ChatForm
 from npu_runner.batch.rows.completions import CompletionBody, CompletionForm
-from npu_runner.batch.rows.endpoint import AnswerForm, RowBody
-from npu_runner.batch.rows.openai_response import FAULTS, has_failed
+from npu_runner.batch.rows.endpoint import AnswerForm, RowBody, asks_for_json
+from npu_runner.batch.rows.flaw import WHOLE, Flaw
+from npu_runner.batch.rows.openai_response import FAULTS, UNPARSED, has_failed, is_json
 from npu_runner.batch.rows.pooled import ClassifyBody, ClassifyForm, EmbeddingBody, EmbeddingForm
 from npu_runner.batch.rows.scores import RerankBody, RerankForm, ScoreBody, ScoreForm
+from npu_runner.request.outputs import REPETITION_DETECTED
 
 Items = list[dict[str, Any]]
 _INT64 = range(-(2**63), 2**63)
 
 
 class Endpoint(NamedTuple):
-    """How a request is read, and how its answer is written and read again."""
+    """`body` reads a request. `form` writes its answer and reads it again."""
 
     body: type[RowBody]
     form: type[AnswerForm]
@@ -86,3 +90,36 @@ def _whole(value: Any) -> int | None:
     if value is not None and (type(value) is not int or value not in _INT64):
         raise TypeError(f"{value!r:.40} is not a whole number of 64 bits")
     return value
+
+
+def flaws_of(answer: Mapping[str, Any]) -> Flaw:
+    """The flaws of a result row, as its line tells them."""
+    if has_failed(answer):
+        return Flaw.ERRORS
+    with contextlib.suppress(*FAULTS):  # this version does not know such an answer
+        body = answer["response"]["body"]
+        # A choice at its limit of tokens is cut off, unless the limit stopped a repetition.
+        are_repetitions = {choice.get("stop_reason") == REPETITION_DETECTED for choice in body.get("choices", ())
+                           if choice["finish_reason"] == "length"}
+        return Flaw(Flaw.CUT_OFF * (False in are_repetitions) | Flaw.REPETITION * (True in are_repetitions)
+                    | Flaw.UNPARSED * (UNPARSED in body))
+    return WHOLE
+
+
+def flaws_of_row(request: Mapping[str, Any], answer: Mapping[str, Any], *, has_rule_of_job: bool) -> Flaw:
+    """The same, of an answer that an earlier version may have written: its line does not say that it is unparsed, but
+    the request and the text do. An echo of token ids cannot be told from the text.
+
+    `has_rule_of_job`: the job has a schema for rows without a rule of their own.
+    """
+    flaws, question = flaws_of(answer), request.get("body")
+    if flaws & (Flaw.ERRORS | Flaw.UNPARSED) or not isinstance(question, dict):
+        return flaws
+    with contextlib.suppress(*FAULTS):  # as in flaws_of
+        body = answer["response"]["body"]
+        if not body.get("choices") or not asks_for_json(question, has_rule_of_job=has_rule_of_job):
+            return flaws
+        echo = question["prompt"] if question.get("echo") else ""
+        if isinstance(echo, str) and not all(is_json(text.removeprefix(echo)) for text in texts_of(body)):
+            return flaws | Flaw.UNPARSED
+    return flaws

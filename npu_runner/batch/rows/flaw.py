@@ -1,4 +1,4 @@
-"""The kinds of result rows that are no whole answers. Imports nothing: options name them."""
+"""The reasons why a result row is no whole answer. Imports nothing: options name them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ class Flaw(enum.IntFlag):
     """A completion ended because it repeated itself."""
     UNPARSED = 8
     """A rule asked for JSON, and a completion is none."""
-
-    @classmethod
-    def where(cls, *, cut_off: bool, repetition: bool, unparsed: bool) -> Flaw:
-        """The flaws of an answer."""
-        return cls(cls.CUT_OFF * cut_off | cls.REPETITION * repetition | cls.UNPARSED * unparsed)
 
     @classmethod
     def parse(cls, names: Iterable[str]) -> Flaw:

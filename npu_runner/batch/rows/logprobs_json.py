@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.request.logprobs import CompactLogprobs, Describe, Logprob, PositionLogprobs, PromptLogprobs
+from npu_runner.request.logprobs import CompactLogprobs, Describe, PositionLogprobs, PromptLogprobs
 
-# What OpenAI sends for minus infinity, which JSON cannot say.
+# OpenAI sends it for minus infinity, which JSON cannot spell.
 LOWEST_LOGPROB = -9999.0
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CACHED_TOKENS = 1 << 14  # of some 400 bytes each
@@ -26,7 +26,7 @@ _AroundValue = Callable[[int], tuple[str, str]]
 
 
 def to_json(value: Any) -> str:
-    """JSON as all rows have it: nothing escaped that need not be, no spaces."""
+    """The JSON of all rows: only necessary escapes, no spaces."""
     return _ENCODER.encode(value)
 
 
@@ -41,22 +41,21 @@ def encoded(text: str) -> bytes:
 
 
 class LogprobsJson:
-    """The log probabilities of one row's completions; what it learns of a token serves all of them."""
+    """The log probabilities of one row's completions. The text of a token is made once for all of them."""
 
     def __init__(self) -> None:
         self._around_value: dict[Describe, _AroundValue] = {}
 
     def positions(self, logprobs: Sequence[PositionLogprobs]) -> Iterator[str]:
         """The JSON of one position after the other."""
-        if not isinstance(logprobs, CompactLogprobs):
-            return (to_json(_position(position)) for position in logprobs)
+        assert isinstance(logprobs, CompactLogprobs), "an engine keeps log probabilities as numbers"
         around_value = self._around_value.get(logprobs.describe)
         if around_value is None:
             around_value = self._around_value[logprobs.describe] = _around_value(logprobs.describe)
         values = logprobs.logprobs.astype(np.float64)
         values = np.where(np.isfinite(values), values, LOWEST_LOGPROB).clip(min=LOWEST_LOGPROB)
         return (
-            _position_of_numbers(ids.tolist(), floats.tolist(), around_value)
+            _position(ids.tolist(), floats.tolist(), around_value)
             for ids, floats in zip(logprobs.ids, values, strict=True)
         )
 
@@ -79,12 +78,12 @@ def _by_token_id(position: PositionLogprobs) -> dict[str, dict[str, Any]]:
 
 
 def finite(logprob: float) -> float:
-    """What JSON can say of it."""
+    """The nearest number that JSON can spell."""
     return logprob if LOWEST_LOGPROB <= logprob < math.inf else LOWEST_LOGPROB
 
 
-def _position_of_numbers(ids: list[int], values: list[float], around_value: _AroundValue) -> str:
-    """What to_json(_position(...)) gives; the sampled token comes first."""
+def _position(ids: list[int], values: list[float], around_value: _AroundValue) -> str:
+    """The sampled token comes first."""
     sampled, *top = [
         f"{before}{value!r}{behind}" for (before, behind), value in zip(map(around_value, ids), values, strict=True)
     ]
@@ -100,12 +99,3 @@ def _around_value(describe: Describe) -> _AroundValue:
         return f'{{"token":{to_json(token)},"logprob":', f',"bytes":[{",".join(map(str, token_bytes))}]'
 
     return around_value
-
-
-def _position(position: PositionLogprobs) -> dict[str, Any]:
-    return {**_token(position.sampled), "top_logprobs": [_token(token) for token in position.top]}
-
-
-def _token(token: Logprob) -> dict[str, Any]:
-    logprob = token.logprob if math.isfinite(token.logprob) else LOWEST_LOGPROB
-    return {"token": token.token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.token_bytes)}

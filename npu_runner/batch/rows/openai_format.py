@@ -1,6 +1,6 @@
-"""Reads rows of OpenAI's batch format: the fields that every row has, and what a wrong one is called.
+"""Reads rows of OpenAI's batch format: the fields that every row has, and the name of a wrong one.
 
-What may stand in a body is its endpoint's to say. Knows nothing of files, images, tokens or the engine.
+The endpoint knows the fields of a body. Knows nothing of files, images, tokens or the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Envelope(Strict):
 
 
 def read_json(line: bytes) -> dict[str, Any]:
-    """The row as a JSON object. Raises RequestError for anything else, and for one too large to be parsed."""
+    """The row as a JSON object. Raises RequestError for any other row, and for one too large to be parsed."""
     check_shape(line)
     try:
         row = parse_json(line.decode("utf-8"))
@@ -40,8 +40,8 @@ def read_json(line: bytes) -> dict[str, Any]:
 
 
 def refuse_half_characters(line: bytes, row: dict[str, Any]) -> None:
-    """JSON can spell half a surrogate pair, which is no text: no tokenizer takes it and no file can hold it. Metadata
-    may have one, because it goes to neither."""
+    """Raises RequestError for half a surrogate pair, which JSON can spell: no tokenizer accepts it and no file can hold
+    it. Metadata may have one, because it goes to neither."""
     if b"\\ud" not in line and b"\\uD" not in line:
         return
     body = row.get("body")
@@ -87,18 +87,19 @@ def _first_error(error: ValidationError, model: type[Strict]) -> RequestError:
         return RequestError(f"{path}: unknown field{_hint(first['loc'], model)}", "unknown_parameter", path)
     if kind == "missing":
         return RequestError(f"{path}: missing", "missing_required_parameter", path)
-    what = "Input should be an object" if kind == "model_type" else first["msg"].removeprefix("Value error, ")
+    reason = "Input should be an object" if kind == "model_type" else first["msg"].removeprefix("Value error, ")
     code = "invalid_type" if kind.endswith("_type") else kind if kind.startswith("unknown_") else "invalid_value"
-    return RequestError(f"{path}: {what}, but it is {shown(first['input'])}", code, path)
+    return RequestError(f"{path}: {reason}, but it is {shown(first['input'])}", code, path)
 
 
 def _hint(location: tuple[int | str, ...], model: type[Strict]) -> str:
-    """What may have been meant by a field that is unknown there."""
+    """A remedy for a field that is unknown there."""
     name = str(location[-1])[:60]
     elsewhere = [url for url, endpoint in ENDPOINTS.items() if name in _names_of(endpoint.body)]
     if len(location) == 1 and elsewhere:
         return "; it goes into body" if model is _Envelope else f"; {elsewhere[0]} has it"
-    known = _names_of(model) if len(location) == 1 else {name for kind in _parts() for name in _names_of(kind)}
+    parts = [kind for kind in Strict.__subclasses__() if not issubclass(kind, (RowBody, AnswerRules, _Envelope))]
+    known = _names_of(model) if len(location) == 1 else {name for part in parts for name in _names_of(part)}
     near = difflib.get_close_matches(name, sorted(known), n=3)
     return f"; did you mean {', '.join(near)}?" if near else ""
 
@@ -107,13 +108,7 @@ def _names_of(model: type[Strict]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
-def _parts() -> list[type[Strict]]:
-    """What stands in bodies."""
-    return [kind for kind in Strict.__subclasses__() if not issubclass(kind, (RowBody, AnswerRules, _Envelope))]
-
-
 def _path(location: tuple[int | str, ...]) -> str:
     """As OpenAI names parameters: messages[0].content, relative to the body."""
     names = [item if isinstance(item, int) else item[:60] for item in location if not str(item).startswith("<")]
-    path = "".join(f"[{item}]" if isinstance(item, int) else f".{item}" for item in names).lstrip(".")
-    return path
+    return "".join(f"[{item}]" if isinstance(item, int) else f".{item}" for item in names).lstrip(".")

@@ -1,4 +1,4 @@
-"""Writes rows of OpenAI's batch result format, and says what one that was written holds. Knows nothing of files, images
+"""Writes rows of OpenAI's batch result format, and reads their names, errors and texts. Knows nothing of files, images
 or how an answer came about.
 
 A row's bytes follow from the request, the answer and the job's manifest alone: no clock, no counter, no chance.
@@ -10,18 +10,17 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import AnswerForm, AnswerRow
-from npu_runner.batch.rows.input_row import row_key
 from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, to_json, write_prompt_logprobs
-from npu_runner.batch.rows.shape import check_shape, parse_json
-from npu_runner.errors import RequestError
-from npu_runner.request.outputs import REPETITION_DETECTED, RequestOutput
+from npu_runner.batch.rows.shape import check_shape, parse_json, row_key
+from npu_runner.errors import RequestError, ServerError
+from npu_runner.request.outputs import RequestOutput
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
-"""Codes of completions that were given up for what was asked for."""
+"""Codes of completions that were given up by the fault of their request."""
 _SERVED_FINISH_REASONS = ("stop", "length")
 UNPARSED = "unparsed"
 """A member of an answer's body, true where a rule asked for JSON and a completion is none; else it is not there."""
@@ -29,47 +28,37 @@ UNPARSED = "unparsed"
 
 @dataclass(frozen=True, kw_only=True)
 class JobStamp:
-    """What all answers of one job have in common; kept in the manifest."""
+    """The values that all answers of a job share; the manifest holds them."""
 
     created: int
     """Unix time at which the job was first started."""
     system_fingerprint: str
     model_name: str
-    """Stands in for rows that name no model."""
+    """It stands in for rows that name no model."""
     splits_reasoning: bool = False
-    """What a model thinks first is a field of its own, and counted."""
+    """The reasoning of an answer is a field of its own, and counted."""
     with_cached_tokens: bool = False
     """Report prefix-cache hits per row. They depend on what ran before, so rows no longer follow from the request."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowError:
-    """Why a row has no answer. `status_code`: 400 the caller's fault, 500 ours."""
-
-    code: str
-    message: str
-    param: str | None = None
-    status_code: int = 400
-
-
-def why_unanswered(output: RequestOutput, form: AnswerForm | None = None) -> RowError | None:
-    """The error of a request of which the engine gave a completion up; None if all of them are answers. `form`: names
-    the prompt that it is of, if there are several."""
+def why_unanswered(output: RequestOutput, form: AnswerForm | None = None) -> RequestError | None:
+    """The error of a request of which the engine gave a completion up; None if all of them are answers. `form` names
+    the prompt of that completion, if there are several."""
     lost = next((item for item in output.completions if item.finish_reason not in _SERVED_FINISH_REASONS), None)
     if lost is None:
         return None
     code = lost.error_code or ("generation_aborted" if lost.finish_reason == "abort" else "generation_failed")
     message = lost.error or f"completion {lost.index} ended with finish_reason {lost.finish_reason}"
-    error = RowError(code=code, message=message, status_code=400 if code in _CALLERS_FAULTS else 500)
-    return error if form is None else placed(error, form, lost.index)
+    kind = RequestError if code in _CALLERS_FAULTS else ServerError
+    return placed(kind(message, code), form, lost.index)
 
 
-def placed(error: RowError, form: AnswerForm, index: int | None) -> RowError:
+def placed(error: RequestError, form: AnswerForm | None, index: int | None) -> RequestError:
     """The error of prompt `index` of a row, with the field that this stands in, if there are several."""
-    if index is None or index >= len(form.places):
+    if form is None or index is None or index >= len(form.places):
         return error
     where = form.places[index]
-    return replace(error, message=f"{where}: {error.message}", param=where)
+    return type(error)(f"{where}: {error.message}", error.code, where)
 
 
 def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp,
@@ -77,12 +66,8 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     """The result row of a request that was answered. `form`: how its endpoint writes a completion. `is_unparsed`: a
     rule asked for JSON, and a completion is none."""
     digest = row_digest(custom_id)
-    start = {
-        **({"id": f"{form.id_prefix}{digest}"} if form.id_prefix is not None else {}),
-        **({"object": form.object} if form.object is not None else {}),
-        **({"created": stamp.created} if form.has_created else {}),
-        "model": form.model or stamp.model_name,
-    }
+    head = {"id": form.id_prefix and f"{form.id_prefix}{digest}", "object": form.object,
+            "created": stamp.created if form.has_created else None, "model": form.model or stamp.model_name}
     end: dict[str, Any] = {"usage": _usage(output, form, stamp)}
     if form.has_text:
         end["system_fingerprint"] = stamp.system_fingerprint
@@ -93,7 +78,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
                     splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
     row.write(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response"))
     row.write(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body"))
-    row.write(opened(start, form.list_name) + "[")
+    row.write(opened({name: value for name, value in head.items() if value is not None}, form.list_name) + "[")
     for number, completion in enumerate(form.in_order(output.completions)):
         row.write("," if number else "")
         form.write_choice(completion, row)
@@ -134,22 +119,8 @@ def key_of_answer(answer: Mapping[str, Any]) -> bytes:
     return row_key(custom_id, line)
 
 
-def is_cut_off(body: Mapping[str, Any]) -> bool:
-    """Whether, of an answer that was written, a completion ended at its limit of tokens."""
-    return any(choice["finish_reason"] == "length" and not _is_repetition(choice) for choice in body.get("choices", ()))
-
-
-def is_repetition(body: Mapping[str, Any]) -> bool:
-    """Whether, of an answer that was written, a completion ended because it repeated itself."""
-    return any(map(_is_repetition, body.get("choices", ())))
-
-
-def _is_repetition(choice: Mapping[str, Any]) -> bool:
-    return choice["finish_reason"] == "length" and choice.get("stop_reason") == REPETITION_DETECTED
-
-
 def object_in(text: str, *, is_strict: bool = False) -> dict[str, Any] | None:
-    """The JSON object that an answer's text is; None: it is none. `is_strict`: nor is one with NaN or infinity."""
+    """The JSON object of an answer's text; None: the text is none. `is_strict`: nor is one with NaN or infinity."""
     if not text.lstrip().startswith("{"):
         return None
     try:
@@ -165,7 +136,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def name_of_answer(answer: Mapping[str, Any]) -> str:
-    """As a report calls it: a row without a usable custom_id is known by its line."""
+    """The name of a row in a report: one without a usable custom_id is known by its line."""
     custom_id: str | None = answer["custom_id"]
     return f"line {answer['error']['line']}" if custom_id is None else custom_id
 
@@ -183,7 +154,7 @@ def is_as_expected(answer: str, expected: str) -> bool:
     return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
 
 
-def error_row(error: RowError, *, custom_id: str | None, line: int) -> bytes:
+def error_row(error: RequestError, *, custom_id: str | None, line: int) -> bytes:
     """The result row of a request without an answer. `line`: where it stands in the input, from 1."""
     digest = row_digest(custom_id if custom_id is not None else f"\0line {line}")
     kind = "invalid_request_error" if error.status_code == 400 else "server_error"

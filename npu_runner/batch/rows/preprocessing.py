@@ -1,4 +1,4 @@
-"""Turns one row of the input into a prompt and its settings, or into the error it deserves. Runs in worker processes.
+"""Turns one row of the input into a prompt and its settings, or into an error. Runs in worker processes.
 
 Imports neither torch nor transformers, which would cost each worker seconds and gigabytes.
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npu_runner.batch.rows.endpoint import Prompts
-from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
-from npu_runner.batch.rows.shape import name_of
+from npu_runner.batch.rows.shape import RowSource, name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
@@ -25,7 +24,7 @@ from npu_runner.serving.replica import RawRow
 
 @dataclass(frozen=True, kw_only=True)
 class RowPreprocessor:
-    """What every row of a job is prepared with. Picklable."""
+    """Prepares the rows of a job. Picklable."""
 
     source: RowSource
     processor: ChatProcessor
@@ -35,12 +34,12 @@ class RowPreprocessor:
     max_row_bytes: int = LIMITS.max_row_bytes
 
     def __call__(self, row: RawRow) -> Prepared:
-        """Raises JobError when the row is not the one any more that the job began with."""
+        """Raises JobError when the row has changed since the job started."""
         if row.num_bytes > self.max_row_bytes:
             message = f"the row has {row.num_bytes} bytes, at most {self.max_row_bytes} are allowed (max_row_bytes)"
             return self.failed(row, RequestError(message, "row_too_long"))
         line = self.source.read(row)
-        # The name is settled before the row is parsed: whatever comes out of that, this is the row that it is said of.
+        # The name is known before the row is parsed, so that an error names its row.
         custom_id = name_of(line)
         try:
             return self._prepare(row, line, custom_id)
@@ -48,7 +47,7 @@ class RowPreprocessor:
             return Prepared(number=row.number, line=row.line, name=custom_id, error=error)
 
     def failed(self, row: RawRow, error: RequestError) -> Prepared:
-        """A row that could not be parsed; its name is looked for nevertheless."""
+        """A row that could not be parsed; its name is searched for nevertheless."""
         return Prepared(number=row.number, line=row.line, name=self.source.name(row), error=error)
 
     def _prepare(self, row: RawRow, line: bytes, custom_id: str | None) -> Prepared:

@@ -1,7 +1,7 @@
 """Reads bodies of /v1/score and /v1/rerank and writes their answers, as vLLM has them. A row is many prompts, one for
-each document, that begin with the same query. No files here.
+each document, that start with the same query.
 
-Knows nothing of tokens, templates or of how a score is made.
+Knows nothing of files, tokens, templates or of how a score is made.
 """
 
 from __future__ import annotations
@@ -12,26 +12,40 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from npu_runner.batch.rows.chat import Part
-from npu_runner.batch.rows.endpoint import AS_JSON, AnswerForm, AnswerRow, Prompts, RowBody, Strict, number_of
+from npu_runner.batch.rows.endpoint import (
+    AS_JSON,
+    OWN_TOKENS,
+    AnswerForm,
+    AnswerRow,
+    PooledForm,
+    Prompts,
+    RowBody,
+    Strict,
+    Unserved,
+    by_tag,
+    number_of,
+    pooled_values,
+    type_tag,
+)
 from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import Addresses, MediaRules
-from npu_runner.prompts.pair_prompts import Side, parse_side
+from npu_runner.prompts.pair_prompts import parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.vision_prompts import Known
-from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
+from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput, sigmoid_score
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 
 _PAIRS = (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "items"))
-"""What the two sides of /v1/score are called; of each row one pair of names."""
+"""The names of the two sides of /v1/score. A row has one pair of them."""
 _TOKEN_BYTES = 8
 _DATA_SHOWN = "data:..."
-"""Stands for a data: URL in an answer that repeats a document."""
+"""It stands for a data: URL in an answer that repeats a document."""
 
 
 class Parts(Strict):
@@ -40,44 +54,30 @@ class Parts(Strict):
     content: list[Part] = Field(min_length=1)
 
 
-def _tag_of_input(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, dict) else None
-
-
 Input = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<parts>")],
-    Discriminator(
-        _tag_of_input, custom_error_type="input_type",
-        custom_error_message='text or an object {"content": parts} is needed'),
+    Annotated[str, Tag("<str>")] | Annotated[Parts, Tag("<dict>")],
+    by_tag(type_tag, "input_type", 'text or an object {"content": parts} is needed'),
+    AS_JSON,
+]
+Inputs = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[Parts, Tag("<dict>")] | Annotated[list[Input], Tag("<list>")],
+    by_tag(lambda value: None if value == [] else type_tag(value), "inputs_type",
+           'text, an object {"content": parts} or a list of these is needed'),
     AS_JSON,
 ]
 
 
-def _tag_of_inputs(value: Any) -> str | None:
-    return "<several>" if isinstance(value, list) and value else "<one>" if isinstance(value, (str, dict)) else None
-
-
-Inputs = Annotated[
-    Annotated[Input, Tag("<one>")] | Annotated[list[Input], Tag("<several>")],
-    Discriminator(
-        _tag_of_inputs, custom_error_type="inputs_type",
-        custom_error_message='text, an object {"content": parts} or a list of these is needed'),
-]
-
-
 class PairBody(RowBody):
-    """What both endpoints have. None means: not asked for."""
+    """The fields of both endpoints. None: the row does not set the field."""
 
     task: ClassVar[str] = "score"
     sides: ClassVar[tuple[str, ...]]
     """The fields that hold queries and documents."""
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (), "cache_salt": (), "max_tokens_per_doc": (0,), "max_tokens_per_query": (0,),
-        "padding": ("do_not_pad",), "priority": (0,), "softmax": (), "truncation_side": ("right",)}
-    instead: ClassVar[Mapping[str, str]] = {
-        "add_special_tokens": "; they are added as the checkpoint's own tokenizer and processor do",
-        "max_tokens_per_doc": "; truncate_prompt_tokens leaves out the end of a document",
-    }
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        "add_special_tokens": OWN_TOKENS, "cache_salt": Unserved(), "max_tokens_per_query": Unserved(0),
+        "max_tokens_per_doc": Unserved(0, instead="truncate_prompt_tokens leaves out the end of a document"),
+        "padding": Unserved("do_not_pad"), "priority": Unserved(0), "softmax": Unserved(),
+        "truncation_side": Unserved("right")}
 
     instruction: str | None = None
     raw: bool | None = None
@@ -88,11 +88,8 @@ class PairBody(RowBody):
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         super().check_counts(body)
-        if isinstance(kwargs := body.get("chat_template_kwargs"), dict):
-            plain_template_kwargs(kwargs)
         for name in cls.sides:
-            given = body.get(name)
-            inputs = given if isinstance(given, list) else [given]
+            inputs = _as_list(body.get(name))
             check_count(name, "entries", inputs, LIMITS.max_documents)
             contents = [each.get("content") for each in inputs if isinstance(each, dict)]
             num_parts = sum(len(content) for content in contents if isinstance(content, list))
@@ -116,71 +113,64 @@ class PairBody(RowBody):
 
     def prompts(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams, queries: list[Located],
                 documents: list[Located]) -> tuple[PromptInputs, ...]:
-        """One for each document; one query is for all of them. Raises RequestError naming what cannot be served."""
+        """One prompt for each document; one query is for all of them. Raises RequestError naming the field."""
+        assert processor.pairs is not None, "the task was checked before"
         addresses = Addresses(media)
-        parsed = [parse_side(side.given, side.where, processor.media_limits, addresses)
+        parsed = [parse_side(side.value, side.where, processor.media_limits, addresses)
                   for side in (*queries, *documents)]
         addresses.check_sizes(documents[-1].where.partition("[")[0])
-        asked, shown = parsed[: len(queries)], parsed[len(queries) :]
-        asked = asked * len(shown) if len(asked) == 1 else asked
-        return tuple(self._prompts(processor, params, list(zip(asked, shown, strict=True)), documents))
-
-    def _prompts(self, processor: ChatProcessor, params: PoolingParams, pairs: list[tuple[Side, Side]],
-                 documents: list[Located]) -> list[PromptInputs]:
-        assert processor.pairs is not None, "the task was checked before"
         most = processor.most_prompt_tokens(params)
         known: Known = {}
         prompts: list[PromptInputs] = []
         num_bytes = 0
-        for (query, shown), where in zip(pairs, (side.where for side in documents), strict=True):
+        for number, (_, where) in enumerate(documents):
             num_known = len(known)
+            query, document = parsed[number if len(queries) > 1 else 0], parsed[len(queries) + number]
             try:
                 prompt = processor.pairs(
-                    query, shown, instruction=self.instruction, chat_template_kwargs=self.chat_template_kwargs,
+                    query, document, instruction=self.instruction, chat_template_kwargs=self.chat_template_kwargs,
                     truncate_prompt_tokens=most, mm_processor_kwargs=self.mm_processor_kwargs, known=known)
             except RequestError as error:
-                raise _of_document(error, where) from error
+                if error.param not in (None, "messages", "truncate_prompt_tokens"):
+                    raise  # it names a field of the row already
+                raise RequestError(f"{where}: {error.message}", error.code, where) from error
             prompts.append(prompt)
             new = list(known.values())[num_known:]
             num_bytes += _TOKEN_BYTES * len(prompt.token_ids)
             num_bytes += sum(item.image.pixels_HWC.nbytes for items in new for item in items)
             check_count(where, "bytes with those before it, once they are prepared,", num_bytes,
                         LIMITS.max_pairs_bytes)
-        return prompts
-
-
-def _of_document(error: RequestError, where: str) -> RequestError:
-    """An error that names a field of the row already stays as it is."""
-    if error.param not in (None, "messages", "truncate_prompt_tokens"):
-        return error
-    return RequestError(f"{where}: {error.message}", error.code, where)
+        return tuple(prompts)
 
 
 class Located(NamedTuple):
     """A query or a document, as JSON, and the field that it stands in."""
 
-    given: Any
+    value: Any
     where: str
 
 
-def _located(given: Any, name: str) -> list[Located]:
-    if not isinstance(given, list):
-        return [Located(given, name)]
-    return [Located(each, f"{name}[{number}]") for number, each in enumerate(given)]
+def _located(value: Any, name: str) -> list[Located]:
+    if not isinstance(value, list):
+        return [Located(value, name)]
+    return [Located(each, f"{name}[{number}]") for number, each in enumerate(value)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def sides_of(body: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
     """The queries and documents of any body, as messages whose role is the field; `most` at most, for people to read.
     """
     names = dict.fromkeys((*RerankBody.sides, *ScoreBody.sides))
-    given = [(name, each) for name in names if (value := body.get(name)) is not None
-             for each in (value if isinstance(value, list) else [value])]
+    sides = [(name, each) for name in names if body.get(name) is not None for each in _as_list(body[name])]
     return [{"role": name, "content": each.get("content") if isinstance(each, dict) else each}
-            for name, each in given[:most]]
+            for name, each in sides[:most]]
 
 
 class ScoreBody(PairBody):
-    """The score request, as far as it is served. None means: not asked for."""
+    """The score request, as far as it is served. None: the row does not set the field."""
 
     sides: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(name for pair in _PAIRS for name in pair))
 
@@ -195,15 +185,15 @@ class ScoreBody(PairBody):
     @classmethod
     def refuse_unserved(cls, body: dict[str, Any]) -> None:
         super().refuse_unserved(body)
-        given = {name for name in cls.sides if body.get(name) is not None}
-        if not any(given == set(pair) for pair in _PAIRS):
-            near = next((pair for pair in _PAIRS if given <= set(pair)), None)
-            missing = next((name for name in near or () if name not in given), None)
+        names = {name for name in cls.sides if body.get(name) is not None}
+        if not any(names == set(pair) for pair in _PAIRS):
+            near = next((pair for pair in _PAIRS if names <= set(pair)), None)
+            missing = next((name for name in near or () if name not in names), None)
             if missing is not None:
-                raise RequestError(f"{missing}: missing; a row has a query and what it is compared with",
+                raise RequestError(f"{missing}: missing; a row has a query and the documents to compare it with",
                                    "missing_required_parameter", missing)
-            wrong = sorted(given)[-1]
-            raise RequestError(f"{wrong}: does not go with {', '.join(sorted(given - {wrong}))}; give one of "
+            wrong = sorted(names)[-1]
+            raise RequestError(f"{wrong}: does not go with {', '.join(sorted(names - {wrong}))}; give one of "
                                + "; ".join(" and ".join(pair) for pair in _PAIRS), "invalid_value", wrong)
 
     def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
@@ -229,7 +219,7 @@ class RerankBody(PairBody):
     def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
         documents = _located(self.documents, "documents")
         prompts = self.prompts(processor, media, params, [Located(self.query, "query")], documents)
-        repeated = None if self.return_documents is False else tuple(_repeated(side.given) for side in documents)
+        repeated = None if self.return_documents is False else tuple(_repeated(side.value) for side in documents)
         return prompts, RerankForm(model=self.model, is_raw=self.is_raw, places=_places(documents),
                                    top_n=self.top_n or None, documents=repeated)
 
@@ -251,10 +241,9 @@ def _repeated(document: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairForm(AnswerForm):
-    """A list of scores. `is_raw`: differences of logits."""
+class PairForm(PooledForm):
+    """A list of scores. `is_raw`: they are differences of logits."""
 
-    has_text: ClassVar[bool] = False
     is_compared: ClassVar[bool] = False
 
     is_raw: bool = False
@@ -266,7 +255,7 @@ class PairForm(AnswerForm):
 
     @abstractmethod
     def entry(self, index: int, score: float) -> dict[str, Any]:
-        """One document's."""
+        """The item of one document."""
 
     @classmethod
     def text_of(cls, item: Mapping[str, Any]) -> str:
@@ -278,17 +267,14 @@ class PairForm(AnswerForm):
 
 
 def _difference(completion: CompletionOutput) -> float:
-    assert completion.pooled is not None, "a request for scores that ended well has them"
-    return float(completion.pooled[0])
+    return float(pooled_values(completion)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreForm(PairForm):
-    """In the order of the documents."""
+    """The scores stand in the order of the documents."""
 
     id_prefix: ClassVar[str] = "score-"
-    object: ClassVar[str] = "list"
-    list_name: ClassVar[str] = "data"
     item_name: ClassVar[str] = "score"
 
     def entry(self, index: int, score: float) -> dict[str, Any]:
@@ -297,9 +283,10 @@ class ScoreForm(PairForm):
 
 @dataclass(frozen=True, kw_only=True)
 class RerankForm(PairForm):
-    """The best documents first. `top_n`: so many at most; `documents`: repeated beside their scores."""
+    """The best documents come first. `top_n`: most documents; None: all. `documents` stand beside their scores."""
 
     id_prefix: ClassVar[str] = "rerank-"
+    object: ClassVar[str | None] = None
     list_name: ClassVar[str] = "results"
     item_name: ClassVar[str] = "relevance_score"
     has_created: ClassVar[bool] = False

@@ -1,29 +1,34 @@
-"""A row before anything is made of it: how deep and how large its JSON is, and what the row is called.
+"""A row as bytes: where it is read, how deep and how large its JSON is, and the name by which it is known.
 
-Works on bytes, a piece at a time and without recursion, so it takes the same small memory for every row and finds the
-same in every process, however deep in its stack. Knows nothing of what a row asks for.
+Works a piece at a time and without recursion, so it needs the same small memory for every row and gives the same result
+in every process, however deep in its stack. Knows nothing of what a row asks for.
 
 Shapes: C characters of a piece.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS
+from npu_runner.serving.replica import RawRow
 
+KEY_BYTES = 16
+CHECKSUM_BYTES = 8
 PIECE_BYTES = 1 << 20
 """Rows are read in pieces of this size; one that is a single piece is read by the json module."""
 _MAX_TOP_BYTES = 64 << 10
 _QUOTE, _COMMA, _NESTED = ord('"'), ord(","), ord("0")
-_STEP = np.zeros(256, dtype=np.int8)  # what a byte outside of strings does to the depth
+_STEP = np.zeros(256, dtype=np.int8)  # the change of depth at each byte outside of strings
 _STEP[[ord("["), ord("{")]], _STEP[[ord("]"), ord("}")]] = 1, -1
 
 
@@ -45,7 +50,7 @@ def _whole_number(digits: str) -> int | float:
 
 @dataclass(frozen=True)
 class RowShape:
-    """`nesting`: most lists and objects inside each other; `num_values`: of the JSON, if it is JSON at all.
+    """`nesting`: most lists and objects inside each other; `num_values` of the JSON, if it is JSON at all.
 
     `top`: the row's outermost object with 0 for every value that is a list or an object; None: no whole object, or
     more than 64 KiB of it.
@@ -89,12 +94,12 @@ class ShapeReader:
             flat, piece = flat[:-1], piece[:-1]
         flat = flat.replace(b'\\"', b"__")
         if self._is_in_string and b'"' not in flat:
-            self._keep_top(piece if self._depth <= 1 else b"")
+            self._add_top(piece if self._depth <= 1 else b"")
         else:
             self._measure(np.frombuffer(flat, dtype=np.uint8), np.frombuffer(piece, dtype=np.uint8))
 
     def shape(self) -> RowShape:
-        """What was found, once all of the row is fed."""
+        """The shape, once all of the row is fed."""
         is_whole = not (self._depth or self._is_in_string or self._is_mismatched or self._rest)
         top = bytes(self._top) if is_whole and self._top is not None else None
         return RowShape(self._nesting, self._num_values, top)
@@ -111,27 +116,31 @@ class ShapeReader:
             self._nesting = max(self._nesting, int(depth_C.max()))
             self._is_mismatched |= int(depth_C.min()) < 0
             self._is_in_string, self._depth = bool(in_string_C[-1]), int(depth_C[-1])
-        self._keep_top(_outermost(text_C, depth_C, step_C))
+        self._add_top(_outermost(text_C, depth_C, step_C))
 
-    def _keep_top(self, found: bytes) -> None:
+    def _add_top(self, found: bytes) -> None:
         if self._top is not None:
             self._top += found
             if len(self._top) > _MAX_TOP_BYTES:
                 self._top = None
 
 
+def _pieces(row: bytes) -> Iterator[bytes]:
+    return (row[start : start + PIECE_BYTES] for start in range(0, len(row), PIECE_BYTES))
+
+
 def shape_of(row: bytes) -> RowShape:
     """The shape of a row that is in memory."""
     reader = ShapeReader()
-    for start in range(0, len(row), PIECE_BYTES):
-        reader.feed(row[start : start + PIECE_BYTES])
+    for piece in _pieces(row):
+        reader.feed(piece)
     return reader.shape()
 
 
 def check_shape(row: bytes) -> None:
-    """Refuse a row whose JSON is nested too deeply, or holds so many values that parsing it would fill the memory."""
+    """Refuse a row whose JSON is nested too deeply, or holds more values than the memory has room for."""
     num_containers = row.count(b"[") + row.count(b"{")
-    # Whatever stands in strings: it is no more than that. Nearly all rows end here.
+    # Characters in strings count as well, so this is an upper bound. Nearly all rows end here.
     if num_containers > LIMITS.max_nesting or num_containers + row.count(b",") >= LIMITS.max_json_values:
         shape_of(row).check()
 
@@ -139,7 +148,7 @@ def check_shape(row: bytes) -> None:
 class NameReader:
     """Finds the name of a row that comes in pieces: its custom_id, if it is an object that has a usable one.
 
-    A short row has to be JSON to have a name, a longer one only on its outermost level: nobody parses it for that.
+    A short row has to be JSON to have a name. A longer one is parsed on its outermost level alone.
     """
 
     def __init__(self) -> None:
@@ -168,11 +177,39 @@ class NameReader:
 
 
 def name_of(row: bytes) -> str | None:
-    """The name of a row that is in memory; the same that NameReader finds."""
+    """The name of a row that is in memory."""
+    return _name_in(_pieces(row))
+
+
+def _name_in(pieces: Iterator[bytes]) -> str | None:
     reader = NameReader()
-    for start in range(0, len(row), PIECE_BYTES):
-        reader.feed(row[start : start + PIECE_BYTES])
+    for piece in pieces:
+        reader.feed(piece)
     return reader.name()
+
+
+class RowSource(Protocol):
+    """Reads rows in any process of the job. Raises JobError when they are not what they were.
+
+    A row that waits is a RawRow, the place of its bytes. The process that prepares it reads them, and drops them.
+    """
+
+    @abstractmethod
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
+        """The row's bytes, in order, in pieces of bounded size."""
+
+    def read(self, row: RawRow) -> bytes:
+        return b"".join(self.pieces(row))
+
+    def name(self, row: RawRow) -> str | None:
+        """The row's custom_id; None: it is known by its line."""
+        return _name_in(self.pieces(row))
+
+
+def row_key(custom_id: str | None, line: int) -> bytes:
+    """Names a row in 16 bytes: by its custom_id or, without a usable one, by its line."""
+    name = f"line {line}" if custom_id is None else f"id {custom_id}"
+    return hashlib.blake2b(name.encode("utf-8"), digest_size=KEY_BYTES).digest()
 
 
 def _custom_id(text: bytes | None) -> str | None:
@@ -190,7 +227,7 @@ def _custom_id(text: bytes | None) -> str | None:
 
 
 def _outermost(text_C: np.ndarray, depth_C: np.ndarray, step_C: np.ndarray) -> bytes:
-    """What stands directly in the outermost object, and 0 for each list or object in it."""
+    """The bytes directly in the outermost object, and 0 for each list or object in it."""
     begins_C = (step_C == 1) & (depth_C == 2)
     ends_C = (step_C == -1) & (depth_C == 1)
     places = np.flatnonzero(((depth_C <= 1) & ~ends_C) | begins_C)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from npu_runner.errors import JobError, RequestError
+from npu_runner.errors import JobError, ServerError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.processes.child import Child, describe_exit
@@ -34,7 +34,7 @@ _PATIENCE_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 86_400.0
 
 
-class WorkerFailure(RequestError):
+class WorkerFailure(ServerError):
     """A task has no result, by no fault of its caller. `code`: preprocessing_crashed, preprocessing_timeout,
     preprocessing_out_of_memory or internal_error."""
 
