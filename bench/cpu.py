@@ -1,7 +1,7 @@
 """shapes-vl on the CPU: our batch job beside transformers' generate, our ways in beside each other, and decode steps.
 
-Engines: `job` (npu-runner batch), `transformers-1` and `transformers-batched` (one row at a time, and padded batches),
-`chat` and `stream` (LLM.chat), `ray` (Ray Data with one actor that has all cores).
+Engines: `job` (npu-runner batch), `transformers-1` and `transformers-batched` (one row at a time, and padded batches of
+32), `chat` and `stream` (LLM.chat), `ray` (Ray Data with one actor that has all cores and gets all rows at once).
 Questions: `mixed`, every kind as the demo asks them, whose answers are short (the vision tower and prefill dominate);
 `describe`, whose answers are sentences (decoding dominates); by name only `text`, no image at all.
 
@@ -38,7 +38,6 @@ from typing import Any
 from bench.common import (
     SHAPES_VL,
     PeakMemory,
-    commit,
     in_turn,
     make_parser,
     measure_head_start,
@@ -50,28 +49,25 @@ from bench.common import (
     start_child,
 )
 from npu_runner.ray_data import LLMPredictor
-from scripts.shapes.drawing import DEMO_SEEDS, Example, draw_example, text_question
+from scripts.shapes.drawing import DEMO_SEEDS, Example, draw_example
+from scripts.shapes.questions import text_question
 
-MAX_TOKENS = 96
+MAX_TOKENS, BATCH_SIZE = 96, 32
 DEFAULT_ENGINES = ("job", "transformers-1", "transformers-batched")
 ENGINES = (*DEFAULT_ENGINES, "chat", "stream", "ray")
 HEAD_START, CALLS, STEPS = "head-start", "calls", "steps"
 NUM_CALLS, NUM_STEPS = 40, 32
+NUM_ROWS, SHORT, LONG = 200, 30, 3900
+"""Rows of --steps, and the tokens of its prompts."""
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3)
+    parser = make_parser(__doc__, repeats=3, compares_trees=True)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(DEFAULT_ENGINES))
-    parser.add_argument("--no-peer", action="store_true", help="our job alone")
     parser.add_argument("--questions", choices=("mixed", "describe", "both", "text"), default="both")
     parser.add_argument("--num-pictures", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, help="of transformers' padded batches (default: 32); rows of one of "
-                        "Ray Data's batches (default: all)")
-    parser.add_argument("--against", type=Path, metavar="TREE", help="measure the npu_runner of this tree, too")
     parser.add_argument("--calls", action="store_true", help="milliseconds of short calls, in place of the engines")
     parser.add_argument("--steps", action="store_true", help="decode steps with long contexts, in place of the engines")
-    parser.add_argument("--rows", type=int, default=200, help="of --steps; its short prompts have 30 tokens")
-    parser.add_argument("--long", type=int, default=3900, help="of --steps: tokens of the long prompt")
     parser.add_argument("--child", choices=(*ENGINES, HEAD_START, CALLS, STEPS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -96,32 +92,29 @@ def trees(arguments: argparse.Namespace) -> dict[str, Path | None]:
 
 
 def measure_trees(arguments: argparse.Namespace, child: str) -> dict[str, list[Any]]:
-    def run(tree: Path | None, _: int) -> Any:
-        return _run(child, arguments, tree=tree)
-
-    return in_turn({f"{child}{suffix}": partial(run, tree) for suffix, tree in trees(arguments).items()},
+    return in_turn({f"{child}{suffix}": partial(_run, child, tree) for suffix, tree in trees(arguments).items()},
                    arguments.repeats)
 
 
-def _run(child: str, arguments: argparse.Namespace, *more: Any, tree: Path | None = None) -> Any:
-    found = run_child("bench.cpu", *sys.argv[1:], "--child", child, *more, tree=tree)
-    if found is None:
+def _run(child: str, tree: Path | None, _: int = 0, *, folder: Path | None = None) -> Any:
+    more = ["--folder", folder] if folder else []
+    result = run_child("bench.cpu", *sys.argv[1:], "--child", child, *more, tree=tree)
+    if result is None:
         raise SystemExit(f"{child} failed")
-    return found
+    return result
 
 
 def measure_engines(folder: Path, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The runs of every engine, one row's answers and figures each."""
     sides: dict[str, Callable[[int], dict[str, Any]]] = {}
-    for engine in ("job",) if arguments.no_peer else arguments.engines:
+    for engine in arguments.engines:
         for suffix, tree in trees(arguments).items():
             if tree is None or not engine.startswith("transformers"):
-                sides[engine + suffix] = partial(run_engine, engine, folder, arguments, tree)
+                sides[engine + suffix] = partial(run_engine, engine, folder, tree)
     return in_turn(sides, arguments.repeats)
 
 
-def run_engine(engine: str, folder: Path, arguments: argparse.Namespace, tree: Path | None,
-               repeat: int) -> dict[str, Any]:
+def run_engine(engine: str, folder: Path, tree: Path | None, repeat: int) -> dict[str, Any]:
     """One engine in a fresh process: its figures, with the peak memory of it and its children."""
     output, summary = folder / f"answers-{repeat}-{tree is None}.jsonl", folder / "summary.json"
     if engine == "job":
@@ -138,7 +131,7 @@ def run_engine(engine: str, folder: Path, arguments: argparse.Namespace, tree: P
         raise SystemExit(f"{engine} exited with status {process.returncode}")
     if engine == "job":
         figures = read_job(output, summary)
-        figures["serve_seconds"] += _run(HEAD_START, arguments, "--folder", folder, tree=tree)
+        figures["serve_seconds"] += _run(HEAD_START, tree, folder=folder)
     else:
         figures = json.loads(text.splitlines()[-1])
     return {**figures, "wall_seconds": wall_seconds, "peak_rss_mib": peak.stop() / 2**20}
@@ -148,21 +141,16 @@ def write_requests(folder: Path, questions: str, count: int) -> None:
     """Images as files, and one OpenAI batch row for each example."""
     if questions == "text":
         asked = (text_question(random.Random(seed)) for seed in DEMO_SEEDS)
-        wanted = (Example((), one.text, one.answer, one.kind) for one in asked)
+        examples = (Example((), one.text, one.answer, one.kind) for one in asked)
     else:
         drawn = (draw_example(seed) for seed in DEMO_SEEDS)
-        wanted = (example for example in drawn if questions == "mixed" or example.kind == questions)
+        examples = (example for example in drawn if questions == "mixed" or example.kind == questions)
     with (folder / "requests.jsonl").open("w") as file:
-        for index, example in enumerate(islice(wanted, count)):
-            paths = []
-            for number, image in enumerate(example.images):
-                paths.append(folder / f"{index}-{number}.png")
-                image.save(paths[-1])
-            images = [{"type": "image_url", "image_url": {"url": str(path)}} for path in paths]
-            question: list[dict[str, Any]] = [{"type": "text", "text": example.question}]
-            messages: list[dict[str, Any]] = [{"role": "system", "content": example.system}] if example.system else []
-            content = question + images if example.question_first else images + question
-            messages.append({"role": "user", "content": content})
+        for index, example in enumerate(islice(examples, count)):
+            paths = [folder / f"{index}-{number}.png" for number in range(len(example.images))]
+            for path, image in zip(paths, example.images, strict=True):
+                image.save(path)
+            messages = example.messages([{"type": "image_url", "image_url": {"url": str(path)}} for path in paths])
             body = {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
             row = {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(row) + "\n")
@@ -235,7 +223,7 @@ def run_ray(arguments: argparse.Namespace) -> dict[str, Any]:
                 "clock": str(clock), "warm_up": items[0]["messages"]}
     answered = ray.data.from_items(items).map_batches(
         Clocked, fn_constructor_kwargs=settings, compute=ray.data.ActorPoolStrategy(size=1), num_cpus=num_cores(),
-        batch_size=arguments.batch_size or len(items)).take_all()
+        batch_size=len(items)).take_all()
     times = [float(line) for line in clock.read_text().splitlines()]
     assert not any(row["__inference_error__"] for row in answered)
     return {"serve_seconds": times[-1] - times[0], "num_tokens": 0,
@@ -249,7 +237,7 @@ def run_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(SHAPES_VL, padding_side="left")
     processor = Qwen2VLImageProcessorPil.from_pretrained(SHAPES_VL)
     model = Qwen3VLForConditionalGeneration.from_pretrained(SHAPES_VL, dtype=torch.float32).eval()
-    rows, size = read_rows(arguments.folder), 1 if arguments.child == "transformers-1" else arguments.batch_size or 32
+    rows, size = read_rows(arguments.folder), 1 if arguments.child == "transformers-1" else BATCH_SIZE
     answers: dict[str, str] = {}
     num_tokens = 0
     started = time.perf_counter()
@@ -309,14 +297,10 @@ def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: arg
               for engine, row in rows.items() if engine != base}
     for engine, ratio in ratios.items():
         print(f"{base} is {ratio:.3f} times as fast as {engine} (median of pairs)")
-    print_result("cpu", arguments, questions=questions, **_other(arguments), ratios=ratios, engines=rows)
+    print_result("cpu", arguments, questions=questions, ratios=ratios, engines=rows)
 
 
-def _other(arguments: argparse.Namespace) -> dict[str, str]:
-    return {"against_commit": commit(arguments.against)} if arguments.against else {}
-
-
-def measure_calls(arguments: argparse.Namespace) -> dict[str, list[float]]:
+def measure_calls(_: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of one short call on a warm LLM, each with other words; the first calls are warm-up."""
     from npu_runner import LLM, SamplingParams
 
@@ -340,18 +324,18 @@ def report_calls(runs: dict[str, list[dict[str, list[float]]]], arguments: argpa
                     for name in ("generate", "chat") for side, results in runs.items()}
     for name, values in milliseconds.items():
         print(f"{name:<40}{show(values, 2)} ms a call")
-    print_result("cpu calls", arguments, **_other(arguments), milliseconds=milliseconds)
+    print_result("cpu calls", arguments, milliseconds=milliseconds)
 
 
-def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure_steps(_: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Decode steps of short contexts alone, of a long one alone, of both together, and of every length between."""
     import numpy as np
 
     from npu_runner import LLM
 
-    short, long = [30] * arguments.rows, [arguments.long]
-    spread = np.geomspace(30, arguments.long, arguments.rows).astype(int).tolist()
-    with LLM(SHAPES_VL, platform="cpu", max_num_seqs=arguments.rows + 1) as llm:
+    short, long = [SHORT] * NUM_ROWS, [LONG]
+    spread = np.geomspace(SHORT, LONG, NUM_ROWS).astype(int).tolist()
+    with LLM(SHAPES_VL, platform="cpu", max_num_seqs=NUM_ROWS + 1) as llm:
         _decode(llm, [8] * 4)  # imports, and memory that every step takes
         return {name: _decode(llm, lengths) for name, lengths in
                 {"short": short, "long": long, "together": short + long, "spread": spread}.items()}
@@ -396,7 +380,7 @@ def report_steps(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Name
         ratios[side] = [run["together"]["milliseconds"] / (run["short"]["milliseconds"] + run["long"]["milliseconds"])
                         for run in results]
         print(f"together over the sum of both alone: {show(ratios[side], 2)}")
-    print_result("cpu steps", arguments, **_other(arguments), ratios=ratios, steps=runs)
+    print_result("cpu steps", arguments, ratios=ratios, steps=runs)
 
 
 CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
-from bench.common import commit, make_parser, print_result, run_child, show
+from bench.common import make_parser, print_result, run_child, show
 from bench.profiler import describe_idle, has_profiler, not_profiled
 from bench.shapes import FORMS, TEXT
 from bench.work import SIZES, Sizes
@@ -62,7 +62,7 @@ _SETTINGS = ("graph_mode", "graph_batch_sizes", "attention_backend", "async_sche
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3, platform="cuda")
+    parser = make_parser(__doc__, repeats=3, platform="cuda", compares_trees=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graph-mode", help="ours: eager, reduce-overhead or max-autotune; default: its own")
     parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
@@ -80,7 +80,6 @@ def main() -> None:
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
     parser.add_argument("--peer-repeats", type=int, help="of the peers' parts; as --repeats unless given")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers and vLLM out")
-    parser.add_argument("--against", type=Path, metavar="TREE", help="measure the npu_runner of this tree, too")
     parser.add_argument("--side", choices=(OURS, PROFILED, TRANSFORMERS, VLLM), action="append",
                         help="only this one; may be repeated")
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels of the profiled run")
@@ -97,8 +96,7 @@ def main() -> None:
         print("\n".join(report(part, results[part])), flush=True)
         if arguments.kernels:
             print("\n".join(report_kernels(results[part].get(PROFILED, {}))), flush=True)
-    other = {"against_commit": commit(arguments.against)} if arguments.against else {}
-    print_result("device", arguments, **other, results=results)
+    print_result("device", arguments, results=results)
 
 
 def _prompts(text: str) -> tuple[int, ...]:

@@ -1,18 +1,18 @@
 """What a job's driver costs a row, and so how many devices one driver feeds: replicas of this host that only echo.
 
 Everything but the model is real: the input file and its index, the queue of rows, sockets, processes, the output file
-with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back as answer.
+with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back within an
+answer.
 
     python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5]
                            [--fsync-ms 50 | --report-seconds 60]
 
 `--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
 for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
-without and with the files that are replaced while a job runs (status, metrics), in turn,
-and which share of the driver's time these took. `--fsync-ms`: the pairs are without and with a slow disk instead, on
-which each fsync takes longer; both have the files that are replaced. `--report-seconds`: the pairs are without and
-with `npu-runner report`, which starts with the run and then again after that time, one at a time. `put_percent` is the
-share of time in which the driver hands rows to the writer, and waits where that has no room.
+without and with the files that are replaced while a job runs (status, metrics), in turn. `--fsync-ms`: the pairs are
+without and with a slow disk instead, on which each fsync takes longer. `--report-seconds`: the pairs are without and
+with `npu-runner report`, which starts with the run and then again after that time, one at a time. Both sides of these
+pairs have the files that are replaced.
 
 `--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
 characters and answers of 64 tokens of shapes-vl, without images.
@@ -33,14 +33,12 @@ import logging
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,35 +86,23 @@ ANSWER = (b'{"custom_id": "row-%d", "response": {"status_code": 200, "body": {"c
 QUESTION = "Which of the three roads that lead out of the village is the shortest way to the mill by the river? " * 2
 
 
-class TimedWriter(AnswerWriter):
-    """Counts the seconds in which the driver waits for room in the queue of answers."""
-
-    put_seconds = 0.0
-
-    def put(self, row: bytes) -> None:
-        began = time.perf_counter()
-        super().put(row)
-        self.put_seconds += time.perf_counter() - began
-
-
 class EchoReplica(Replica):
     """Answers a row with itself, as many a step as a busy engine might finish."""
 
     name, can_restart, num_rows_ahead = "echo", False, MAX_ROWS
 
-    def __init__(self, source: RowSource, makes_answers: bool = False):
-        """`makes_answers`: a row comes back within a result row, so that a report can read it."""
-        self._source, self._makes_answers = source, makes_answers
+    def __init__(self, source: RowSource):
+        self._source = source
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
-        self._num_done = 0
+        self._has_begun = False
 
     def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version=npu_runner.__version__, settings={}, ledger="", max_rows=MAX_ROWS)
         self._events.append(Ready(facts))
 
     def begin(self, terms: Any) -> None:
-        """There is nothing to agree on."""
+        self._has_begun = True
 
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
@@ -125,7 +111,9 @@ class EchoReplica(Replica):
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        rows = [self._rows.popleft() for _ in range(min(ROWS_A_STEP, len(self._rows)))]
+        # The fleet drops answers that come before all replicas are loaded.
+        num_rows = min(ROWS_A_STEP, len(self._rows)) if self._has_begun else 0
+        rows = [self._rows.popleft() for _ in range(num_rows)]
         if rows:
             self._events.append(Begun([row.number for row in rows]))
             self._events.append(Finished([self._answer(row) for row in rows]))
@@ -139,7 +127,7 @@ class EchoReplica(Replica):
     def _answer(self, row: Any) -> FinishedRow:
         data = row.data or self._source.read(row)
         return FinishedRow(row.number, Counts(num_answered=1, num_prompt_tokens=30, num_completion_tokens=30),
-                           ANSWER % (row.number, data.rstrip()) if self._makes_answers else data)
+                           ANSWER % (row.number, data.rstrip()))
 
 
 def main() -> None:
@@ -163,14 +151,7 @@ def main() -> None:
         measured = []
         turns = [False, True] * arguments.pairs or [False] * arguments.repeats
         for count, is_second in itertools.product(arguments.replicas, turns):
-            fsync_ms = arguments.fsync_ms if is_second else 0.0
-            is_reported = arguments.report_seconds is not None
-            with slow_fsync(fsync_ms):
-                measured.append(measure(Path(folder), count, is_carried=arguments.carry, is_ray=arguments.ray,
-                                        is_watched=is_second or arguments.fsync_ms > 0 or is_reported,
-                                        makes_answers=is_reported,
-                                        report_seconds=arguments.report_seconds if is_second else None))
-            measured[-1] |= {"fsync_ms": fsync_ms, "reported": is_reported and is_second}
+            measured.append(measure(Path(folder), count, arguments, is_second=is_second))
             print("  ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
     print_result("driver", arguments, measured=measured)
 
@@ -181,12 +162,11 @@ def measure_report(num_rows: int, arguments: argparse.Namespace) -> None:
         write_input(folder / "in.jsonl", num_rows)
         files = ("-i", folder / "in.jsonl", "-o")
         run_command("batch", *files, folder / "out.jsonl", "--model", SHAPES_VL, "--platform", "cpu")
-        seconds = [run_command("report", folder / "out.jsonl", *files, folder / "page", "--report-rows", num_rows)
+        seconds = [run_command("report", folder / "out.jsonl", *files, folder / "page.html", "--report-rows", num_rows)
                    for _ in range(arguments.repeats)]
-        page = folder / "page"
-        sizes = [path.stat().st_size for path in ([page] if page.is_file() else page.rglob("*")) if path.is_file()]
-    print(f"a report of {num_rows} rows: {show(seconds, 2)} s, {len(sizes)} files, {sum(sizes) / 1e6:.2f} MB")
-    print_result("report", arguments, seconds=seconds, num_files=len(sizes), num_bytes=sum(sizes))
+        num_bytes = (folder / "page.html").stat().st_size
+    print(f"a report of {num_rows} rows: {show(seconds, 2)} s, {num_bytes / 1e6:.2f} MB")
+    print_result("report", arguments, seconds=seconds, num_bytes=num_bytes)
 
 
 def run_command(*arguments: Any) -> float:
@@ -200,7 +180,7 @@ def run_command(*arguments: Any) -> float:
 
 @contextmanager
 def slow_fsync(milliseconds: float) -> Iterator[None]:
-    """Within, each fsync of this process takes so much longer, without the interpreter's lock."""
+    """Each fsync of this process takes longer by that time within, without the interpreter's lock."""
     fsync = os.fsync
 
     def slow(fd: Any) -> None:
@@ -236,62 +216,62 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool,
-                makes_answers: bool) -> list[Any]:
-    """What makes each of them."""
+def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool) -> list[Any]:
+    """A factory of each replica."""
     from bench.driver import EchoReplica  # by its name, so that replicas can import what they are sent
 
     names = [f"echo {number}" for number in range(num_replicas)]
     if not is_ray:
         placement = Placement(platform="cpu", description="cpu")
-        make = functools.partial(EchoReplica, file.source, makes_answers)
+        make = functools.partial(EchoReplica, file.source)
         return [functools.partial(ProcessReplica, name, make, placement, num_rows_ahead=MAX_ROWS,
                                   inherited=(file.source.descriptor,)) for name in names]  # fmt: skip
     from npu_runner.serving.replicas.ray_cluster import Demand
     from npu_runner.serving.replicas.ray_replica import RayReplica
 
-    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name),
-                             makes_answers)  # fmt: skip
+    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name))
     demand = Demand(platform="cpu", resource="CPU", amount=1)
     return [functools.partial(RayReplica, name, make, demand, num_rows_ahead=MAX_ROWS) for name in names]
 
 
-def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, is_watched: bool, makes_answers: bool,
-            report_seconds: float | None) -> dict[str, Any]:
+def measure(folder: Path, num_replicas: int, arguments: argparse.Namespace, *, is_second: bool) -> dict[str, Any]:
+    """One run; `is_second`: with what the pairs compare."""
+    is_watched = is_second or arguments.fsync_ms > 0 or arguments.report_seconds is not None
+    is_reported = is_second and arguments.report_seconds is not None
+    fsync_ms = arguments.fsync_ms if is_second else 0.0
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
     tally, suspects = Counts(), Suspects({})
     started = time.perf_counter()
-    with InputFile(str(folder / "in.jsonl"), folder) as file:
+    with InputFile(str(folder / "in.jsonl"), folder) as file, slow_fsync(fsync_ms):
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        driver = Driver(book, suspects, Progress("off"), rows_carry_data=is_carried)
-        replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray, makes_answers=makes_answers)
+        driver = Driver(book, suspects, Progress("off"), rows_carry_data=arguments.carry)
+        replicas = replicas_of(file, num_replicas, is_carried=arguments.carry, is_ray=arguments.ray)
         with Fleet(replicas, RowQueue(book.num_rows), driver) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
             fleet.begin(None)
-            summary, spent = JobSummary(num_rows=scan.num_rows, tally=tally), Spent()
+            summary = JobSummary(num_rows=scan.num_rows, tally=tally)
             summary.serve_began = time.monotonic()
-            writer = TimedWriter(descriptor, str(output), path=output)
+            writer = AnswerWriter(descriptor, str(output), path=output)
             with (
                 Delivery(Writers(writer), tally) as delivery,
-                watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
-                nullcontext() if report_seconds is None else reported(scan, output, report_seconds),
+                live_files(summary, fleet, output) if is_watched else nullcontext(lambda: None) as beat,
+                reported(scan, output, arguments.report_seconds) if is_reported else nullcontext(),
             ):
-                driver.run(fleet, delivery, tally, lambda: False, look)
+                driver.run(fleet, delivery, tally, lambda: False, beat)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"
     output.unlink()
     return {
         "replicas": num_replicas,
-        "watched": is_watched,
-        "put_percent": round(100 * writer.put_seconds / seconds, 2),
-        "live_files_percent": round(100 * spent.seconds / seconds, 2),
-        "live_files_percent_of_processor": round(100 * spent.processor_seconds / used, 2),
+        "live_files": is_watched,
+        "fsync_ms": fsync_ms,
+        "reported": is_reported,
         "scan_rows_per_second": round(scan.num_rows / scan_seconds),
         "rows_per_second": round(scan.num_rows / seconds),
         "driver_us_per_row": round(used / scan.num_rows * 1e6, 1),
@@ -300,42 +280,26 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
     }
 
 
-@dataclass
-class Spent:
-    """By the driver's thread in `Live.beat`."""
-
-    seconds: float = 0.0
-    processor_seconds: float = 0.0
-
-
 @contextmanager
-def watched(summary: JobSummary, fleet: Fleet, output: Path, spent: Spent) -> Iterator[Callable[[], None]]:
-    """What the driver calls after each look at its replicas, as in a job with a status and --metrics-file."""
+def live_files(summary: JobSummary, fleet: Fleet, output: Path) -> Iterator[Callable[[], None]]:
+    """The driver's call after each poll of its replicas, as in a job with a status and --metrics-file."""
     live = Live(summary, JobHistory(summary, print), print)
     live.fleet = fleet
-
-    def look() -> None:
-        began, used = time.perf_counter(), time.thread_time()
-        live.beat()
-        spent.seconds += time.perf_counter() - began
-        spent.processor_seconds += time.thread_time() - used
-
     with live.told(output, output.with_suffix(".prom")):
-        yield look
+        yield live.beat
 
 
 @contextmanager
 def reported(scan: InputScan, output: Path, seconds: float) -> Iterator[None]:
     """Make reports of the output, as beside a job that holds its lock: the first at once, one at a time."""
     Manifest(created=1, model_name="echo", model_files={}, settings={}, input=scan.identity).save(output)
-    command = [sys.executable, "-m", "npu_runner", "report", str(output), "-o", str(output.with_suffix(".html")),
-               "-i", str(output.parent / "in.jsonl")]  # fmt: skip
+    command = ("npu_runner", "report", output, "-o", output.with_suffix(".html"), "-i", output.parent / "in.jsonl")
     ended = threading.Event()
 
     def make_reports() -> None:
         while not ended.is_set():
             due = time.monotonic() + seconds
-            with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            with start_child(*command, stderr=subprocess.DEVNULL) as process:
                 while process.poll() is None:
                     if ended.wait(0.2):
                         process.kill()

@@ -16,10 +16,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ MAX_NEW_TOKENS = 96
 
 @dataclass(frozen=True)
 class Answer:
-    """token_ids: what was generated, without the end token."""
+    """token_ids: the generated ones, without the end token."""
 
     text: str
     token_ids: list[int]
@@ -45,31 +43,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON",
                         help='of the runner\'s LLM, as {"platform": "npu", "quantization": "int8"}')
     parser.add_argument("--json", action="store_true", help="ask for JSON objects instead (without a grammar)")
-    parser.add_argument("--processes", type=int, default=1, help="processes that share transformers' part")
     parser.add_argument("--first-seed", type=int, default=EVAL_SEEDS[0])
-    parser.add_argument("--output", type=Path, help="also write the closing JSON to this file")
     return parser.parse_args()
 
 
-def hf_answers(model_path: Path, examples: Sequence[Example], processes: int) -> Iterator[Answer]:
-    if processes == 1:
-        yield from hf_generate(model_path, examples)
-        return
-    shares = [examples[index::processes] for index in range(processes)]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        answers = [iter(share) for share in pool.map(partial(hf_share, model_path), shares)]
-    for index in range(len(examples)):
-        yield next(answers[index % processes])
-
-
-def hf_share(model_path: Path, examples: Sequence[Example]) -> list[Answer]:
-    import torch
-
-    torch.set_num_threads(1)
-    return list(hf_generate(model_path, examples))
-
-
-def hf_generate(model_path: Path, examples: Iterable[Example]) -> Iterator[Answer]:
+def hf_answers(model_path: Path, examples: Iterable[Example]) -> Iterator[Answer]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -85,19 +63,15 @@ def hf_generate(model_path: Path, examples: Iterable[Example]) -> Iterator[Answe
         input_ids = torch.tensor([token_ids])
         with torch.inference_mode():
             output = model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
+                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **pixels,
                 mm_token_type_ids=(input_ids == model.config.image_token_id).int(),
-                **pixels,
-                max_new_tokens=MAX_NEW_TOKENS,
-                do_sample=False,
-            )
+                max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         generated = [token for token in output[0, len(token_ids) :].tolist() if token not in ends]
         yield Answer(tokenizer.decode(generated, skip_special_tokens=True), generated)
 
 
 def expand_images(token_ids: Sequence[int], grids_thw: Any, image_token_id: int) -> list[int]:
-    """One placeholder in, as many as the image has merged patches out."""
+    """Each placeholder repeated as often as its image has merged patches."""
     counts = iter((grids_thw.prod(-1) // 4).tolist())
     return [copy for token in token_ids for copy in [token] * (next(counts) if token == image_token_id else 1)]
 
@@ -145,33 +119,21 @@ def main() -> int:
         return 2
     examples = [(draw_json_example if arguments.json else draw_example)(seed) for seed in seeds]
     engines: dict[str, Callable[[Path, Sequence[Example]], Iterator[Answer]]] = {
-        "hf": partial(hf_answers, processes=arguments.processes),
-        "runner": partial(runner_answers, settings=arguments.settings),
-    }
-    wanted = list(engines) if arguments.engine == "both" else [arguments.engine]
+        "hf": hf_answers, "runner": partial(runner_answers, settings=arguments.settings)}
     result: dict[str, Any] = {
-        "model": arguments.model.name,
-        "seeds": [seeds[0], seeds[-1]],
-        "questions": len(examples),
-        "pictures": sum(len(example.images) for example in examples),
-        "machine": platform.machine(),
-        "settings": arguments.settings,
-    }
+        "model": arguments.model.name, "seeds": [seeds[0], seeds[-1]], "questions": len(examples),
+        "pictures": sum(len(example.images) for example in examples), "machine": platform.machine(),
+        "settings": arguments.settings}
     answers: dict[str, list[Answer]] = {}
-    for engine in wanted:
+    for engine in engines if arguments.engine == "both" else [arguments.engine]:
         started = time.monotonic()
         answers[engine] = list(engines[engine](arguments.model, examples))
-        result[engine] = {
-            "accuracy": score(engine, examples, answers[engine]),
-            "generated_tokens": sum(len(answer.token_ids) for answer in answers[engine]),
-            "seconds": round(time.monotonic() - started, 1),
-        }
+        result[engine] = {"accuracy": score(engine, examples, answers[engine]),
+                          "generated_tokens": sum(len(answer.token_ids) for answer in answers[engine]),
+                          "seconds": round(time.monotonic() - started, 1)}
     if arguments.engine == "both":
         result["token_mismatches"] = count_mismatches(seeds, answers["hf"], answers["runner"])
-    line = json.dumps(result)
-    print(line)
-    if arguments.output:
-        arguments.output.write_text(line + "\n")
+    print(json.dumps(result))
     return int(bool(result.get("token_mismatches")))
 
 
