@@ -50,6 +50,7 @@ from bench.common import (
 )
 from npu_runner.ray_data import LLMPredictor
 from scripts.shapes.drawing import DEMO_SEEDS, Example, draw_example
+from scripts.shapes.evaluate import model_inputs
 from scripts.shapes.questions import text_question
 
 MAX_TOKENS, BATCH_SIZE = 96, 32
@@ -232,6 +233,7 @@ def run_ray(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from PIL import Image
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
     tokenizer = AutoTokenizer.from_pretrained(SHAPES_VL, padding_side="left")
@@ -243,7 +245,10 @@ def run_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     for first in range(0, len(rows), size):
         batch = rows[first : first + size]
-        inputs = transformers_inputs(batch, tokenizer, processor, model.config.image_token_id)
+        conversations = [row["body"]["messages"] for row in batch]
+        images = [Image.open(part["image_url"]["url"]) for messages in conversations
+                  for part in messages[-1]["content"] if part["type"] == "image_url"]
+        inputs = model_inputs(conversations, images, tokenizer, processor, model.config.image_token_id)
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
         generated = output[:, inputs["input_ids"].shape[1]:]
@@ -251,30 +256,6 @@ def run_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
         texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
         answers.update({row["custom_id"]: text for row, text in zip(batch, texts, strict=True)})
     return {"serve_seconds": time.perf_counter() - started, "num_tokens": num_tokens, "answers": answers}
-
-
-def transformers_inputs(batch: list[Any], tokenizer: Any, processor: Any, image_token_id: int) -> dict[str, Any]:
-    """Chat template, images, expanded placeholders and left padding, as transformers' own processor does it."""
-    from PIL import Image
-
-    texts, images = [], []
-    for row in batch:
-        messages = row["body"]["messages"]
-        texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        for message in messages:
-            for part in message["content"] if isinstance(message["content"], list) else []:
-                if part["type"] == "image_url":
-                    images.append(Image.open(part["image_url"]["url"]))
-    features = processor(images, return_tensors="pt") if images else {}
-    counts = iter([int(grid.prod()) // 4 for grid in features.get("image_grid_thw", [])])
-    pad = tokenizer.convert_ids_to_tokens(image_token_id)
-    expanded = []
-    for text in texts:
-        pieces = text.split(pad)
-        expanded.append(pieces[0] + "".join(pad * next(counts) + piece for piece in pieces[1:]))
-    encoded = tokenizer(expanded, return_tensors="pt", padding=True)
-    kinds = (encoded["input_ids"] == image_token_id).int()
-    return {**encoded, **features, "mm_token_type_ids": kinds}
 
 
 def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:

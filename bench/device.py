@@ -57,17 +57,14 @@ OURS, AGAINST, PROFILED, TRANSFORMERS, VLLM = "npu_runner", "against", "profiled
 # From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
 _WHILE_DEVICE_WORKS = ("launch", "sample", "wait")
 # Options that are settings of LLM.
-_SETTINGS = ("graph_mode", "graph_batch_sizes", "attention_backend", "async_scheduling", "quantization",
-             "kv_cache_dtype")
+_SETTINGS = ("graph_mode", "attention_backend", "quantization", "kv_cache_dtype")
 
 
 def main() -> None:
     parser = make_parser(__doc__, repeats=3, platform="cuda", compares_trees=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graph-mode", help="ours: eager, reduce-overhead or max-autotune; default: its own")
-    parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
     parser.add_argument("--attention-backend", help="ours: one that the platform names; default: its own")
-    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, help="ours; default: its own")
     parser.add_argument("--quantization", help="ours: int8 or fp8, made while loading")
     parser.add_argument("--kv-cache-dtype", help="ours: fp8")
     parser.add_argument("--checkpoint", dest="form", choices=FORMS, help="ours: the form of the checkpoint's weights")
@@ -78,7 +75,6 @@ def main() -> None:
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES, *BY_NAME), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
-    parser.add_argument("--peer-repeats", type=int, help="of the peers' parts; as --repeats unless given")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers and vLLM out")
     parser.add_argument("--side", choices=(OURS, PROFILED, TRANSFORMERS, VLLM), action="append",
                         help="only this one; may be repeated")
@@ -143,8 +139,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
                     prompts=tuple(arguments.prompts or sizes.prompts))
     settings: dict[str, Any] = {"platform": arguments.platform, "dtype": arguments.dtype}
     if side in (VLLM, TRANSFORMERS):
-        repeats = arguments.peer_repeats or arguments.repeats
-        return peers.measure(side, part, sizes, settings, repeats)
+        return peers.measure(side, part, sizes, settings, arguments.repeats)
     settings |= {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
     from bench import ours
 

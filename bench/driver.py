@@ -4,15 +4,13 @@ Everything but the model is real: the input file and its index, the queue of row
 with its fsyncs, the tally. A replica reads each row where it lies, as preprocessing would, and sends it back within an
 answer.
 
-    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--ray] [--pairs 5]
+    python -m bench.driver [--replicas 1 2 4 8 16] [--rows 200000] [--carry] [--pairs 5]
                            [--fsync-ms 50 | --report-seconds 60]
 
-`--carry`: rows travel with their bytes, as to another host. `--ray`: replicas are actors of a Ray cluster that is made
-for it on this host (without `--carry` they read the input, as with --shared-input). `--pairs`: each count so often
-without and with the files that are replaced while a job runs (status, metrics), in turn. `--fsync-ms`: the pairs are
-without and with a slow disk instead, on which each fsync takes longer. `--report-seconds`: the pairs are without and
-with `npu-runner report`, which starts with the run and then again after that time, one at a time. Both sides of these
-pairs have the files that are replaced.
+`--carry`: rows travel with their bytes, as to another host. `--pairs`: each count so often without and with the files
+that are replaced while a job runs (status, metrics), in turn. `--fsync-ms`: the pairs are without and with a slow disk
+instead, on which each fsync takes longer. `--report-seconds`: the pairs are without and with `npu-runner report`, which
+starts with the run and then again after that time, one at a time. Both sides of these pairs have the replaced files.
 
 `--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
 characters and answers of 64 tokens of shapes-vl, without images.
@@ -29,7 +27,6 @@ import fcntl
 import functools
 import itertools
 import json
-import logging
 import os
 import resource
 import subprocess
@@ -38,7 +35,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +45,7 @@ import npu_runner
 from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
 from npu_runner.batch.files.answer_writer import AnswerWriter
 from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, InputScan, SharedFile
+from npu_runner.batch.files.input_file import InputFile, InputScan
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path
 from npu_runner.batch.files.row_book import RowBook
@@ -135,7 +132,6 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
-    parser.add_argument("--ray", action="store_true", help="replicas are Ray actors of this host")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
     parser.add_argument("--report", type=int, metavar="N", help="measure a report of N rows instead")
     parser.add_argument("--fsync-ms", type=float, default=0.0, metavar="MS", help="a slow disk, in pairs")
@@ -144,10 +140,8 @@ def main() -> None:
     if arguments.report:
         measure_report(arguments.report, arguments)
         return
-    with tempfile.TemporaryDirectory(prefix="bench_driver-") as folder, ExitStack() as opened:
+    with tempfile.TemporaryDirectory(prefix="bench_driver-") as folder:
         write_input(Path(folder) / "in.jsonl", arguments.rows)
-        if arguments.ray:
-            opened.enter_context(ray_cluster(max(arguments.replicas)))
         measured = []
         turns = [False, True] * arguments.pairs or [False] * arguments.repeats
         for count, is_second in itertools.product(arguments.replicas, turns):
@@ -203,35 +197,13 @@ def write_input(path: Path, num_rows: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-@contextmanager
-def ray_cluster(num_cpus: int) -> Iterator[None]:
-    """With a core for each replica, whatever the host has."""
-    import ray
-
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
-             logging_level=logging.ERROR)  # fmt: skip
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def replicas_of(file: InputFile, num_replicas: int, *, is_carried: bool, is_ray: bool) -> list[Any]:
+def replicas_of(file: InputFile, num_replicas: int) -> list[Any]:
     """A factory of each replica."""
     from bench.driver import EchoReplica  # by its name, so that replicas can import what they are sent
 
-    names = [f"echo {number}" for number in range(num_replicas)]
-    if not is_ray:
-        placement = Placement(platform="cpu", description="cpu")
-        make = functools.partial(EchoReplica, file.source)
-        return [functools.partial(ProcessReplica, name, make, placement, num_rows_ahead=MAX_ROWS,
-                                  inherited=(file.source.descriptor,)) for name in names]  # fmt: skip
-    from npu_runner.serving.replicas.ray_cluster import Demand
-    from npu_runner.serving.replicas.ray_replica import RayReplica
-
-    make = functools.partial(EchoReplica, CarriedRows(file.name) if is_carried else SharedFile(file.name))
-    demand = Demand(platform="cpu", resource="CPU", amount=1)
-    return [functools.partial(RayReplica, name, make, demand, num_rows_ahead=MAX_ROWS) for name in names]
+    placement, make = Placement(platform="cpu", description="cpu"), functools.partial(EchoReplica, file.source)
+    return [functools.partial(ProcessReplica, f"echo {number}", make, placement, num_rows_ahead=MAX_ROWS,
+                              inherited=(file.source.descriptor,)) for number in range(num_replicas)]
 
 
 def measure(folder: Path, num_replicas: int, arguments: argparse.Namespace, *, is_second: bool) -> dict[str, Any]:
@@ -248,8 +220,7 @@ def measure(folder: Path, num_replicas: int, arguments: argparse.Namespace, *, i
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
         driver = Driver(book, suspects, Progress("off"), rows_carry_data=arguments.carry)
-        replicas = replicas_of(file, num_replicas, is_carried=arguments.carry, is_ray=arguments.ray)
-        with Fleet(replicas, RowQueue(book.num_rows), driver) as fleet:
+        with Fleet(replicas_of(file, num_replicas), RowQueue(book.num_rows), driver) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()

@@ -180,12 +180,11 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
 
     with_their_weights = {f"{name.removesuffix('.weight')}.bias" for name in static}
     for name in sorted(reader.names - with_their_weights):
-        made_of = (_static_tensors(name, reader, form, static[name]) if name in static
-                   else _tensors_of(name, reader, form, is_chosen=name in chosen))
-        of_type = form.modelslim if name in static else form.dynamic_type or form.modelslim
-        for made, tensor, is_quantised in made_of:
-            shard[made] = tensor.contiguous()
-            types[made] = of_type if is_quantised and not made.endswith(".bias") else "FLOAT"
+        tensors = _tensors(name, reader, form, static.get(name)) if name in chosen else {name: reader.read(name)}
+        tensor_type = form.modelslim if name in static else form.dynamic_type or form.modelslim
+        for stored_name, tensor in tensors.items():
+            shard[stored_name] = tensor.contiguous()
+            types[stored_name] = tensor_type if name in chosen and not stored_name.endswith(".bias") else "FLOAT"
         if sum(tensor.nbytes for tensor in shard.values()) > _SHARD_BYTES:
             flush()
     if shard:
@@ -197,34 +196,24 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
             if name.endswith(".weight") and len(reader.shape(name)) == 2]
 
 
-def _static_tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.Range
-                    ) -> Iterator[tuple[str, Tensor, bool]]:
-    assert form.write_static is not None, "only such formats have static weights"
-    module = name.removesuffix(".weight")
-    bias_N = reader.read(f"{module}.bias") if f"{module}.bias" in reader.names else None
-    for suffix, tensor in form.write_static(reader.read(name), inputs, bias_N).items():
-        yield f"{module}.{suffix}", tensor, True
-
-
-def _tensors_of(name: str, reader: CheckpointReader, form: Format, *, is_chosen: bool
-                ) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether it is of a quantised weight)."""
-    weight = reader.read(name)
-    if not is_chosen:
-        yield name, weight, False
-        return
+def _tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.Range | None) -> formats.Tensors:
+    """The tensors of a quantised weight, by name. `inputs`: of a static one."""
+    weight, module = reader.read(name), name.removesuffix(".weight")
+    if inputs is not None:
+        assert form.write_static is not None, "only such formats have static weights"
+        bias_N = reader.read(f"{module}.bias") if f"{module}.bias" in reader.names else None
+        return {f"{module}.{suffix}": tensor for suffix, tensor in form.write_static(weight, inputs, bias_N).items()}
     if weight.ndim == 3 and form.fuses_experts:
-        made = form.write(weight)
-        yield name, made["weight"], True
-        yield f"{name}_scale_inv", made["weight_scale_inv"], True
-        return
+        written = form.write(weight)
+        return {name: written["weight"], f"{name}_scale_inv": written["weight_scale_inv"]}
+    found: formats.Tensors = {}
     for part, matrix in _single(name, weight, _hidden_size(reader.path)) if weight.ndim == 3 else [(name, weight)]:
         try:
-            made = form.write(matrix)
+            written = form.write(matrix)
         except RuntimeError as error:  # of torch, where groups do not divide
             raise ModelError(f"{part} {list(matrix.shape)} does not divide into such groups: {error}") from error
-        for suffix, tensor in made.items():
-            yield f"{part.removesuffix('.weight')}.{suffix}", tensor, True
+        found |= {f"{part.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in written.items()}
+    return found
 
 
 def _single(name: str, experts: Tensor, hidden_size: int) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from npu_runner.assets import SHAPES_VL
 from scripts.shapes.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
 
@@ -57,23 +59,25 @@ def hf_answers(model_path: Path, examples: Iterable[Example]) -> Iterator[Answer
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32).eval()
     ends = set(model.generation_config.eos_token_id)
     for example in examples:
-        prompt = tokenizer.apply_chat_template(example.conversation(), tokenize=False, add_generation_prompt=True)
-        pixels = processor(images=list(example.images), return_tensors="pt")
-        token_ids = expand_images(tokenizer(prompt)["input_ids"], pixels["image_grid_thw"], model.config.image_token_id)
-        input_ids = torch.tensor([token_ids])
+        inputs = model_inputs([example.conversation()], example.images, tokenizer, processor,
+                              model.config.image_token_id)
         with torch.inference_mode():
-            output = model.generate(
-                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **pixels,
-                mm_token_type_ids=(input_ids == model.config.image_token_id).int(),
-                max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        generated = [token for token in output[0, len(token_ids) :].tolist() if token not in ends]
+            output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        generated = [token for token in output[0, inputs["input_ids"].shape[1]:].tolist() if token not in ends]
         yield Answer(tokenizer.decode(generated, skip_special_tokens=True), generated)
 
 
-def expand_images(token_ids: Sequence[int], grids_thw: Any, image_token_id: int) -> list[int]:
-    """Each placeholder repeated as often as its image has merged patches."""
-    counts = iter((grids_thw.prod(-1) // 4).tolist())
-    return [copy for token in token_ids for copy in [token] * (next(counts) if token == image_token_id else 1)]
+def model_inputs(conversations: Sequence[list[dict[str, Any]]], images: Sequence[Image.Image], tokenizer: Any,
+                 processor: Any, image_token_id: int) -> dict[str, Any]:
+    """Chat template, images, expanded placeholders and padding, as transformers' own processor does it."""
+    features = processor(list(images), return_tensors="pt") if images else {}
+    counts = iter([int(grid.prod()) // 4 for grid in features.get("image_grid_thw", [])])
+    pad, texts = tokenizer.convert_ids_to_tokens(image_token_id), []
+    for messages in conversations:
+        first, *parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(pad)
+        texts.append(first + "".join(pad * next(counts) + part for part in parts))
+    encoded = tokenizer(texts, return_tensors="pt", padding=True)
+    return {**encoded, **features, "mm_token_type_ids": (encoded["input_ids"] == image_token_id).int()}
 
 
 def runner_answers(model_path: Path, examples: Sequence[Example], settings: dict[str, Any]) -> Iterator[Answer]:

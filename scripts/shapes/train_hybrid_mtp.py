@@ -38,7 +38,7 @@ from scripts.shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS, draw_example, 
 SHAPES_HYBRID = EMBEDDED["shapes-hybrid"]
 PART_IN_JSON = 0.4
 WEIGHTS = (1.0, 0.5)
-"""Of the loss of a first draft and of a second."""
+"""Weights of the losses of a first and of a second draft."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def drafted(head: Head, rows: Sequence[Row], table_VD: Tensor) -> list[tuple[Ten
 
 
 def accuracy(head: Head, rows: Sequence[Row], table_VD: Tensor) -> list[float]:
-    """Part of the first drafts that are right, and of the second ones."""
+    """The parts of the first and of the second drafts that are right."""
     right, asked = [0, 0], [0, 0]
     with torch.no_grad():
         for start in range(0, len(rows), 16):
@@ -157,8 +157,7 @@ def train(head: Head, rows: Sequence[Row], table_VD: Tensor, arguments: argparse
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint, which has the rest")
     parser.add_argument("--rows", type=int, default=700)
     parser.add_argument("--epochs", type=int, default=8)
@@ -168,9 +167,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)
-    began = time.monotonic()
+    started = time.monotonic()
     rows, held_out = collect(TRAIN_SEEDS[: arguments.rows]), collect(VALIDATION_SEEDS[:100])
-    print(json.dumps({"rows": len(rows), "seconds": round(time.monotonic() - began, 1)}), flush=True)
+    print(json.dumps({"rows": len(rows), "seconds": round(time.monotonic() - started, 1)}), flush=True)
     tensors = load_file(SHAPES_HYBRID / "model.safetensors")
     table_VD = tensors["model.language_model.embed_tokens.weight"].float()
     config = AutoConfig.from_pretrained(SHAPES_HYBRID).text_config
@@ -179,7 +178,7 @@ def main() -> None:
     train(head, rows, table_VD, arguments)
     head.bfloat16().float()
     print(json.dumps({"right, first and second drafts": accuracy(head, held_out, table_VD),
-                      "seconds": round(time.monotonic() - began, 1)}))
+                      "seconds": round(time.monotonic() - started, 1)}))
     arguments.output.mkdir(parents=True, exist_ok=True)
     tensors |= {f"mtp.{name}": value.detach().bfloat16().contiguous() for name, value in head.state_dict().items()}
     save_file(tensors, arguments.output / "model.safetensors", metadata={"format": "pt"})
