@@ -1,4 +1,4 @@
-"""shapes-vl on the CPU: our batch job beside transformers' generate, our ways in beside each other, and decode steps.
+"""shapes-vl on the CPU: our batch job beside transformers' generate, and our ways in beside each other.
 
 Engines: `job` (npu-runner batch), `transformers-1` and `transformers-batched` (one row at a time, and padded batches of
 32), `chat` and `stream` (LLM.chat), `ray` (Ray Data with one actor that has all cores and gets all rows at once).
@@ -14,7 +14,6 @@ and Ray Data's actor have answered one row before, so that their workers run.
     python -m bench.cpu --engines job chat stream ray --num-pictures 512 --questions mixed
     python -m bench.cpu --engines job chat --against ../other     # each engine with another tree's npu_runner, too
     python -m bench.cpu --calls                                   # one short generate and chat on a warm LLM
-    python -m bench.cpu --steps                                   # what one long context costs a decode step
 
 Prints tables, then one JSON line for each.
 """
@@ -24,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -56,10 +54,8 @@ from scripts.shapes.questions import text_question
 MAX_TOKENS, BATCH_SIZE = 96, 32
 DEFAULT_ENGINES = ("job", "transformers-1", "transformers-batched")
 ENGINES = (*DEFAULT_ENGINES, "chat", "stream", "ray")
-HEAD_START, CALLS, STEPS = "head-start", "calls", "steps"
-NUM_CALLS, NUM_STEPS = 40, 32
-NUM_ROWS, SHORT, LONG = 200, 30, 3900
-"""Rows of --steps, and the tokens of its prompts."""
+HEAD_START, CALLS = "head-start", "calls"
+NUM_CALLS = 40
 
 
 def main() -> None:
@@ -68,18 +64,14 @@ def main() -> None:
     parser.add_argument("--questions", choices=("mixed", "describe", "both", "text"), default="both")
     parser.add_argument("--num-pictures", type=int, default=256)
     parser.add_argument("--calls", action="store_true", help="milliseconds of short calls, in place of the engines")
-    parser.add_argument("--steps", action="store_true", help="decode steps with long contexts, in place of the engines")
-    parser.add_argument("--child", choices=(*ENGINES, HEAD_START, CALLS, STEPS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*ENGINES, HEAD_START, CALLS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child](arguments)))
         return
     if arguments.calls:
-        report_calls(measure_trees(arguments, CALLS), arguments)
-    if arguments.steps:
-        report_steps(measure_trees(arguments, STEPS), arguments)
-    if arguments.calls or arguments.steps:
+        report_calls(measure_calls_of_trees(arguments), arguments)
         return
     for questions in ("mixed", "describe") if arguments.questions == "both" else (arguments.questions,):
         with tempfile.TemporaryDirectory() as name:
@@ -92,8 +84,8 @@ def trees(arguments: argparse.Namespace) -> dict[str, Path | None]:
     return {"": None, **({" of the other tree": arguments.against} if arguments.against else {})}
 
 
-def measure_trees(arguments: argparse.Namespace, child: str) -> dict[str, list[Any]]:
-    return in_turn({f"{child}{suffix}": partial(_run, child, tree) for suffix, tree in trees(arguments).items()},
+def measure_calls_of_trees(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    return in_turn({f"{CALLS}{suffix}": partial(_run, CALLS, tree) for suffix, tree in trees(arguments).items()},
                    arguments.repeats)
 
 
@@ -308,65 +300,9 @@ def report_calls(runs: dict[str, list[dict[str, list[float]]]], arguments: argpa
     print_result("cpu calls", arguments, milliseconds=milliseconds)
 
 
-def measure_steps(_: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Decode steps of short contexts alone, of a long one alone, of both together, and of every length between."""
-    import numpy as np
-
-    from npu_runner import LLM
-
-    short, long = [SHORT] * NUM_ROWS, [LONG]
-    spread = np.geomspace(SHORT, LONG, NUM_ROWS).astype(int).tolist()
-    with LLM(SHAPES_VL, platform="cpu", max_num_seqs=NUM_ROWS + 1) as llm:
-        _decode(llm, [8] * 4)  # imports, and memory that every step takes
-        return {name: _decode(llm, lengths) for name, lengths in
-                {"short": short, "long": long, "together": short + long, "spread": spread}.items()}
-
-
-def _decode(llm: Any, prompt_lens: list[int]) -> dict[str, float]:
-    """Milliseconds of the decode steps that hold all prompts, and by how much the process' highest memory rose."""
-    import numpy as np
-
-    from npu_runner import SamplingParams
-    from npu_runner.request.prompt_inputs import PromptInputs
-
-    rng, engine = np.random.default_rng(0), llm.engine
-    params = SamplingParams(temperature=0, max_tokens=2 * NUM_STEPS, ignore_eos=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for index, length in enumerate(prompt_lens):
-        engine.add_request(f"{len(prompt_lens)}-{length}-{index}", PromptInputs(rng.integers(0, 500, length).tolist()),
-                           params)
-    while llm.stats().num_waiting:
-        engine.step()
-    milliseconds = []
-    for _ in range(NUM_STEPS):
-        started = time.perf_counter()
-        engine.step()
-        milliseconds.append(1e3 * (time.perf_counter() - started))
-    assert llm.stats().num_running == len(prompt_lens), "every row decodes in every measured step"
-    while engine.has_unfinished_requests():
-        engine.step()
-    rise = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {"contexts": sum(prompt_lens), "milliseconds": statistics.median(milliseconds), "rise_mib": rise}
-
-
-def report_steps(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
-    print(f"{'rows':<10}{'tokens':>9}{'ms':>30}{'memory MiB':>12}")
-    ratios = {}
-    for side, results in runs.items():
-        print(side)
-        for name in results[0]:
-            rise = statistics.median(run[name]["rise_mib"] for run in results)
-            print(f"{name:<10}{results[0][name]['contexts']:>9.0f}"
-                  f"{show([run[name]['milliseconds'] for run in results], 2):>30}{rise:>+12.0f}")
-        ratios[side] = [run["together"]["milliseconds"] / (run["short"]["milliseconds"] + run["long"]["milliseconds"])
-                        for run in results]
-        print(f"together over the sum of both alone: {show(ratios[side], 2)}")
-    print_result("cpu steps", arguments, ratios=ratios, steps=runs)
-
-
 CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "chat": run_llm, "stream": run_llm, "ray": run_ray, "transformers-1": run_transformers,
-    "transformers-batched": run_transformers, HEAD_START: head_start, CALLS: measure_calls, STEPS: measure_steps}
+    "transformers-batched": run_transformers, HEAD_START: head_start, CALLS: measure_calls}
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ CPU (--platform cpu):
 
 Times of CUDA kernels are those of the kernels alone, from the profiler, or those of a graph of several calls, gaps
 included. Bytes and operations are what the definition needs, whatever the kernel does. Buffers of several layers take
-turns: a model, too, finds none of them in the L2 cache. --sweep tries other tiles and warps for attention and experts:
-the tables of tiles below platforms/cuda were filled from it. Prints a table, then one JSON line.
+turns: a model, too, finds none of them in the L2 cache. Prints a
+table, then one JSON line.
 
-    python -m bench.kernels --part experts decode [--sweep] [--shape 35b-a3b]
+    python -m bench.kernels --part experts decode [--shape 35b-a3b]
     python -m bench.kernels --platform cpu
 """
 
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=("30b-a3b", "35b-a3b"), default=["35b-a3b"],
                         help="of the experts")
     parser.add_argument("--fp8", action="store_true", help="attention over keys and values in e4m3")
-    parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     parts = arguments.part or (CUDA_PARTS if arguments.platform == "cuda" else ["operators"])

@@ -25,7 +25,7 @@ from tests.npu.layer_kinds import KINDS, LAYERS
 from tests.oracle.tiny_checkpoints import make_checkpoint
 
 MODES = ("eager", "reduce-overhead", "max-autotune")
-# GE operators that launch nothing: views, and transposes of weights, which go into the product.
+# GE operators that launch nothing: views, and transposes of weights, which the matmul absorbs.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 COUNTED = {"launches a layer": "per_layer", "launches of the forward beside": "forward",
            "launches of the sampler, greedy": "greedy", "launches of the sampler, plain draw": "draw"}
