@@ -43,7 +43,7 @@ class _Measures:
     """Parts of one expression that may be left out, with those of terminals that it is made of."""
 
     @property
-    def may_be_empty(self) -> bool:
+    def can_be_empty(self) -> bool:
         return self.text is not None and self.text.num_bytes == 0
 
 
@@ -165,7 +165,7 @@ class _Measuring:
         parts = [self.measure(part) for part in node.parts]
         alternatives, most = 0, 1
         for part in reversed(parts):
-            alternatives = part.alternatives + (alternatives if part.may_be_empty else 0)
+            alternatives = part.alternatives + (alternatives if part.can_be_empty else 0)
             most = max(most, alternatives)
         return _Measures(most, max((part.expressions for part in parts), default=1),
                          times(joined(part.text for part in parts), node.least),

@@ -80,7 +80,7 @@ class ModelRunner(ModelRunnerBase):
         self._matchers = Matchers(checkpoint.processor.tokenizer, self.model_config.vocab_size,
                                   checkpoint.end_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
-            self._matchers.begin()
+            self._matchers.start()
         # A prompt is shorter than max_model_len, and an image is never longer than its prompt.
         most_tokens = max(1, self.max_model_len - 1)
         self.largest_image = checkpoint.processor.largest_image(most_tokens) if self.strategy.is_multimodal else None
@@ -112,7 +112,7 @@ class ModelRunner(ModelRunnerBase):
         """`_enter`, and begin what grammars share where that is wanted by now."""
         self._enter(phase, what)
         if self._wants_grammars():
-            self._matchers.begin()
+            self._matchers.start()
 
     def _enter(self, phase: str, what: str = "") -> None:
         """`what` of a phase is begun; the start's seconds are booked by phase."""

@@ -24,7 +24,7 @@ _WHOLE, _WHOLE_ABOVE_MIN_P = 0, 1  # from the whole vocabulary, or from what min
 _TOP_K_CLASSES = (64, 1024)  # who keeps few tokens does not wait for those who sort more
 
 
-def draw_class(top_k: int, vocab_size: int, top_p: float, min_p: float) -> int:
+def sampling_class(top_k: int, vocab_size: int, top_p: float, min_p: float) -> int:
     """Rows of one class draw together. The higher it is the more they sort."""
     if top_k >= vocab_size and top_p >= 1.0:
         return _WHOLE_ABOVE_MIN_P if min_p > 0.0 else _WHOLE
@@ -37,7 +37,7 @@ class Rows:
 
     index: Tensor | None = None
 
-    def take(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         return values if self.index is None else values.index_select(0, self.index)
 
     def put(self, values: Tensor, part: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class DrawGroup:
+class SamplingGroup:
     """Rows that draw the same way. `rows` count through the step, `places` through the logits they are drawn from."""
 
     rows: Rows
@@ -98,7 +98,7 @@ class StepPlan:
     repeating: RepeatingRows | None
     masked: Rows | None
     """Among the adjusted, those that a mask leaves only some tokens."""
-    groups: list[DrawGroup]
+    groups: list[SamplingGroup]
     logprobs: Rows | None
     logprob_rows: np.ndarray
     """The same on the host."""
@@ -127,7 +127,7 @@ class StepPlan:
         return is_simple and not any(group.sorts or group.uses_min_p for group in self.groups)
 
     @functools.cached_property
-    def is_plain_draw(self) -> bool:
+    def is_plain_sampling(self) -> bool:
         """The same, and all rows draw."""
         return self.is_plain and len(self.groups) == 1 and self.groups[0].rows.index is None
 
@@ -238,8 +238,8 @@ class RowsOfStep:
             groups=[self._group(name, members, rows) for name, members in self._groups.items()],
             logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs)
 
-    def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> DrawGroup:
-        return DrawGroup(
+    def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> SamplingGroup:
+        return SamplingGroup(
             rows=rows[f"{name} rows"], places=rows[f"{name} places"], is_adjusted=bool(self.is_adjusted[members[0]]),
             sorts=bool(self.draws[members[0]] > _WHOLE_ABOVE_MIN_P), uses_min_p=bool(self.uses_min_p[members].any()),
             least_k=int(self.top_k[members].min()), most_k=int(self.top_k[members].max()))

@@ -22,7 +22,7 @@ from npu_runner.platforms.transfers import upload_together
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.logit_rules import LogitRules, Watch, logit_rules
 from npu_runner.sampling.ngram_history import NgramHistory, NgramRule, ngram_rule
-from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, draw_class
+from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, sampling_class
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it
 _NEVER = np.iinfo(np.int64).max
@@ -152,7 +152,7 @@ class SamplingState:
         self._mixed_seeds_S[slot] = _mixed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))[0]
         self._num_generated_S[slot] = len(output_token_ids)
         top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-        self._draws_S[slot] = GREEDY if params.is_greedy else draw_class(
+        self._draws_S[slot] = GREEDY if params.is_greedy else sampling_class(
             top_k, self.vocab_size, params.top_p, params.min_p)
         self._top_k_S[slot] = top_k
         self._num_logprobs_S[slot] = params.logprobs or 0
@@ -178,7 +178,7 @@ class SamplingState:
             self._last_rules = params, logit_rules(params, self._eos_token_ids)
         return self._last_rules[1]
 
-    def draws_independently(self, host_slots: np.ndarray) -> bool:
+    def samples_independently(self, host_slots: np.ndarray) -> bool:
         """Whether what these sequences draw next changes nothing for what they draw behind it, nor for the host."""
         features_B = self._features_S[host_slots] & (Feature.REPETITION | Feature.FREQUENCY | Feature.LOGPROBS)
         is_banned_B = self._num_generated_S[host_slots] < self._banned_until_S[host_slots]
@@ -281,11 +281,11 @@ class SamplingState:
         """A function that records one generated token per row. Its memory is allocated now."""
         count = None
         if plan.counted is not None:
-            count = self.counts.prepare_advance(plan.counted.take(slots_B), plan.counted.take(tokens_B))
+            count = self.counts.prepare_advance(plan.counted.select(slots_B), plan.counted.select(tokens_B))
         follow = None
         if plan.followed is not None:
             rows = plan.followed.rows
-            follow = self.ngrams.prepare_advance(rows.take(slots_B), rows.take(tokens_B), plan.followed.exempt_FE)
+            follow = self.ngrams.prepare_advance(rows.select(slots_B), rows.select(tokens_B), plan.followed.exempt_FE)
 
         def record() -> None:
             if count is not None:

@@ -14,7 +14,7 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """`GraphCompiler.record`."""
 
 
-class RecordedDraw:
+class RecordedSampling:
     """A call after a step's forward writes the step's tokens to its own memory, valid until the next call.
 
     flat: int32 (2 * P,) on the device: the tokens, less than 0 if a row has none, then the receipts. next_P: int32, the
