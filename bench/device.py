@@ -76,8 +76,6 @@ def main() -> None:
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES, *BY_NAME), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers and vLLM out")
-    parser.add_argument("--side", choices=(OURS, PROFILED, TRANSFORMERS, VLLM), action="append",
-                        help="only this one; may be repeated")
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels of the profiled run")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -101,13 +99,13 @@ def _prompts(text: str) -> tuple[int, ...]:
 
 
 def sides(part: str, arguments: argparse.Namespace) -> list[str]:
-    """The sides that are asked for and can be measured."""
-    found = [OURS] if part == "structured" else [OURS, PROFILED]
-    found += [AGAINST] if arguments.against else []
+    """The sides that can be measured."""
+    wanted = [OURS] if part == "structured" else [OURS, PROFILED]
+    wanted += [AGAINST] if arguments.against else []
     if not arguments.no_peer and part not in BY_NAME:
-        found += [] if is_images(part) else [TRANSFORMERS]
-        found += [VLLM] if peers.has_vllm(arguments.platform) else []
-    return [side for side in found if side in (arguments.side or found)]
+        wanted += [] if is_images(part) else [TRANSFORMERS]
+        wanted += [VLLM] if peers.has_vllm(arguments.platform) else []
+    return wanted
 
 
 def measure_side(part: str, side: str, arguments: argparse.Namespace) -> Any:
@@ -162,15 +160,12 @@ def is_images(part: str) -> bool:
 
 def report(part: str, results: dict[str, Any]) -> Iterator[str]:
     title = (TITLES | BY_NAME)[part]
-    if OURS not in results:
-        yield from (f"{title}, {side}: {json.dumps(result)}" for side, result in results.items())
-        return
     reports = {"text": report_text, "decode": report_decode, "pictures": report_images, "mixed": report_images,
                "prompts": report_prompts, "structured": report_structured}
     reported = reports[part.rpartition("-")[2]]
-    yield from reported({PROFILED: {"why": "not asked for"}, **results}, title)
+    yield from reported(results, title)
     if AGAINST in results:
-        yield from reported({PROFILED: {"why": "not asked for"}, OURS: results[AGAINST]}, f"{title}, the other tree")
+        yield from reported({PROFILED: {"why": "not measured"}, OURS: results[AGAINST]}, f"{title}, the other tree")
 
 
 def report_text(results: dict[str, Any], title: str) -> Iterator[str]:

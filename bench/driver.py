@@ -238,17 +238,11 @@ def measure(folder: Path, num_replicas: int, arguments: argparse.Namespace, *, i
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"
     output.unlink()
-    return {
-        "replicas": num_replicas,
-        "live_files": is_watched,
-        "fsync_ms": fsync_ms,
-        "reported": is_reported,
-        "scan_rows_per_second": round(scan.num_rows / scan_seconds),
-        "rows_per_second": round(scan.num_rows / seconds),
-        "driver_us_per_row": round(used / scan.num_rows * 1e6, 1),
-        "peak_growth_mib": round((peak - peak_before) / 1024, 1),
-        "peak_mib": round(peak / 1024, 1),
-    }
+    return {"replicas": num_replicas, "live_files": is_watched, "fsync_ms": fsync_ms, "reported": is_reported,
+            "scan_rows_per_second": round(scan.num_rows / scan_seconds),
+            "rows_per_second": round(scan.num_rows / seconds),
+            "driver_us_per_row": round(used / scan.num_rows * 1e6, 1),
+            "peak_growth_mib": round((peak - peak_before) / 1024, 1), "peak_mib": round(peak / 1024, 1)}
 
 
 @contextmanager

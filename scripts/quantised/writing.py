@@ -28,6 +28,7 @@ _TOWER = re.compile(r"(^|\.)visual\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _DYNAMIC = re.compile(r"\.experts\.|\.down_proj\.weight$")
 _SHARD_BYTES = 4 << 30
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 Config = dict[str, Any]
 Ranges = Mapping[str, formats.Range | None]
 Static = dict[str, formats.Range]
@@ -52,10 +53,6 @@ class Format:
 
 
 _Make = Callable[[int], Format]
-
-
-def _block_config(size: int) -> Config:
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
 
 
 def _gptq(bits: int) -> _Make:
@@ -98,10 +95,9 @@ def _modelslim(write: Callable[[Tensor], formats.Tensors], kind: str, group_size
 
 
 FORMATS: dict[str, _Make] = {
-    "fp8-block": lambda size: Format(partial(formats.fp8_block, block=(size, size)), _block_config(size),
-                                     fuses_experts=True),
-    "fp8-tensor": lambda size: Format(partial(formats.fp8_rows, by_tensor=True), {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}),
+    "fp8-block": lambda size: Format(partial(formats.fp8_block, block=(size, size)),
+                                     {**_FP8, "weight_block_size": [size, size]}, fuses_experts=True),
+    "fp8-tensor": lambda size: Format(partial(formats.fp8_rows, by_tensor=True), _FP8),
     "fp8-dynamic": lambda size: _compressed(partial(formats.fp8_rows, by_tensor=False), "float-quantized", 8, -1,
                                             kind="float"),
     "w8a8": lambda size: _compressed(formats.compressed_int, "int-quantized", 8, -1),

@@ -115,7 +115,12 @@ def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
     images = [scene.image for scene in scenes]
     question_first = rng.random() < PART_QUESTION_FIRST
     if question_first or rng.random() < PART_SECOND_TURN:
-        _add_first_turn(sample, asked.pop(rng.randrange(len(asked))), images, question_first)
+        question = asked.pop(rng.randrange(len(asked)))
+        sample.add_text(f"<|im_start|>user\n{question.text if question_first else ''}")
+        sample.add_images(images)
+        if not question_first:
+            sample.add_text(question.text)
+        sample.add_answer(question)
         opening, asked = "\n<|im_start|>user\n", asked[: len(asked) // 2]
     else:
         sample.add_text("<|im_start|>user\n")
@@ -124,14 +129,6 @@ def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
     for question in asked:
         sample.add_branch(opening, question)
     return sample
-
-
-def _add_first_turn(sample: Sample, question: Question, images: Sequence[Image.Image], question_first: bool) -> None:
-    sample.add_text(f"<|im_start|>user\n{question.text if question_first else ''}")
-    sample.add_images(images)
-    if not question_first:
-        sample.add_text(question.text)
-    sample.add_answer(question)
 
 
 def cut_patches(image: Image.Image) -> tuple[np.ndarray, tuple[int, int]]:
