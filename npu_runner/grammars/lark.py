@@ -68,7 +68,7 @@ class _Token:
 
 
 def read_lark(text: str) -> LarkGrammar:
-    """Raises UnreadableGrammar."""
+    """Parse the definitions. Raises UnreadableGrammar."""
     return _grammar(_tokens(text), 0)
 
 
