@@ -1,6 +1,6 @@
 """The weights of a checkpoint with a LoRA adapter merged into them while they are read, in float32.
 
-Knows no model: which name of the adapter stands for which tensor is told by whoever opens both.
+Knows no model: the caller maps names of the adapter to tensors.
 
 O output features, I input features.
 """

@@ -252,7 +252,6 @@ class GenerationConfig:
     """The contents of generation_config.json, as SamplingParams fields."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
-    """SamplingParams fields."""
     not_served: dict[str, Any] = field(default_factory=dict)
     """Fields that ask for what we do not do, as they stand in the file."""
     eos_token_ids: tuple[int, ...] | None = None

@@ -30,7 +30,7 @@ _FIELDS: Mapping[str, type[Fields]] = {MODELSLIM: ModelSlimFields, COMPRESSED_TE
 _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
 _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
-"""Formats that may have weights for products with inputs of int8."""
+"""Formats that may have weights for matmuls with int8 inputs."""
 _MADE = {"int8": "int8", "fp8": "FP8"}
 """Names of the weights that the setting `quantization` makes, by row."""
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)

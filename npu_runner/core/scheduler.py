@@ -46,7 +46,7 @@ class SchedulerLimits:
 
     @property
     def least_batched_tokens(self) -> int:
-        """What a prefill step must be able to take, so that every prompt gets on."""
+        """The least number of tokens of a prefill step with which every prompt makes progress."""
         return self.state_alignment or 1
 
 

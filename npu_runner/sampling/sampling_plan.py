@@ -88,9 +88,9 @@ class StepPlan:
 
     adjusted: Rows | None
     penalised: Rows | None
-    """Among the adjusted."""
+    """Positions among the adjusted rows."""
     counted: Rows | None
-    """The penalised among all rows."""
+    """Positions of the penalised rows among all."""
     uses_repetition: bool
     uses_frequency: bool
     additions: Additions | None

@@ -1,5 +1,5 @@
 """FP8 weights as DeepSeek and Qwen publish them: one scale for each block, or one for the tensor. Experts one by one,
-or fused in three dims. The scale's name says inverse; the weight is the product with it.
+or fused in three dims. The scale's name says inverse; the weight is multiplied with it.
 
 N outputs, K inputs, E experts.
 """

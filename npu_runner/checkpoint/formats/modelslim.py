@@ -158,7 +158,7 @@ def _shape(contents: Contents, module: str, dtypes: tuple[str, ...] = ("I8",)) -
 
 
 def _static(contents: Contents, module: str, description: dict[str, Any]) -> None:
-    """W8A8: scales and biases are stored as products with those of inputs."""
+    """W8A8: scales and biases are stored multiplied with those of inputs."""
     shape, reader = _shape(contents, module), contents.reader
     if shape is None:
         return
@@ -295,7 +295,7 @@ def deq_scale(reader: CheckpointReader, name: str) -> Tensor:
 class StaticScale(Matrix):
     """(N, 1) float32: deq_scale / input_scale.
 
-    Of W8A8 the product is (q W^T + quant_bias) * deq_scale with q = round(x / input_scale + input_offset). So without
+    A W8A8 matmul computes (q W^T + quant_bias) * deq_scale with q = round(x / input_scale + input_offset). So without
     the scale and the offset of inputs the weight is W * deq_scale / input_scale, and the bias
     (quant_bias + input_offset * sum_k W) * deq_scale. A float bias beside it is already in there.
     """

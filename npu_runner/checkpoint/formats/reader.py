@@ -170,7 +170,7 @@ class DequantisingReader(WeightsReader):
 
     @property
     def weight_forms(self) -> frozenset[str]:
-        """In which of the forms that a platform may have products for weights are stored."""
+        """The stored forms that a platform may have a matmul for."""
         found: set[str | None] = set()
         for name in self._contents.made:
             if (inputs := self.int8_inputs(name)) is not None:

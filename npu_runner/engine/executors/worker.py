@@ -140,8 +140,8 @@ class _Server:
             return False
         deadline = time.monotonic() + _MOST_POLLING_SECONDS
         while not self._rank.has_call(_POLL_SECONDS):
-            # A call that has not come by then is not there to be overlapped, and a device that is stuck says so only to
-            # whoever waits for it.
+            # A call that has not come by then cannot be overlapped. A device that is stuck fails only when it is waited
+            # for.
             if self.under_way[0].handle.is_done() or time.monotonic() > deadline:
                 return False
         return True
