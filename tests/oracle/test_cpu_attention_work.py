@@ -152,8 +152,7 @@ def test_a_platform_that_plans_no_drafts_takes_each_token_for_a_row() -> None:
     plan = AttentionBackend.plan_drafts(step.backend, step.query_lens, step.context_lens, step.tables_BW,
                                         torch.device("cpu"))
     metadata = AttentionMetadata(False, torch.empty(0), torch.empty(0), torch.empty(0), plan)
-    step.assert_equals_definition(step.backend.decode(step.q_TNH, step.k_cache, step.v_cache, metadata,
-                                                      HEAD_DIM**-0.5))
+    step.assert_equals_definition(step.backend.decode(step.q_TNH, step.k_cache, step.v_cache, metadata, HEAD_DIM**-0.5))
 
 
 def test_a_long_prompt_over_a_window_makes_no_mask_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
