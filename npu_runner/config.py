@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,12 +76,11 @@ class SchedulerConfig:
         _check_positive(self, "max_num_seqs", "max_num_batched_tokens")
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling: {self.async_scheduling!r} is neither true nor false")
-        if self.speculative_config is not None:
-            SpeculativeConfig.of(self.speculative_config)
+        self.speculative  # noqa: B018 - raises ConfigError for one that is not served
 
-    @property
+    @functools.cached_property
     def speculative(self) -> SpeculativeConfig | None:
-        """`speculative_config`, checked; None: it is not set."""
+        """`speculative_config`, parsed. A model may refuse it: `RunnerInfo` has what is run."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     def schedules_ahead(self, by_default: bool) -> bool:

@@ -34,17 +34,8 @@ from npu_runner.errors import ModelError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "LoadStrategy",
-    "OpenedCheckpoint",
-    "StagedImages",
-    "VisionEmbeddings",
-    "find_strategy",
-    "open_checkpoint",
-    "pick_strategy",
-    "strategies_by_model_type",
-]
+__all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "OpenedCheckpoint", "StagedImages", "VisionEmbeddings",
+           "find_strategy", "open_adapter", "open_checkpoint", "pick_strategy", "strategies_by_model_type"]
 
 logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "npu_runner.strategies"
@@ -166,7 +157,7 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     resolved, quantization = strategy.resolve_config(config), read_quantization(path)
     resolved = resolved.replace(quantization=effective_quantization(quantization, resolved.quantization))
     model_config = strategy.model_config_for(resolved)
-    adapter = None if config.lora is None else _adapter(config.lora, quantization)
+    adapter = None if config.lora is None else open_adapter(config.lora, quantization)
     if model_config.tie_word_embeddings and _has_own_head(path, resolved, model_config, adapter):
         model_config = replace(model_config, tie_word_embeddings=False)
     return OpenedCheckpoint(
@@ -189,7 +180,7 @@ def _has_own_head(path: Path, config: RunnerConfig, model_config: ModelConfig, a
     return True
 
 
-def _adapter(folder: str, quantization: Quantization | None) -> Adapter:
+def open_adapter(folder: str, quantization: Quantization | None) -> Adapter:
     """Raises ModelError for a base that is quantised: what the adapter adds would be lost in its rounding."""
     if quantization is not None:
         raise ModelError(f"lora {folder}: the checkpoint's weights are quantised ({quantization.method}); take the "

@@ -31,12 +31,13 @@ TOKENS = (1, 2, 8, 64, 256, 1024, 8192)
 
 def experts(arguments: Namespace) -> Iterator[Case]:
     """For prompts, torch's grouped GEMM over rows in order beside it."""
-    ops = pick_platform("cuda").make_ops()
+    platform = pick_platform("cuda")
+    ops = platform.make_ops()
     for name in arguments.shape:
         shape = SHAPES[name]
         num_experts, top_k, hidden_size, width = shape
         for weights, itemsize in WEIGHTS.items():
-            run = ops.experts if weights == "bf16" else ops.quantised_experts
+            run = ops.experts if weights == "bf16" else platform.make_quantised_ops(ops).experts
             layers = [[_matrix(shape, 2 * width, hidden_size, weights), _matrix(shape, hidden_size, width, weights)]
                       for _ in range(2)]
             for num_tokens in TOKENS:

@@ -13,7 +13,7 @@ _OF_MEMORY = {
     "revision", "runner", "task", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "async_scheduling", "block_size", "kv_cache_dtype", "kv_cache_bytes", "memory_utilization", "enable_prefix_caching",
     "max_state_snapshots", "vision_cache_bytes", "image_min_pixels", "image_max_pixels", "enforce_eager",
-    "graph_batch_sizes", "enable_expert_parallel"}
+    "graph_batch_sizes", "enable_expert_parallel", "speculative_config", "lora"}
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

@@ -102,13 +102,9 @@ class _Side:
         return LayerContext(self.platform.make_ops(), attention, TensorParallel(), self.dtype, self.device, gated_delta)
 
     def form(self, config: ModelConfig | VisionConfig) -> str:
-        """What computes the part of the layer that can be computed in more than one way."""
-        if isinstance(config, VisionConfig):
-            return ""
-        if (delta := gated_delta_shape(config, TensorParallel())) is not None:
-            return f"decodes through {self.platform.make_gated_delta(delta, self.dtype).form}"
-        is_mixture = isinstance(config.layers[0].channel, MoEConfig)
-        return f"through {self.platform.make_ops().experts_form}" if is_mixture else ""
+        """The implementation of Gated DeltaNet, which depends on the host; "" without such a layer."""
+        delta = None if isinstance(config, VisionConfig) else gated_delta_shape(config, TensorParallel())
+        return "" if delta is None else f"decodes through {self.platform.make_gated_delta(delta, self.dtype).form}"
 
 
 def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from npu_runner.prompts.text.tokenizer import check_prompt_length, check_samplin
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
-from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import RunnerInfo
 from npu_runner.runner.settings import Settings, check_expert_parallel, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
@@ -52,13 +51,12 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known |= {"platform": platform.name, **settings.describe()}
         forms = checkpoint.multiplied_forms(settings.weight_forms)
         said = arithmetic(checkpoint.quantization, config.quantization, forms)
-        if said is not None and not platform.proves_forms():
+        if said is not None and platform.probe_of_forms() is None:
             known["quantization"] = said
     return known
 
 
-def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool,
-                       speculative: SpeculativeConfig | None = None) -> BlockManager:
+def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:
     """The KV cache's, with snapshots of states where the model has such."""
     snapshots = None
     if info.state is not None and enable_prefix_caching:
@@ -71,7 +69,7 @@ def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool,
             enable_prefix_caching = False
     return BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching,
                         snapshots=snapshots, sliding_window=info.sliding_window,
-                        keys_look_ahead=speculative is not None and speculative.has_head)
+                        keys_look_ahead=info.speculative is not None and info.speculative.has_head)
 
 
 def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:

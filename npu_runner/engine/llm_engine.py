@@ -74,10 +74,9 @@ class LLMEngine:
             self._executor = SharedMemoryExecutor(checkpoint.config, checkpoint.path, progress)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
-        has_prefix_cache, speculative = self.config.cache.enable_prefix_caching, self.config.scheduler.speculative
-        self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache,
-                                                       speculative=speculative)
-        self._drafter = None if speculative is None else Drafter(speculative)
+        has_prefix_cache = self.config.cache.enable_prefix_caching
+        self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache)
+        self._drafter = None if info.speculative is None else Drafter(info.speculative)
         self.scheduler = Scheduler(bounds.scheduler_limits(info), self.block_manager, self._drafter)
         self._under_way: deque[ScheduledBatch] = deque()
         self._last_end = 0.0

@@ -44,7 +44,7 @@ class ExpertWeights(nn.Module):
     def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
         super().__init__()
         self.moe, self.hidden_size = moe, hidden_size
-        self.ops, self.is_in_out = context.ops, context.ops.experts_in_out
+        self.ops, self.is_in_out = context.quantised, context.ops.experts_in_out
         self.first, self.count = context.tp.expert_share(moe.num_experts)
         self.start, self.length = (0, moe.intermediate_size) if context.tp.has_whole_experts else context.tp.share(
             moe.intermediate_size, "moe_intermediate_size", "; enable_expert_parallel leaves experts whole")
@@ -77,10 +77,10 @@ class ExpertWeights(nn.Module):
         return self.layout != "fused_transposed" and not any(size % FP8_BLOCK for size in sizes)
 
     def weights_are_loaded(self) -> None:
-        """Lays integers out as the platform multiplies them."""
-        if self.form == INT8_EXPERTS:
-            self.gate_up, self.down = (nn.Parameter(values, requires_grad=False) for values in (
-                self.ops.settled_int8_experts(self.gate_up.data, self.down.data)))
+        if self.form is not None:
+            (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = (
+                (nn.Parameter(values, requires_grad=False), nn.Parameter(scales, requires_grad=False))
+                for values, scales in self.ops.prepare_experts(*self.quantised, self._context.dtype))
 
     def _has_product(self, form: str | None) -> bool:
         """Slices that cut a block of FP8 have none, nor have stacks of it that lie the other way round."""
@@ -95,9 +95,8 @@ class ExpertWeights(nn.Module):
         self.down = context.parameter(self.count, *self._laid_out(down), dtype=dtype)
         self.gate_up_scales = self.down_scales = None
         if form is not None:
-            of_down = context.ops.down_scales_dtype if (context.dtype, form) == (torch.bfloat16, INT8_EXPERTS) else None
             self.gate_up_scales = context.parameter(self.count, *_grid(form, gate_up), dtype=torch.float32)
-            self.down_scales = context.parameter(self.count, *_grid(form, down), dtype=of_down or torch.float32)
+            self.down_scales = context.parameter(self.count, *_grid(form, down), dtype=torch.float32)
         self._declare(self.layout)
 
     def match_checkpoint(self, prefix: str, names: Collection[str], shape_of: Callable[[str], tuple[int, ...]]) -> None:

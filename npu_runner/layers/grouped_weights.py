@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from npu_runner.checkpoint.weights_reader import GroupedForm, GroupedPiece, Int8Inputs, WeightsReader
 from npu_runner.errors import WeightsError
 from npu_runner.layers.parallel import LayerContext, WeightPart
-from npu_runner.platforms.grouped import GroupedWeight, packed
-from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.grouped import packed
 
 Held: TypeAlias = Int8Inputs | GroupedForm | str
 """How a weight is held that is not of the model's dtype. Int8Inputs: int8, with such inputs. Of FP8 the form's name."""
@@ -99,13 +98,3 @@ def _fill_groups(parameters: GroupedParameters, part: WeightPart, piece: Grouped
 def _rows(parameter: nn.Parameter, part: WeightPart) -> Tensor:
     """Those that `part` fills; columns are whole, as it cuts them."""
     return parameter.data.narrow(0, part.target_start, part.length) if part.dim == 0 else parameter.data
-
-
-def settle(parameters: GroupedParameters, ops: Ops) -> GroupedParameters:
-    """As the platform multiplies them."""
-    zeros = parameters.zeros
-    found = ops.settled(GroupedWeight(parameters.values.data, parameters.scales.data,
-                                      None if zeros is None else zeros.data))
-    values, scales = (nn.Parameter(each, requires_grad=False) for each in found[:2])
-    return GroupedParameters(parameters.form, values, scales,
-                             None if found.zeros is None else nn.Parameter(found.zeros, requires_grad=False))

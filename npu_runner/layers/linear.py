@@ -27,11 +27,10 @@ from npu_runner.platforms.quantised import (
     FP8_BLOCKS,
     INT8,
     INT8_STATIC,
-    Fp8Rows,
     Fp8Weight,
-    Int8Rows,
     Int8Weight,
     NormRounding,
+    QuantisedWeight,
     RoundedRows,
     StaticInt8Weight,
     StaticRows,
@@ -121,7 +120,7 @@ class HeldLinear(nn.Module):
 
     def __init__(self, out_features: int, in_features: int, *, bias: bool, context: LayerContext, padding: Padding):
         super().__init__()
-        self.ops = context.ops
+        self.ops, self.quantised = context.ops, context.quantised
         self._context, self._is_padded = context, not padding.is_none
         self._shape, self._has_bias = (out_features, in_features), bias
         self.rest = self.rest_bias = self.shifts = self.zeros = self.behind_norm = None
@@ -175,7 +174,8 @@ class HeldLinear(nn.Module):
         """int8 has none of more features than the platform takes. FP8 has none of sizes that no 16 bytes divide; blocks
         have none where rows or columns cut one, nor where four of them do not divide the inputs."""
         if isinstance(how, Int8Inputs):
-            return self.ops.most_int8_features is None or max(self._shape) <= self.ops.most_int8_features
+            most = self.quantised.max_int8_features
+            return most is None or max(self._shape) <= most
         parts = [part for part, own in zip(self.weight_parts["weight"], inputs, strict=True) if own == how]
         rows = sum(part.length for part in parts) if parts[0].dim == 0 and None in inputs else self._shape[0]
         if isinstance(how, GroupedForm):
@@ -191,35 +191,26 @@ class HeldLinear(nn.Module):
         if self.scales is None:
             assert isinstance(x_TI, Tensor), "rounded inputs are for quantised weights"
             return self.ops.linear(x_TI, self.weight, bias_O)
-        if self.shifts is not None:
-            return self._multiply_static(x_TI)
-        assert not isinstance(x_TI, StaticRows), "these rows have scales of their own"
-        if self.form == GROUPED:
-            assert isinstance(x_TI, Tensor), "these inputs are not rounded"
-            out_TO = self.ops.grouped_linear(x_TI, GroupedWeight(self.weight, self.scales, self.zeros), bias_O)
-        elif self.form == INT8:
-            assert not isinstance(x_TI, Fp8Rows), "inputs of FP8 are for weights of FP8"
-            out_TO = self.ops.int8_linear(x_TI, Int8Weight(self.weight, self.scales), bias_O)
-        else:
-            assert not isinstance(x_TI, Int8Rows), "inputs of int8 are for weights of int8"
-            out_TO = self.ops.fp8_linear(x_TI, Fp8Weight(self.weight, self.scales), bias_O)
+        weight = self._quantised_weight(self.scales, is_rounded=isinstance(x_TI, StaticRows))
+        out_TO = self.quantised.linear(x_TI, weight, bias_O)
         if self.rest is None:
             return out_TO
         assert isinstance(x_TI, Tensor), "some rows are not quantised"
         rest_TO = self.ops.linear(x_TI, self.rest, self.rest_bias)
         return torch.cat((out_TO, rest_TO) if self._is_form_first else (rest_TO, out_TO), dim=-1)
 
-    def _multiply_static(self, x_TI: Tensor | RoundedRows) -> Tensor:
-        shifts_O, scales_O = self.shifts, self.scales
-        if isinstance(x_TI, StaticRows):
+    def _quantised_weight(self, scales: Tensor, *, is_rounded: bool) -> QuantisedWeight:
+        """`is_rounded`: a norm has rounded the inputs by one scale."""
+        if self.form == GROUPED:
+            return GroupedWeight(self.weight, scales, self.zeros)
+        if self.form != INT8_STATIC:
+            return (Int8Weight if self.form == INT8 else Fp8Weight)(self.weight, scales)
+        assert self.shifts is not None, "inputs of one scale come with shifts"
+        shifts_O, scales_O = self.shifts, scales
+        if is_rounded:
             assert self.behind_norm is not None, "no norm was told how to round"
             shifts_O, scales_O = self.behind_norm.shifts, self.behind_norm.scales
-        else:
-            assert isinstance(x_TI, Tensor), "rows have no scales of their own here"
-        assert shifts_O is not None, "of inputs of one scale"
-        assert scales_O is not None, "of int8"
-        return self.ops.int8_static_linear(x_TI, StaticInt8Weight(
-            self.weight, shifts_O, scales_O, self.input_scale, self.input_offset, self.ones))
+        return StaticInt8Weight(self.weight, shifts_O, scales_O, self.input_scale, self.input_offset, self.ones)
 
     def _allocate(self, form: str | None, num_rows: int, context: LayerContext) -> None:
         self.form, num_inputs = form, self._shape[1]
@@ -272,12 +263,17 @@ class HeldLinear(nn.Module):
         return self.behind_norm.rounding
 
     def weights_are_loaded(self) -> None:
-        """Lays integers out for products. Of inputs of one scale each rank corrects its offset; one adds the bias."""
-        if (grouped := self.grouped) is not None:
-            self._take_grouped(grouped_weights.settle(grouped, self.ops))
-        if self.form in _OF_INT8:
-            self.weight = nn.Parameter(self.ops.settled_int8(self.weight.data), requires_grad=False)
-        if self.shifts is None or self.scales is None:
+        """Prepare a quantised weight. With inputs of one scale each rank corrects its offset; one adds the bias."""
+        if self.scales is None:
+            return
+        stored = Int8Weight(self.weight.data, self.scales.data) if self.form == INT8_STATIC else (
+            self._quantised_weight(self.scales.data, is_rounded=False))
+        assert not isinstance(stored, StaticInt8Weight), "its values are those of an Int8Weight"
+        found = self.quantised.prepare_weight(stored)
+        self.weight, self.scales = (nn.Parameter(each, requires_grad=False) for each in found[:2])
+        if isinstance(found, GroupedWeight) and found.zeros is not None:
+            self.zeros = nn.Parameter(found.zeros, requires_grad=False)
+        if self.shifts is None:
             return
         name = self.weight_parts["weight"][0].name
         if not 0 < float(self.input_scale) < math.inf:

@@ -27,12 +27,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, context: LayerContext):
         super().__init__()
-        self.ops = context.ops
+        self.ops, self.quantised = context.ops, context.quantised
         self.eps = eps
         self.weight = context.parameter(size, dtype=self.weight_dtype)
         self.shift, self._context = None, context
-        self._form: str | None = None
-        self._rounding: NormRounding | None = None
+        self._rounding: str | NormRounding | None = None
 
     def take_shift(self) -> None:
         """Allocate `shift`, which the loader then fills."""
@@ -41,15 +40,15 @@ class RMSNorm(nn.Module):
     def feed(self, linear: HeldLinear | None) -> None:
         """Say what alone reads the result of `add_forward`: where that is quantised, both are one operator. None:
         others read it, too. Comes before the linear's `weights_are_loaded`."""
-        self._form = self._rounding = None
+        self._rounding = None
         if linear is None or linear.rest is not None or self.weight_dtype is not None or self.shift is not None:
             return
-        if not self.ops.fuses_rounding:
+        if not self.quantised.fuses_rounding:
             return
         if linear.form == INT8_STATIC:
             self._rounding = linear.let_norm_round()
         elif linear.form in (INT8, FP8, FP8_BLOCKS):
-            self._form = linear.form
+            self._rounding = linear.form
 
     def forward(self, x: Tensor) -> Tensor:
         return self._shifted(self.ops.rms_norm(x, self.weight, self.eps))
@@ -60,12 +59,8 @@ class RMSNorm(nn.Module):
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """(norm(x + residual), x + residual); the first as its reader takes it."""
         assert x.shape == residual.shape, f"{tuple(x.shape)} and {tuple(residual.shape)}: kernels see no broadcast"
-        if self._form == INT8:
-            return self.ops.add_rms_norm_int8(x, residual, self.weight, self.eps)
         if self._rounding is not None:
-            return self.ops.add_rms_norm_int8_static(x, residual, self.weight, self.eps, self._rounding)
-        if self._form is not None:
-            return self.ops.add_rms_norm_fp8(x, residual, self.weight, self.eps, in_blocks=self._form == FP8_BLOCKS)
+            return self.quantised.add_rms_norm(x, residual, self.weight, self.eps, self._rounding)
         normed, total = self.ops.add_rms_norm(x, residual, self.weight, self.eps)
         return self._shifted(normed), total
 

@@ -13,6 +13,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.gated_delta import GatedDeltaBackend
 from npu_runner.platforms.ops import Ops
+from npu_runner.platforms.quantised import QuantisedOps
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class LayerContext:
     """Operators, attention, parallel group, dtype and device that a model is built for.
 
     `gated_delta` is there where the model has Gated DeltaNet layers. `weight_forms`: the forms of quantised weights
-    (platforms/quantised.py) that linears and experts hold as they are. With any, they have no weights before `hold`.
+    (platforms/quantised.py) that linears and experts hold as they are, for `quantised` to multiply. With any, they have
+    no weights before `hold`.
     """
 
     ops: Ops
@@ -113,6 +115,12 @@ class LayerContext:
     device: torch.device
     gated_delta: GatedDeltaBackend | None = None
     weight_forms: tuple[str, ...] = ()
+    quantised: QuantisedOps = None  # type: ignore[assignment]
+    """None: those of plain torch."""
+
+    def __post_init__(self) -> None:
+        if self.quantised is None:
+            object.__setattr__(self, "quantised", QuantisedOps(self.ops))
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised parameter, of the model's dtype unless said otherwise; the weights loader fills it."""

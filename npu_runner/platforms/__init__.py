@@ -7,8 +7,10 @@ value a `Platform` subclass. A platform's module is imported when that platform,
 from __future__ import annotations
 
 import functools
+import glob
 import importlib
 import logging
+import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -37,13 +39,20 @@ def pick_platform(name: str) -> Platform:
     for found in platforms() if name == AUTO else [find_platform(name)]:
         reason = found.why_unavailable()
         if reason is None:
-            found.roles  # noqa: B018 - made now: it refuses versions that are too old
+            found.devices  # noqa: B018 - made now: it refuses versions that are too old
             return found
-        if name == AUTO and (devices := found.device_files_seen()):
+        if name == AUTO and (devices := device_files_of(found)):
             raise ConfigError(f"platform auto: this host has {found.name} devices ({', '.join(devices)}), and they "
                               f"cannot be used: {reason}. To compute without them, name a platform (--platform cpu)")
         reasons.append(f"{found.name}: {reason}")
     raise ConfigError(f"platform {name!r} cannot be used here ({'; '.join(reasons)})")
+
+
+def device_files_of(platform: Platform) -> list[str]:
+    """The files of devices that this process is meant to see. Where there are some, `auto` takes no platform below.
+    A variable that lists no device hides them all on purpose."""
+    are_hidden = os.environ.get(platform.visible_devices or "", "-").strip() == ""
+    return [] if platform.device_files is None or are_hidden else sorted(glob.glob(platform.device_files))
 
 
 def reference_platform() -> Platform:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
@@ -21,8 +23,8 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 class AttentionBackend(ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
 
-    name: str
-    """What `attention_backend` calls it."""
+    facts: AttentionFacts = AttentionFacts()
+    """See `Platform.attention_backends`."""
     pads_with_real_rows: bool = False
     """Padded rows of a decode graph read what a real row reads. Short ones would slow down a kernel that depends on the
     shortest context. Each still writes to a slot of its own in the null block."""
@@ -34,38 +36,36 @@ class AttentionBackend(ABC):
 
     def with_kv_scales(self, scales_2: Tensor) -> AttentionBackend:
         """The same for a layer whose cache, in e4m3, holds its keys and values divided by these. float32 (2,), on the
-        device: of keys, of values. Asked for where `Platform.fp8_cache_backends` name the backend."""
-        raise AssertionError(f"{self.name} keeps keys and values in the model's dtype")
+        device: of keys, of values. For backends with an `fp8_prompt_room`."""
+        raise AssertionError(f"{type(self).__name__} keeps keys and values in the model's dtype")
 
     @abstractmethod
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
         """Host-side preparation of a prefill step, once for all layers."""
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
-        """Host-side preparation of an eager decode step, once for all layers; most kernels need none."""
-        return None
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
+                    query_lens_B: Sequence[int] | None = None) -> Any:
+        """Host-side preparation of an eager decode step, once for all layers; most kernels need none.
 
-    def plan_drafts(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                    device: torch.device) -> Any:
-        """The same of a step of several tokens a sequence, the last ones of its context. `decode` takes each as a row
-        of its own, which sees what stands before it."""
-        rows_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
-        return self.plan_decode(ends_of_tokens(query_lens_B, context_lens_B).tolist(), block_tables_BW[rows_T], device)
+        `query_lens_B`: a sequence has several tokens, the last ones of its context. `decode` takes each as a row of its
+        own, which sees the tokens before it. None: each has one.
+        """
+        return None
 
     def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
         """How many tiles a captured prefill of so many tokens and sequences has at most. A tile is four numbers that
-        say what some tokens attend to. Asked for where `Platform.prefill_graph_backends` name the backend."""
-        raise AssertionError(f"prefills of {self.name} are not captured")
+        say what some tokens attend to. For backends that `records_prefills`."""
+        raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
     def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
         """int32 (tiles, 4): those of one step. A graph's buffer ends with zeros, which are empty tiles."""
-        raise AssertionError(f"prefills of {self.name} are not captured")
+        raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
     def plan_of_tiles(self, tiles: Tensor) -> Any:
         """The plan of a captured prefill, whose `tiles` (most_graph_tiles, 4) lie on the device and change from replay
         to replay. Tokens that are in no tile attend to nothing; what they get is finite."""
-        raise AssertionError(f"prefills of {self.name} are not captured")
+        raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
     @abstractmethod
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
@@ -106,13 +106,18 @@ class AttentionBackend(ABC):
         """Preparation of `vision` for consecutive images of these numbers of rows, once for all layers."""
         return list(lengths)
 
-    def vision_head_dim(self, head_dim: int) -> int:
-        """The even head dim, `head_dim` or more, that `vision` takes; towers fill their weights up to it with zeros."""
-        return head_dim
-
     @abstractmethod
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
         """Full attention within each image, (T, N, H). `scale` is that of the model's own head dim."""
+
+
+def tower_head_dim(facts: AttentionFacts, head_dim: int) -> int:
+    """The head dim, `head_dim` or more, that `vision` computes. Towers pad their weights to it with zeros."""
+    dims = (head_dim,) if facts.vision_head_dims is None else facts.vision_head_dims
+    if head_dim > dims[-1]:
+        raise ConfigError(f"vision head dim {head_dim}: the attention of this platform takes {dims[-1]} at most; use "
+                          "another platform for this model")
+    return next(dim for dim in dims if dim >= head_dim)
 
 
 def ends_of_tokens(query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:

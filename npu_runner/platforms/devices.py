@@ -38,19 +38,21 @@ class Memory(ABC):
         info = self.info()
         return None if info is None else info.free_bytes + info.reserved_bytes - info.allocated_bytes
 
-    @abstractmethod
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Count `peak_allocated_bytes` from here on."""
+        return None
 
-    @abstractmethod
     def empty_cache(self) -> None:
         """Return the allocator's unused memory to the device."""
+        return None
 
-    @abstractmethod
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for all that the device was given."""
+        return None
 
-    @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that device memory ran out."""
+        return False
 
     def host_buffer(self, num_elements: int) -> Tensor:
         """Uninitialised int32 host memory; copies from it to the device are asynchronous where there is such a thing.

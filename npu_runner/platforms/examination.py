@@ -58,6 +58,9 @@ class Examination:
         """Checks that are to be ok before anything can start."""
         return ("import torch", self.platform.name)
 
+    remedy: str = ""
+    """What is to be done where `Platform.why_unavailable` finds a reason."""
+
     @property
     def graph_modes(self) -> tuple[str, ...]:
         """What is computed unless the user says otherwise: eagerly, and as a run does that names no mode."""
@@ -72,7 +75,7 @@ class Examination:
         yield self.check_torch(run_function(self.host, import_torch))
         reason = self._reason
         yield Check(self.platform.name, "ok" if reason is None else "failed", reason or "it can be used",
-                    "" if reason is None else self.platform.remedy)
+                    "" if reason is None else self.remedy)
 
     def check_torch(self, outcome: Outcome) -> Check:
         """Whether `import torch` works: it loads the extensions of vendors that are installed, on any platform."""

@@ -151,16 +151,14 @@ class GatedDeltaBackend(ABC):
         A row begins its sequence where its context length is its query length.
         """
 
-    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> Any:
+    def plan_drafts(self, runs_T: Tensor, query_lens_B: Sequence[int] | None) -> Any:
         """Preparation of a decode step with drafts, once for all layers: it comes back as `metadata.state_plan`.
-        `runs_T` says on the device what `query_lens_B` says (StepInputs.runs). Raises ConfigError where no drafts are
-        verified (`Platform.most_state_drafts`)."""
-        raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts; leave speculative_config out")
 
-    def plan_drafts_in_graph(self, runs_T: Tensor) -> Any:
-        """The same as part of a graph, for steps with drafts and without, where `Platform.graphs_take_state_drafts`.
-        Padded rows have one token each, and may share slots: what they read and leave there means nothing."""
-        raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts in graphs; set graph_mode eager")
+        `runs_T` says on the device what `query_lens_B` says (StepInputs.runs). None: the plan is part of a graph, for
+        steps with drafts and without. Padded rows then have one token each, and may share slots: what they read and
+        leave there means nothing. Raises ConfigError where the backend's StateFacts allow no such step.
+        """
+        raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts; leave speculative_config out")
 
     @abstractmethod
     def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -192,9 +190,6 @@ class RingedGatedDelta(GatedDeltaBackend):
     p modulo the number of columns: conv_state (slots, W - 1 + num, C), where num is 0 without drafts, and else the most
     tokens of a row. Inputs of refused drafts are written over before a step reads their columns.
     """
-
-    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> Any:
-        raise ConfigError(f"Gated DeltaNet through {self.name} verifies drafts beside rings only")
 
     @abstractmethod
     def plan_drafts_in_ring(self, inputs: StepInputs, ring: Ring) -> Any:

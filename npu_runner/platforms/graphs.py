@@ -25,6 +25,11 @@ What is compiled is the bound method of an nn.Module that holds the model; compi
 """
 
 
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""(run) -> replay: launches `run` over the same memory at once. `run` works on the device, waits for nothing, and is
+called once or more while it is recorded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GraphSettings:
     """What a graph compiler is made for.
@@ -44,8 +49,6 @@ class GraphCompiler(ABC):
 
     waits_for_replay: bool = False
     """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
-    records: bool = False
-    """`record` works for what follows a decode step."""
     context_lens_dtype: type[np.integer[Any]] = np.int32
     """Of StepInputs.context_lens, as graphs read them."""
 
@@ -65,21 +68,16 @@ class GraphCompiler(ABC):
         """Delete the kept graphs of this batch size, because their answers differ."""
         return None
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
-                      block_tables_BW: Callable[[], np.ndarray]) -> None:
-        """Give the graphs of this batch size what they take from the host each step, padding included; most have
-        nothing to do.
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+        """Give the graphs of this batch size the lengths of the next step, padding included; most need none.
 
-        Called before its first run, too. block_tables_BW: makes them (int32) for graphs that need them.
+        Called before the first run, too.
         """
         return None
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What launches `run`, which works on the device and waits for nothing, over the same memory in one launch.
-
-        `run` is run once or more. Asked for where `records` says so.
-        """
-        raise NotImplementedError(f"{type(self).__name__} records nothing but decode steps")
+    def recorder(self) -> Recorder | None:
+        """A function that records other work than decode steps; None: nothing else is recorded."""
+        return None
 
     def release(self) -> None:
         """Let go of every graph; none is called any more."""

@@ -17,7 +17,7 @@ GROUPED = "grouped"
 
 
 class GroupedWeight(NamedTuple):
-    """As the loader fills it. `Ops.settled` may lay it out anew, for `Ops.grouped_linear` of the same platform."""
+    """As the loader fills it. `QuantisedOps.prepare_weight` may change the layout, for the same platform's `linear`."""
 
     values: Tensor
     """int8 (O, I); or of 4 bits `packed`, uint8 (O, I / 2)."""
@@ -51,5 +51,5 @@ def dequantised(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def product(x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-    """The definition of `Ops.grouped_linear`."""
+    """The definition of `QuantisedOps.linear` with a GroupedWeight."""
     return F.linear(x_TI, dequantised(weight, x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype))

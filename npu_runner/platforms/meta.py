@@ -1,4 +1,5 @@
-"""Torch's meta device as what a step runs on: nothing is computed, and a meter counts the bytes that would be taken.
+"""Torch's meta device as a platform that stands in for a vendor's: nothing is computed, and a meter counts the bytes
+that a device would give.
 
 Operators are shaped as fused ones: what is allocated are results, and what devices sort and copy on the way. Knows no
 vendor and no model.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,22 +18,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from npu_runner.platforms import reference_platform
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.devices import Memory, MemoryInfo, Roles
+from npu_runner.platforms.facts import AttentionFacts
+from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape, Ring, RingedGatedDelta
+from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.ops import HeldExperts, TorchOps
-from npu_runner.platforms.quantised import (
-    Fp8Rows,
-    Fp8Weight,
-    Int8Rows,
-    Int8Weight,
-    QuantisedExperts,
-    StaticInt8Weight,
-    StaticRows,
-)
-from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.platforms.transfers import SideResult, SideStream
+from npu_runner.platforms.ops import HeldExperts, Ops, TorchOps
+from npu_runner.platforms.platform import Platform
+from npu_runner.platforms.quantised import Int8Weight, QuantisedExperts, QuantisedOps, QuantisedWeight, RoundedRows
+from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
+from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
+from npu_runner.platforms.transfers import Download, SideResult, SideStream
 
 META = torch.device("meta")
+_DRAFTS = object()
+"""The plan of a decode step with drafts: nothing is read of it."""
 SORT_WORKSPACE_BYTES = 32
 """For each value that is sorted, beside values and indices: keys, places and rows, twice over, as torch does on a GPU.
 """
@@ -73,6 +76,59 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
+class MetaPlatform(Platform):
+    """Stands in for `platform`, with its facts, to put a model together without a device or memory for it."""
+
+    name = "meta"
+
+    def __init__(self, platform: Platform):
+        self.defaults, self.attention_backends = platform.defaults, platform.attention_backends
+        self.copies_rows_to_experts = platform.copies_rows_to_experts
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def make_roles(self) -> Roles:
+        host = reference_platform()
+        return Roles(devices=host.devices, communicators=host.communicators, memory=MetaMemory())
+
+    def make_ops(self) -> Ops:
+        return MetaOps(copies_rows_to_experts=self.copies_rows_to_experts)
+
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        return MetaQuantisedOps(ops)
+
+    def make_attention(self, name: str, **_: Any) -> AttentionBackend:
+        return MetaAttention(self.attention_backends[next(iter(self.attention_backends)) if name == "auto" else name])
+
+    def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
+        return MetaGatedDelta(shape)
+
+    def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
+        raise AssertionError("nothing is computed, so nothing is compiled")
+
+
+class MetaMemory(Memory):
+    """Memory that counts as a device's own and holds nothing. LiveBytes measures it."""
+
+    def info(self) -> MemoryInfo:
+        return MemoryInfo(0, 0, 0, 0, 0)
+
+    def download(self, tensor: Tensor) -> Download:
+        return _MetaDownload(tensor)
+
+    def side_stream(self) -> SideStream:
+        return MetaSideStream()
+
+
+class _MetaDownload(Download):
+    """Zeros, as no value is computed. The tensor lives as long as its copy is not read."""
+
+    def __init__(self, tensor: Tensor):
+        super().__init__(torch.zeros(tensor.shape, dtype=tensor.dtype))
+        self._tensor = tensor
+
+
 class MetaSideStream(SideStream):
     def __init__(self) -> None:
         """There is no stream."""
@@ -94,21 +150,7 @@ class MetaOps(TorchOps):
     """
 
     def __init__(self, *, copies_rows_to_experts: bool):
-        self._copies_rows = copies_rows_to_experts
-
-    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
-        return rows.values_TI.new_empty(len(rows.scales_T), len(weight.scales_O), dtype=rows.dtype)
-
-    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        return _product_in_8_bits(x_TI, len(weight.scales_O))
-
-    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        return _product_in_8_bits(x_TI, len(weight.values_OI))
-
-    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # what many rows may take
-        return x_TI.new_empty(len(x_TI), len(dequantised_OI))
+        self.copies_rows = copies_rows_to_experts
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
@@ -142,8 +184,8 @@ class MetaOps(TorchOps):
         and up."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.numel() // (len(down) * hidden_size)
-        rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else 0, hidden_size)
-        both_P2I = x_TD.new_empty(num_pairs if self._copies_rows else 0, 2 * width)
+        rows_PD = x_TD.new_empty(num_pairs if self.copies_rows else 0, hidden_size)
+        both_P2I = x_TD.new_empty(num_pairs if self.copies_rows else 0, 2 * width)
         hidden_PI = x_TD.new_empty(num_pairs, width)
         del both_P2I
         outputs_PD = x_TD.new_empty(num_pairs, hidden_size)
@@ -151,15 +193,30 @@ class MetaOps(TorchOps):
         del rows_PD, hidden_PI, outputs_PD
         return out_TD
 
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+class MetaQuantisedOps(QuantisedOps):
+    ops: MetaOps
+
+    def linear(self, x_TI: Tensor | RoundedRows, weight: QuantisedWeight, bias_O: Tensor | None) -> Tensor:
+        if isinstance(weight, GroupedWeight):
+            assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
+            dequantised_OI = x_TI.new_empty(len(weight.scales), x_TI.shape[1])  # many rows may need it
+            return x_TI.new_empty(len(x_TI), len(dequantised_OI))
+        values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
+        scales_T = x_TI.new_empty(len(x_TI), dtype=torch.float32) if (
+            isinstance(x_TI, Tensor) and isinstance(weight, Int8Weight)) else None
+        out_TO = values_TI.new_empty(len(values_TI), len(weight.values_OI), dtype=x_TI.dtype)
+        del scales_T
+        return out_TO
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        """As `experts`, inputs of both products in 8 bits. Where rows are copied, products of gate and up are int32.
-        Else they are of x's dtype, and so is what is rounded for the second product."""
+        """As `experts`, inputs of both matmuls in 8 bits. Where rows are copied, the results of gate and up are
+        int32. Else they are of x's dtype, and so is what is rounded for the second matmul."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.values.numel() // (len(down.values) * hidden_size)
-        rows_PD = x_TD.new_empty(num_pairs if self._copies_rows else len(x_TD), hidden_size, dtype=torch.int8)
-        both_P2I = x_TD.new_empty(num_pairs if self._copies_rows else 0, 2 * width, dtype=torch.int32)
-        hidden_PI = x_TD.new_empty(0 if self._copies_rows else num_pairs, width)
+        rows_PD = x_TD.new_empty(num_pairs if self.ops.copies_rows else len(x_TD), hidden_size, dtype=torch.int8)
+        both_P2I = x_TD.new_empty(num_pairs if self.ops.copies_rows else 0, 2 * width, dtype=torch.int32)
+        hidden_PI = x_TD.new_empty(0 if self.ops.copies_rows else num_pairs, width)
         rounded_PI = x_TD.new_empty(num_pairs, width, dtype=torch.int8)
         del both_P2I
         outputs_PD = x_TD.new_empty(num_pairs, hidden_size)
@@ -168,23 +225,9 @@ class MetaOps(TorchOps):
         return out_TD
 
 
-def _product_in_8_bits(x_TI: Tensor | Fp8Rows | StaticRows, num_outputs: int) -> Tensor:
-    values_TI = torch.empty_like(x_TI, dtype=torch.int8) if isinstance(x_TI, Tensor) else x_TI.values_TI
-    return values_TI.new_empty(len(values_TI), num_outputs, dtype=x_TI.dtype)
-
-
-def _rounded(x_TI: Tensor) -> Int8Rows:
-    return Int8Rows(torch.empty_like(x_TI, dtype=torch.int8), x_TI.new_empty(len(x_TI), dtype=torch.float32),
-                    x_TI.dtype)
-
-
 class MetaAttention(AttentionBackend):
-    """vision_head_dims, fp8_prompt_room: the platform's."""
-
-    name = "meta"
-
-    def __init__(self, vision_head_dims: Sequence[int] | None, fp8_prompt_room: int):
-        self._vision_head_dims, self._fp8_prompt_room = vision_head_dims, fp8_prompt_room
+    def __init__(self, facts: AttentionFacts):
+        self.facts = facts
         self._wide: Tensor | None = None
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
@@ -196,8 +239,8 @@ class MetaAttention(AttentionBackend):
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
-        room = self._fp8_prompt_room if k_cache.dtype == torch.float8_e4m3fn and window is None else 0
-        num_blocks = -(-room * len(q_TNH) // k_cache.shape[1])
+        room = self.facts.fp8_prompt_room if k_cache.dtype == torch.float8_e4m3fn and window is None else None
+        num_blocks = -(-(room or 0) * len(q_TNH) // k_cache.shape[1])
         if num_blocks > (0 if self._wide is None else self._wide.shape[1]):
             self._wide = q_TNH.new_empty((2, num_blocks, *k_cache.shape[1:]))  # it stays, for all layers
         return q_TNH.new_empty(q_TNH.shape)
@@ -206,9 +249,30 @@ class MetaAttention(AttentionBackend):
                window: int | None = None) -> Tensor:
         return q_BNH.new_empty(q_BNH.shape)
 
-    def vision_head_dim(self, head_dim: int) -> int:
-        dims = self._vision_head_dims
-        return head_dim if dims is None else min((dim for dim in dims if dim >= head_dim), default=head_dim)
-
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: Any, scale: float) -> Tensor:
         return q_TNH.new_empty(q_TNH.shape)
+
+
+class MetaGatedDelta(RingedGatedDelta, TorchGatedDelta):
+    """The plain operators. Steps with drafts hold their rows and outputs, and no state beside those of the pool."""
+
+    def plan_drafts(self, runs_T: Tensor, query_lens_B: Sequence[int] | None) -> Any:
+        return _DRAFTS
+
+    def plan_drafts_in_ring(self, inputs: StepInputs, ring: Ring) -> Any:
+        return _DRAFTS
+
+    def convolve(self, x_TC: Tensor, weight_CW: Tensor, conv_state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if metadata.state_plan is _DRAFTS:
+            metadata = replace(metadata, state_plan=None)
+        # With drafts in rings there are more columns.
+        return super().convolve(x_TC, weight_CW, conv_state[:, : weight_CW.shape[1] - 1], metadata)
+
+    def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
+                     state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
+        return self.delta_rule(qkv_TC, a_TV, b_TV, neg_exp_A_V, dt_bias_V, state, metadata)
+
+    def _decode_drafts(self, qkv_TC: Tensor, beta_TV: Tensor, g_TV: Tensor, state: Tensor, slots_T: Tensor,
+                       plan: Any) -> Tensor:
+        heads = self._heads(qkv_TC)
+        return torch.empty_like(heads[2], dtype=qkv_TC.dtype)

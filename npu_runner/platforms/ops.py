@@ -17,27 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.grouped import product as grouped_product
-from npu_runner.platforms.quantised import (
-    FP8_BLOCK,
-    Fp8Rows,
-    Fp8Weight,
-    Int8Rows,
-    Int8Weight,
-    NormRounding,
-    QuantisedExperts,
-    RoundedRows,
-    StaticInt8Weight,
-    StaticRows,
-    divided_rows,
-    fp8_rows,
-    int8_rows,
-    scaled,
-    static_product,
-    static_rows,
-)
-
 AddAt: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
 """(table (N,) float32, places (B,) int64, none twice, amounts (B,) float32): adds to the table, in place."""
 
@@ -67,77 +46,6 @@ class Ops(ABC):
     @abstractmethod
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + b, (T, O)."""
-
-    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        """s * scales * (round(x / s) values^T) + b, (T, O) of x's dtype, with s = max|x| / 127 of each row.
-
-        The product of integers is exact, the rest float32, rounded once; `bias_O` is float32. Asked for where the
-        platform's `weight_forms` name INT8.
-        """
-        rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
-        sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t())
-        out_TO = sums_TO.float() * rows.scales_T[:, None] * weight.scales_O
-        return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
-
-    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        """(q values^T + shifts) * scales, (T, O) of x's dtype, with q = round(x * input_scale + input_offset), at least
-        -128 and at most 127, in float32; exact as in `int8_linear`. Asked for where `weight_forms` name INT8_STATIC."""
-        return static_product(static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else x_TI, weight)
-
-    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        """(q s) (values scales)^T + b, (T, O) of x's dtype, where q s is x as `fp8_rows` rounds it.
-
-        Sums are float32, `bias_O` is of x's dtype. Asked for where the platform's `weight_forms` name FP8.
-        """
-        rows = fp8_rows(x_TI, in_blocks=weight.scales.dim() == 2) if isinstance(x_TI, Tensor) else x_TI
-        out_TO = scaled(rows.values_TI, rows.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
-        return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
-
-    most_int8_features: int | None = None
-    """Inputs and outputs of a linear that products of int8 take; None: any number."""
-
-    def settled_int8(self, values_OI: Tensor) -> Tensor:
-        """Values of an Int8Weight or StaticInt8Weight as the platform multiplies them, made once when they are loaded;
-        their bytes stay as many, their shape need not."""
-        return values_OI
-
-    def settled_int8_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """`settled_int8` of the values of `quantised_experts`; their shapes stay."""
-        return gate_up, down
-
-    def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        """The weight as `grouped_linear` wants it, made once when it is loaded; its bytes stay as many."""
-        return weight
-
-    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        """x w^T + b, (T, O) of x's dtype, with w = (values - zeros) * scales.
-
-        `weight` is `settled`; `bias_O` is float32 beside bfloat16, else of x's dtype. Asked for where the platform's
-        `weight_forms` name GROUPED.
-        """
-        return grouped_product(x_TI, weight, bias_O)
-
-    fuses_rounding: bool = False
-    """`add_rms_norm_int8`, and those of static inputs and FP8, cost no more than what they stand for; else products
-    round their inputs themselves."""
-
-    def add_rms_norm_fp8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *,
-                         in_blocks: bool) -> tuple[Fp8Rows, Tensor]:
-        """`add_rms_norm` for products with `Fp8Weight` alone. `weight_D` is of x's dtype."""
-        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
-        return fp8_rows(normed_TD, in_blocks=in_blocks), total_TD
-
-    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
-                          eps: float) -> tuple[Int8Rows, Tensor]:
-        """`add_rms_norm` for products with `Int8Weight` alone. `weight_D` is of x's dtype."""
-        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
-        return int8_rows(normed_TD), total_TD
-
-    def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
-                                 rounding: NormRounding) -> tuple[StaticRows, Tensor]:
-        """`add_rms_norm` for products with a `StaticInt8Weight` alone. `weight_D` is of x's dtype."""
-        normed_TD, total_TD = self.add_rms_norm(x_TD, residual_TD, weight_D, eps)
-        return divided_rows(normed_TD, rounding), total_TD
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -179,13 +87,6 @@ class Ops(ABC):
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, (T, I)."""
 
-    def silu_and_mul_for(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
-        """`silu_and_mul`, rounded already where this is quicker than the product's own rounding. `form`: of the weight
-        that alone takes it."""
-        return self.silu_and_mul(gate_up_T2I)
-
-    experts_form: str = "plain operators"
-    """What computes experts, for reports."""
     experts_in_out: bool = False
     """Experts' weights lie as (experts, inputs, outputs) and not as (experts, outputs, inputs)."""
 
@@ -205,24 +106,6 @@ class Ops(ABC):
         which experts these are; the others of a token add nothing. None: they are all.
         """
 
-    down_scales_dtype: torch.dtype | None = None
-    """Of the scales of int8 experts' second product, where the model is bfloat16 and they are not float32."""
-
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        """`experts` whose products are those of `int8_linear` or `fp8_linear`. Asked for where the platform's
-        `weight_forms` name INT8_EXPERTS or FP8_EXPERTS."""
-        first = 0 if held is None else held.first
-        return _one_by_one(x_TD, weights_TK, experts_TK, range(first, first + len(gate_up.values)),
-                           lambda rows, expert: self._expert_product(rows, gate_up, expert),
-                           lambda rows, expert: self._expert_product(rows, down, expert))
-
-    def _expert_product(self, rows: Tensor, weight: QuantisedExperts, expert: int) -> Tensor:
-        values, scales = weight.values[expert], weight.scales[expert]
-        if values.dtype == torch.int8:
-            return self.int8_linear(rows, Int8Weight(values, scales), None)
-        return self.fp8_linear(rows, Fp8Weight(values, scales), None)
-
     def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
         """x + sigmoid(gate) * y, (T, D): the experts that were chosen, and the one that every token sees."""
         return x_TD + torch.sigmoid(gate_T1) * y_TD
@@ -232,12 +115,9 @@ class Ops(ABC):
         return x_TNH * torch.sigmoid(gate_TNH)
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
-        """GELU (arXiv 1606.08415); `approximate` is "none", by the error function, or "tanh"."""
-        return F.gelu(x, approximate=approximate)
-
-    def quick_gelu(self, x: Tensor) -> Tensor:
-        """x * sigmoid(1.702 x), the sigmoid form of GELU (arXiv 1606.08415, section 2)."""
-        return x * torch.sigmoid(1.702 * x)
+        """GELU (arXiv 1606.08415). `approximate`: "none" is by the error function; the others are "tanh" and "sigmoid",
+        x * sigmoid(1.702 x) (section 2)."""
+        return x * torch.sigmoid(1.702 * x) if approximate == "sigmoid" else F.gelu(x, approximate=approximate)
 
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
         """gelu(x W^T + b), (T, O)."""
@@ -252,12 +132,10 @@ class Ops(ABC):
         """Add to a few places of a table in place. No place comes twice."""
         table_N.index_add_(0, places_B, amounts_B)
 
-    draws_greedily: bool = False
-    """`softmax_draw` takes temperature 0, which is the most probable token, the first of equals."""
+    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """A function that samples from the whole vocabulary at once; None: the sampler's plain operators do.
 
-    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What draws from the whole vocabulary at once; None: the sampler's plain operators do.
-
+        `greedy`: rows may have temperature 0, which is the most probable token, the first of equals.
         (logits (B, V), temperatures (B, 1) float32, uniforms in [0, 1) (B, 1) float32) -> tokens (B, 1) int32: the
         first whose running sum of softmax(logits / temperature) passes the uniform, never one that weighs nothing; -1
         where a row has no token: its logits hold NaN or +inf, or are all -inf. A row's token is the same whatever rows
@@ -276,7 +154,7 @@ class Ops(ABC):
     def allowed_draw(self) -> AllowedDraw | None:
         """What draws from the tokens that masks leave, without a copy of the logits; None: `allow_tokens` comes first.
 
-        As `softmax_draw` with `draws_greedily`, and for each row which mask is its own.
+        As a greedy `softmax_draw`, and for each row which mask is its own.
         """
         return None
 
@@ -352,16 +230,16 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def experts_one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_E2ID: Tensor,
                        down_EDI: Tensor, first: int) -> Tensor:
-    """`Ops.experts` if the host may read the routing: one product for each expert with tokens. `first`: as of
+    """`Ops.experts` if the host may read the routing: one matmul for each expert with tokens. `first`: as of
     `HeldExperts`."""
-    return _one_by_one(x_TD, weights_TK, experts_TK, range(first, first + len(gate_up_E2ID)),
-                       lambda rows, expert: F.linear(rows, gate_up_E2ID[expert]),
-                       lambda rows, expert: F.linear(rows, down_EDI[expert]))
+    return loop_over_experts(x_TD, weights_TK, experts_TK, range(first, first + len(gate_up_E2ID)),
+                             lambda rows, expert: F.linear(rows, gate_up_E2ID[expert]),
+                             lambda rows, expert: F.linear(rows, down_EDI[expert]))
 
 
-def _one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: range,
-                gate_up: Callable[[Tensor, int], Tensor], down: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`gate_up` and `down`: of rows, and an expert counted from the first of `held`."""
+def loop_over_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: range,
+                      gate_up: Callable[[Tensor, int], Tensor], down: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """`gate_up` and `down` multiply rows with an expert's matrix; they count experts from the first of `held`."""
     out_TD = torch.zeros_like(x_TD)
     order = experts_TK.flatten().argsort(stable=True)
     counts = torch.bincount(experts_TK.flatten(), minlength=held.stop).tolist()
@@ -372,7 +250,6 @@ def _one_by_one(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: rang
             hidden = down(F.silu(gate) * up, expert)
             out_TD.index_add_(0, tokens, hidden * weights_TK.flatten()[places, None])
     return out_TD
-
 
 
 class TokenLookUp:

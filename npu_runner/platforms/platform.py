@@ -7,15 +7,15 @@ only when a role is used. The doctor and the process that assigns devices run wi
 
 from __future__ import annotations
 
-import glob
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.facts import AttentionFacts, StateFacts
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.ops import Ops
+    from npu_runner.platforms.quantised import QuantisedOps
 
 
 @dataclass(frozen=True)
@@ -65,39 +66,20 @@ class Platform(ABC):
     priority: int = 10
     """`auto` takes the usable platform of the highest priority. Ours: 30 and 20 with devices, 0 without."""
     defaults: PlatformDefaults
-    attention_backends: tuple[str, ...]
-    """What `attention_backend` may name beside auto."""
-    supported_block_sizes: tuple[int, ...] | None = None
-    """None: any."""
+    attention_backends: Mapping[str, AttentionFacts]
+    """What `attention_backend` may name. auto takes the first."""
+    state_facts: StateFacts = StateFacts()
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
     keeps_graphs: tuple[str, ...] = ()
     """The graph modes whose compiled graphs can be kept from one run to the next."""
-    vision_head_dims: tuple[int, ...] | None = None
-    """The head dims that towers are laid out for, rising; None: any."""
     weight_forms: tuple[str, ...] = ()
     """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
     `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
     Weights of another form are dequantised while loading."""
-    modes_without_forms: tuple[str, ...] = ()
-    """The graph modes in which it has none of these."""
     rounds_weights: bool = False
     """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
-    state_ring_length: int = 0
-    """Tokens from one write of a Gated DeltaNet state to the next, in decode steps without drafts: its backend is a
-    RingedGatedDelta, and drafts go into rings, too. 0: every step writes it."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
-    fp8_cache_backends: tuple[str, ...] = ()
-    """The attention backends that keep keys and values in e4m3, where `why_no_fp8_cache` has nothing to say."""
-    fp8_prompt_room: int = 0
-    """For prefills over keys and values in e4m3, so many times the largest one's tokens have room in 16 bits."""
-    prefill_graph_backends: tuple[str, ...] = ()
-    """The attention backends whose short prefills are recorded in graphs, in every graph mode but eager. Then
-    `GraphCompiler.records`."""
-    most_state_drafts: int | None = 0
-    """Drafts of a row that its Gated DeltaNet verifies (`plan_drafts`, or `plan_drafts_in_ring`); None: any number."""
-    graphs_take_state_drafts: bool = False
-    """Such steps run in decode graphs, too (`plan_drafts_in_graph`, or `plan_drafts_in_ring`)."""
     lost_error_remedy = "run again with each operation waited for"
     """What shows the error of an operation that runs behind the host's back."""
     ray_resource: str
@@ -108,18 +90,10 @@ class Platform(ABC):
     """Pattern of the files that a driver makes, one for each device. None: no file shows that devices are there."""
     examination: str = "npu_runner.platforms.examination:Examination"
     """What `npu-runner doctor` looks at: the module and name of an `Examination`."""
-    remedy: str = ""
-    """What the doctor says is to be done where `why_unavailable` finds a reason."""
 
     @abstractmethod
     def why_unavailable(self) -> str | None:
         """None when this host can run it, else the reason in a few words. May import torch."""
-
-    def device_files_seen(self) -> list[str]:
-        """Files of devices that this process is meant to see: where there are some, `auto` takes no platform below.
-        A variable that lists no device hides them all on purpose."""
-        are_hidden = os.environ.get(self.visible_devices or "", "-").strip() == ""
-        return [] if self.device_files is None or are_hidden else sorted(glob.glob(self.device_files))
 
     def share(self, devices: Sequence[int], num_devices: int) -> dict[str, str]:
         """Variables for processes that are to see only these of the `num_devices` that this process sees."""
@@ -127,17 +101,14 @@ class Platform(ABC):
             return {}
         return {self.visible_devices: chosen_devices(os.environ.get(self.visible_devices), devices)}
 
-    def forms_with(self, dtype: str) -> tuple[str, ...]:
-        """The `weight_forms` of this host where the rest is of `dtype`."""
+    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
+        """The `weight_forms` of this host in this graph mode, where the rest is of `dtype`."""
         return () if dtype == "float32" else self.weight_forms
 
-    def proves_forms(self) -> bool:
-        """Whether `proven_forms` may leave some out of what `forms_with` names."""
-        return False
-
-    def proven_forms(self, forms: tuple[str, ...]) -> tuple[str, ...]:
-        """Those whose products this host computes rightly; says what is wrong with the others. After `check_model`."""
-        return forms
+    def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
+        """Compares the matmuls of some `weight_forms` with the CPU's; returns what is wrong, by form. None: this host
+        needs no probe. To be called after `check_model`."""
+        return None
 
     def check_graph_mode(self, graph_mode: str) -> None:
         """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
@@ -148,8 +119,8 @@ class Platform(ABC):
         return None
 
     def why_no_fp8_cache(self) -> str | None:
-        """Why this host keeps keys and values in the model's dtype; None: it can keep them in e4m3."""
-        return None if self.fp8_cache_backends else f"platform {self.name} keeps them in the model's dtype"
+        """Why this host's devices cannot keep keys and values in e4m3, whatever the backend; None: they can."""
+        return None
 
     def describe(self) -> dict[str, str]:
         """Names and versions that shape numbers, for manifests and reports."""
@@ -160,20 +131,20 @@ class Platform(ABC):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def roles(self) -> Roles:
+    def _roles(self) -> Roles:
         return self.make_roles()
 
     @property
     def devices(self) -> Devices:
-        return self.roles.devices
+        return self._roles.devices
 
     @property
     def communicators(self) -> Communicators:
-        return self.roles.communicators
+        return self._roles.communicators
 
     @property
     def memory(self) -> Memory:
-        return self.roles.memory
+        return self._roles.memory
 
     @abstractmethod
     def make_roles(self) -> Roles:
@@ -183,6 +154,12 @@ class Platform(ABC):
 
     @abstractmethod
     def make_ops(self) -> Ops: ...
+
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        """Operators for weights of `weight_forms`, on top of `ops`."""
+        from npu_runner.platforms.quantised import QuantisedOps
+
+        return QuantisedOps(ops)
 
     @abstractmethod
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,

@@ -1,5 +1,5 @@
-"""Weights in int8 and FP8 as products take them, inputs that are rounded alike, by row or by one scale and one offset
-for all, and how plain torch makes and multiplies them. Knows no vendor.
+"""Quantised weights, the inputs that are rounded for them, and the operators that only they need (`QuantisedOps`), in
+plain torch. Vendors replace the operators. Knows no vendor.
 
 T tokens, I inputs, O outputs, D hidden size, E experts.
 """
@@ -10,6 +10,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from npu_runner.platforms.grouped import GroupedWeight
+from npu_runner.platforms.grouped import product as grouped_product
+from npu_runner.platforms.ops import HeldExperts, Ops, loop_over_experts
 
 INT8, INT8_STATIC = "int8", "int8_static"
 """The forms of weights that `Int8Weight` and `StaticInt8Weight` hold."""
@@ -53,7 +57,7 @@ class QuantisedExperts(NamedTuple):
     values: Tensor
     """int8 or float8_e4m3fn, contiguous: (E, O, I), or (E, I, O) with `Ops.experts_in_out`."""
     scales: Tensor
-    """(E, O) of int8, float32 or as `Ops.down_scales_dtype` says; float32 (E, O / 128, I / 128) of FP8."""
+    """float32: (E, O) of int8, (E, O / 128, I / 128) of FP8."""
 
 
 class Int8Rows(NamedTuple):
@@ -114,6 +118,87 @@ class StaticRows(NamedTuple):
 
 
 RoundedRows: TypeAlias = Int8Rows | Fp8Rows | StaticRows
+QuantisedWeight: TypeAlias = Int8Weight | StaticInt8Weight | Fp8Weight | GroupedWeight
+
+
+class QuantisedOps:
+    """Operators for quantised weights, by their definition. `ops` are the platform's other operators.
+
+    A weight comes in the forms that the platform's `weight_forms` name, and no other.
+    """
+
+    max_int8_features: int | None = None
+    """The most inputs or outputs of an int8 matrix; None: any number."""
+    fuses_rounding: bool = False
+    """`add_rms_norm` costs no more than that of `Ops`. Else matmuls round their inputs themselves."""
+
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
+    def prepare_weight(self, weight: Int8Weight | Fp8Weight | GroupedWeight) -> QuantisedWeight:
+        """The weight in the layout that `linear` reads, made once after loading. A StaticInt8Weight has the values of
+        an Int8Weight. The number of bytes stays; shapes may change."""
+        return weight
+
+    def prepare_experts(self, gate_up: QuantisedExperts, down: QuantisedExperts,
+                        dtype: torch.dtype) -> tuple[QuantisedExperts, QuantisedExperts]:
+        """The same for `experts`, for a model of `dtype`."""
+        return gate_up, down
+
+    def linear(self, x_TI: Tensor | RoundedRows, weight: QuantisedWeight, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b, (T, O) of x's dtype. `weight` is prepared.
+
+        Int8Weight: s * scales * (round(x / s) values^T) + b, with s = max|x| / 127 of each row. The sum of integers is
+        exact, the rest float32, rounded once; b is float32.
+        StaticInt8Weight: (q values^T + shifts) * scales without b, with q = round(x * input_scale + input_offset) in
+        float32, clamped to -128 to 127. It is exact as above.
+        Fp8Weight: (q s) (values scales)^T + b, where q s is x as `fp8_rows` rounds it. Sums are float32; b has x's
+        dtype.
+        GroupedWeight: x w^T + b with w = (values - zeros) * scales; b is float32 beside bfloat16, else of x's dtype.
+        """
+        if isinstance(weight, GroupedWeight):
+            assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
+            return grouped_product(x_TI, weight, bias_O)
+        if isinstance(weight, StaticInt8Weight):
+            static = static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else x_TI
+            assert isinstance(static, StaticRows), "rows have no scales of their own here"
+            return static_product(static, weight)
+        if isinstance(weight, Int8Weight):
+            rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
+            assert isinstance(rows, Int8Rows), "int8 weights take rows of int8"
+            out_TO = torch._int_mm(rows.values_TI, weight.values_OI.t()).float() * rows.scales_T[:, None] * weight[1]
+            return (out_TO if bias_O is None else out_TO + bias_O).to(rows.dtype)
+        of_fp8 = fp8_rows(x_TI, in_blocks=weight.scales.dim() == 2) if isinstance(x_TI, Tensor) else x_TI
+        assert isinstance(of_fp8, Fp8Rows), "FP8 weights take rows of FP8"
+        out_TO = scaled(of_fp8.values_TI, of_fp8.scales, 1) @ scaled(*weight, FP8_BLOCK).t()
+        return (out_TO if bias_O is None else out_TO + bias_O).to(of_fp8.dtype)
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
+                     rounding: str | NormRounding) -> tuple[RoundedRows, Tensor]:
+        """`Ops.add_rms_norm`, rounded for weights of the form `rounding`, or for one StaticInt8Weight. `weight_D` is of
+        x's dtype."""
+        normed_TD, total_TD = self.ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        if isinstance(rounding, NormRounding):
+            return divided_rows(normed_TD, rounding), total_TD
+        is_int8, in_blocks = rounding == INT8, rounding == FP8_BLOCKS
+        return int8_rows(normed_TD) if is_int8 else fp8_rows(normed_TD, in_blocks=in_blocks), total_TD
+
+    def silu_and_mul(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
+        """`Ops.silu_and_mul` for a weight of this form; already rounded where this is faster. None: the model's dtype.
+        """
+        return self.ops.silu_and_mul(gate_up_T2I)
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
+                down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+        """`Ops.experts` with the matmuls of `linear`; the weights are prepared."""
+        first = 0 if held is None else held.first
+        return loop_over_experts(x_TD, weights_TK, experts_TK, range(first, first + len(gate_up.values)),
+                                 lambda rows, expert: self._multiply_expert(rows, gate_up, expert),
+                                 lambda rows, expert: self._multiply_expert(rows, down, expert))
+
+    def _multiply_expert(self, rows: Tensor, weight: QuantisedExperts, expert: int) -> Tensor:
+        values, scales = weight.values[expert], weight.scales[expert]
+        return self.linear(rows, (Int8Weight if values.dtype == torch.int8 else Fp8Weight)(values, scales), None)
 
 
 def fp8_rows(x_TI: Tensor, *, in_blocks: bool) -> Fp8Rows:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.gated_delta import L2_EPS, GatedDeltaBackend, GatedDeltaShape, StateSave, check_saves
 from npu_runner.platforms.gated_delta_plan import (
     ConvolutionPlan,
@@ -43,7 +44,9 @@ class TorchGatedDelta(GatedDeltaBackend):
             convolution=plan_convolution(query_lens_B, context_lens_B, saves, self.shape.conv_kernel_size, device),
             groups=plan_chunks(query_lens_B, context_lens_B, saves, device))
 
-    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> DraftSources:
+    def plan_drafts(self, runs_T: Tensor, query_lens_B: Sequence[int] | None) -> DraftSources:
+        if query_lens_B is None:
+            raise ConfigError(f"Gated DeltaNet through {self.name} verifies no drafts in graphs; set graph_mode eager")
         return plan_draft_steps(query_lens_B, self.shape.conv_kernel_size, runs_T.device)
 
     # -- the convolution -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import RequestError
+from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.sampling.sampler import HostSample
 
 
@@ -141,6 +142,8 @@ class RunnerInfo:
     graphs: str
     state: StateInfo | None = None
     """None: the model has no state beside the KV cache."""
+    speculative: SpeculativeConfig | None = None
+    """The drafts of steps; None: there are none."""
     description: dict[str, str] = field(default_factory=dict)
     start_seconds: dict[str, float] = field(default_factory=dict)
     """Of this rank, by phase, in order. What a device was given in one phase may still run in the next."""

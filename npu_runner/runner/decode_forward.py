@@ -44,7 +44,7 @@ class DraftedDecodeStep(DecodeStep):
         assert self.gated_delta is not None, "made with it"
         rings = self.states.rings if self.states is not None else None
         if rings is None:
-            state_plan = self.gated_delta.plan_drafts_in_graph(inputs.runs)
+            state_plan = self.gated_delta.plan_drafts(inputs.runs, None)
         else:
             assert isinstance(self.gated_delta, RingedGatedDelta), "no other has rings"
             state_plan = self.gated_delta.plan_drafts_in_ring(inputs, rings)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings
+from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings, Recorder
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, Forwards, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode, dummy_drafts
@@ -102,7 +102,9 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     buckets.compile_all(forwards, warm_up, agrees, votes)
     _record_draws(steps, buckets)
     if settings.prefill_sizes:
-        _record_prefills(parts, compiler, votes, progress)
+        recorder = compiler.recorder()
+        assert recorder is not None, "a backend whose prefills are recorded comes with a compiler that records"
+        _record_prefills(parts, recorder, votes, progress)
 
 
 def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
@@ -143,7 +145,7 @@ def _dummy_drafts(parts: DecodeParts, most: int, below: int) -> ScheduledBatch |
     return None
 
 
-def _record_prefills(parts: DecodeParts, compiler: GraphCompiler, votes: Votes, progress: Progress) -> None:
+def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progress: Progress) -> None:
     """Largest first, as far as all ranks have room for them; prefills without a graph are eager."""
     steps = parts.steps
     model, attention = steps.model, steps.attention
@@ -159,7 +161,7 @@ def _record_prefills(parts: DecodeParts, compiler: GraphCompiler, votes: Votes, 
     for number, size in enumerate(order, start=1):
         what = f"the graph of prefills of {size} tokens"
         progress("recording", f"prefills of {size} tokens (graph {number} of {len(order)})")
-        refusal = votes.refusal(what, _why_no_graph(parts, functools.partial(prefills.record, size, forward, compiler)))
+        refusal = votes.refusal(what, _why_no_graph(parts, functools.partial(prefills.record, size, forward, recorder)))
         if refusal:
             prefills.drop(size)
             logger.warning("no resources for %s (%s); prefills up to that size run eagerly, or are padded to %s tokens",
@@ -173,13 +175,13 @@ def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
 
     A rank may do without by itself: it is no part of what all of them run.
     """
-    sampler = steps.sampler
-    for bucket in buckets.compiled() if buckets.compiler.records else []:
+    sampler, recorder = steps.sampler, buckets.compiler.recorder()
+    for bucket in buckets.compiled() if recorder is not None else []:
         logits_PV = bucket.forward(bucket.inputs)  # with all ranks
         if sampler is None or bucket.batch_size > steps.max_num_seqs:  # drafts are drawn place by place
             continue
         try:
-            sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, buckets.compiler.record)
+            sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, recorder)
         except (GraphResourceError, RuntimeError, MemoryError) as error:
             if not isinstance(error, GraphResourceError) and not steps.platform.memory.is_out_of_memory(error):
                 raise

@@ -6,10 +6,12 @@ nothing; knows no file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.model_config import ModelConfig
@@ -18,15 +20,18 @@ from npu_runner.checkpoint.weight_files import weights_are_there
 from npu_runner.config import RunnerConfig
 from npu_runner.core.block_manager import most_blocks
 from npu_runner.errors import ConfigError, OutOfMemoryError
+from npu_runner.layers.parallel import TensorParallel
 from npu_runner.layers.weight_forms import MADE_AT_LOAD, hold_as_floats, hold_as_stored, hold_rounded
+from npu_runner.platforms.meta import META, LiveBytes, MetaPlatform
 from npu_runner.platforms.platform import Platform
-from npu_runner.request.limits import GIB, MIB
+from npu_runner.request.limits import GIB, LIMITS, MIB
+from npu_runner.runner.assembly import RankAssembly
 from npu_runner.runner.base import MemoryProfile
-from npu_runner.runner.kv_cache import KVCachePlan, cache_window, fit_states, memory_left, plan_kv_cache
-from npu_runner.runner.on_meta import NetworkOnMeta
+from npu_runner.runner.kv_cache import KVCachePlan, cache_window, memory_left
+from npu_runner.runner.memory import weights_bytes
 from npu_runner.runner.settings import Settings, resolve_settings, state_needs
 from npu_runner.runner.states import StatePlan, plan_states, size
-from npu_runner.strategies import LoadStrategy
+from npu_runner.strategies import LoadStrategy, open_adapter
 from npu_runner.strategies.transformers_model import TransformersStrategy
 
 ACTIVATIONS_MARGIN = 1.1
@@ -107,22 +112,25 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
     if isinstance(strategy, TransformersStrategy):
         raise ConfigError("the model is served through transformers, by the generic strategy, which is not estimated; "
                           "take a model of a family with a strategy of its own, or start it on a device")
-    model_config = strategy.model_config_for(config)
-    settings = resolve_settings(config, model_config, platform, read_quantization(strategy.path))
-    network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0,
-                            hold=partial(_hold, strategy, config, settings))
+    model_config, quantization = strategy.model_config_for(config), read_quantization(strategy.path)
+    # An adapter is merged into the weights. It takes no memory, unless it gives the model a head of its own.
+    if config.lora is not None and open_adapter(config.lora, quantization).has("lm_head.weight"):
+        model_config = replace(model_config, tie_word_embeddings=False)
+    settings = resolve_settings(config, model_config, platform, quantization)
+    rank = _first_rank(strategy, model_config, config, settings, platform, partial(_hold, strategy, config, settings))
     num_ranks = config.parallel.tensor_parallel_size
     outside_bytes = DRIVER_BYTES + (COMMUNICATORS_BYTES if num_ranks > 1 else 0)
-    profile = MemoryProfile(total_bytes=device_bytes, weights_bytes=network.weights_bytes, outside_bytes=outside_bytes)
+    profile = MemoryProfile(total_bytes=device_bytes, weights_bytes=weights_bytes(rank.model),
+                            outside_bytes=outside_bytes)
     is_eager = settings.graph_mode == "eager"
     found = Estimate(
         settings=settings, num_ranks=num_ranks, memory_utilization=config.cache.memory_utilization, profile=profile,
-        reserved_bytes=config.cache.vision_cache_bytes if strategy.is_multimodal else 0,
+        reserved_bytes=rank.reserved_bytes,
         graphs_bytes=0 if is_eager else (settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE
                                          + len(settings.prefill_sizes) * GRAPH_BYTES_A_PREFILL_SIZE),
         states=None, plan=None,
-        bytes_per_block=network.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None)
-    return _with_cache(_with_steps(found, config, network), config, network)
+        bytes_per_block=rank.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None)
+    return _with_cache(_with_steps(found, rank), rank)
 
 
 def most_cached_tokens(strategy: LoadStrategy, config: RunnerConfig, model_config: ModelConfig, settings: Settings,
@@ -131,19 +139,47 @@ def most_cached_tokens(strategy: LoadStrategy, config: RunnerConfig, model_confi
     is_measured = platform.visible_devices is not None
     if isinstance(strategy, TransformersStrategy) or (is_measured and config.cache.kv_cache_bytes is None):
         return None
-    network = NetworkOnMeta(strategy, model_config, config, settings, platform, rank=0, hold=hold_as_floats)
-    states = None
-    if network.state_shape is not None:
-        states = plan_states(network.state_shape, state_needs(config, settings, settings.max_num_seqs), budget=None)
+    rank = _first_rank(strategy, model_config, config, settings, platform, hold_as_floats)
+    states = None if rank.state_shape is None else plan_states(
+        rank.state_shape, state_needs(config, settings, settings.max_num_seqs), budget=None)
     try:
-        return plan_kv_cache(
-            network.kv_shape, MemoryProfile(), is_measured=is_measured, kv_cache_bytes=config.cache.kv_cache_bytes,
-            memory_utilization=config.cache.memory_utilization, reserved_bytes=0, states=states,
-            max_model_len=settings.max_model_len, max_model_len_is_given=settings.max_model_len_is_given,
-            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
-            windows=network.windows).max_model_len
+        return rank.plan_cache(MemoryProfile(), states, is_measured=is_measured).max_model_len
     except OutOfMemoryError as error:
         raise ConfigError(str(error).partition("\n")[0]) from error
+
+
+class _MetaRank(TensorParallel):
+    """One of several ranks, without the others: a collective allocates what it would, and sends nothing."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_into(self, gathered: Tensor, x: Tensor) -> None:
+        """Nothing comes."""
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        return value
+
+
+def _first_rank(strategy: LoadStrategy, model_config: ModelConfig, config: RunnerConfig, settings: Settings,
+                platform: Platform, hold: Callable[[nn.Module], None]) -> RankAssembly:
+    """The first rank on torch's meta device. `hold` allocates the weights of linears (layers/weight_forms.py).
+
+    Raises ConfigError where the model does not divide by the ranks.
+    """
+    tp = _MetaRank(0, config.parallel.tensor_parallel_size, has_whole_experts=config.parallel.enable_expert_parallel)
+    rank = RankAssembly(strategy, model_config, config, settings, MetaPlatform(platform), tp, META,
+                        image_of=lambda most_tokens: strategy.largest_images(config)(most_tokens),
+                        end_token_ids=model_config.eos_token_ids)
+    context = replace(rank.make_context(), weight_forms=settings.weight_forms)
+    with torch.inference_mode():
+        model = strategy.build(model_config, settings.max_model_len, context)
+    hold(model)
+    rank.set_network(model)
+    return rank
 
 
 def _hold(strategy: LoadStrategy, config: RunnerConfig, settings: Settings, model: nn.Module) -> None:
@@ -177,36 +213,49 @@ def longest_length(found: Estimate) -> int | None:
     return length if 0 < length < found.settings.max_model_len else None
 
 
-def _with_steps(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> Estimate:
+def _with_steps(found: Estimate, rank: RankAssembly) -> Estimate:
     """With states and activations, as a start sizes them: states, the worst step over them, then states again."""
     try:
-        states = _states(found, config, network)
-        step = network.worst_step(_num_seqs(found, states), states)
+        states = rank.plan_states(found.profile, is_measured=True)
+        activations, staging = _worst_step(rank, states)
         found = replace(found, profile=replace(
-            found.profile, activation_peak_bytes=int(step.activations * ACTIVATIONS_MARGIN),
-            staging_bytes=int(step.staging * ACTIVATIONS_MARGIN)))
-        states = _states(found, config, network)
+            found.profile, activation_peak_bytes=int(activations * ACTIVATIONS_MARGIN),
+            staging_bytes=int(staging * ACTIVATIONS_MARGIN)))
+        states = rank.plan_states(found.profile, is_measured=True)
     except OutOfMemoryError as error:
         return replace(found, problem=str(error).partition("\n")[0])
-    return replace(found, states=states, settings=replace(found.settings, max_num_seqs=_num_seqs(found, states)))
+    if states is not None:
+        rank.set_max_num_seqs(states.max_num_seqs)
+    return replace(found, states=states, settings=rank.settings)
 
 
-def _num_seqs(found: Estimate, states: StatePlan | None) -> int:
-    return found.settings.max_num_seqs if states is None else states.max_num_seqs
+def _worst_step(rank: RankAssembly, states: StatePlan | None) -> tuple[int, int]:
+    """The most bytes at once of the steps that a start measures, beside weights, states and cache; and the bytes of one
+    step's images, where they are sent ahead of it."""
+    with torch.inference_mode(), LiveBytes() as live:
+        rank.bind_cache(num_blocks=1)  # nothing is written
+        if states is not None:
+            rank.bind_states(states)
+            rank.set_max_num_seqs(states.max_num_seqs)
+        before, (num_tokens, batch_size), staging = live.now, rank.worst_sizes, 0
+        steps = rank.make_steps()
+        steps.sampler = rank.make_sampler(LIMITS.max_ngram_window)  # the longest history that any request may have
+        steps.check_receipts = lambda *_: None  # type: ignore[method-assign] # no number comes back
+        if rank.schedules_ahead and rank.largest_image is not None:
+            staged = live.now
+            live.reset_peak()
+            steps.image_encoder.stage(rank.dummy_images(num_tokens, batch_size))
+            staging = live.peak - staged
+        live.reset_peak()
+        for step in rank.dummy_steps(num_tokens, batch_size):
+            steps.submit(step)
+        return live.peak - before, staging
 
 
-def _states(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> StatePlan | None:
-    if network.state_shape is None:
-        return None
-    return fit_states(
-        network.state_shape, state_needs(config, found.settings, found.settings.max_num_seqs), found.profile,
-        is_measured=True, memory_utilization=config.cache.memory_utilization, reserved_bytes=found.reserved_bytes)
-
-
-def _with_cache(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -> Estimate:
+def _with_cache(found: Estimate, rank: RankAssembly) -> Estimate:
     if not found.fits:
         return found
-    settings, cache = found.settings, config.cache
+    settings, cache = found.settings, rank.config.cache
     left = memory_left(found.profile, cache.memory_utilization, found.reserved_bytes)
     left -= found.states.num_bytes if found.states else 0
     # kv_cache_bytes is taken as it is, whatever memory_utilization allows: then the device is the limit.
@@ -215,15 +264,10 @@ def _with_cache(found: Estimate, config: RunnerConfig, network: NetworkOnMeta) -
     if cache.kv_cache_bytes is not None and cache.kv_cache_bytes > there:
         return replace(found, problem=f"kv_cache_bytes {size(cache.kv_cache_bytes)}: {size(max(0, there))} is there")
     try:
-        plan = plan_kv_cache(
-            network.kv_shape, found.profile, is_measured=True, kv_cache_bytes=cache.kv_cache_bytes,
-            memory_utilization=cache.memory_utilization, reserved_bytes=found.reserved_bytes, states=found.states,
-            max_model_len=settings.max_model_len, max_model_len_is_given=settings.max_model_len_is_given,
-            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
-            windows=network.windows)
+        plan = rank.plan_cache(found.profile, found.states, is_measured=True)
     except OutOfMemoryError as error:
         return replace(found, problem=str(error).partition("\n")[0])
-    window = None if found.states else cache_window(network.windows)
+    window = None if found.states else cache_window(rank.windows)
     found = replace(found, plan=plan, blocks_per_sequence=most_blocks(
         plan.max_model_len, window, settings.max_num_batched_tokens, settings.block_size))
     if found.spare_bytes < found.graphs_bytes:

@@ -38,11 +38,13 @@ from npu_runner.models.contract import DraftingModel
 from npu_runner.platforms.attention import ends_of_tokens
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 from npu_runner.platforms.transfers import Download
+from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.buckets import Bucket
 from npu_runner.runner.decode_forward import DecodeStep
+from npu_runner.runner.pooling_step import PoolingStepRunner
 from npu_runner.runner.speculative_step import SpeculativeStepRunner
-from npu_runner.runner.step import PreparedStep, StepUnderWay
+from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay
 from npu_runner.runner.step_arrays import slot_mapping, to_device
 from npu_runner.sampling.sampling_ops import most_probable
 
@@ -366,3 +368,12 @@ def _pairs_of_prompts(batch: ScheduledBatch) -> _PromptPairs:
                     context_lens_B=ends_of_pairs_B[has_pairs_B].astype(np.int32), positions=positions)
     return _PromptPairs(pairs, hidden_T.astype(np.int64), next_T.astype(np.int64),
                         (np.cumsum(lens_B) - 1)[batch.samples_B].astype(np.int64))
+
+
+def step_runner_for(pooling: object | None, speculative: SpeculativeConfig | None) -> type[StepRunner]:
+    """The class that runs the steps of a model which pools its prompts, or which decodes with or without drafts."""
+    if pooling is not None:
+        return PoolingStepRunner
+    if speculative is None:
+        return StepRunner
+    return MTPStepRunner if speculative.has_head else SpeculativeStepRunner

@@ -99,9 +99,9 @@ class PoolingStepRunner(StepRunner):
         self.num_values = pooling.num_values(hidden_size)
 
     def admit(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """`dimensions`, (B,) float32: how many numbers each row is to have."""
+        """`dimensions`, (B,) int32: how many numbers each row is to have."""
         asked = [None if entry.pooling is None else entry.pooling.dimensions for entry in batch.new_sampling]
-        return {"dimensions": np.array([width or self.num_values for width in asked], dtype=np.float32)}
+        return {"dimensions": np.array([width or self.num_values for width in asked], dtype=np.int32)}
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
         """What the head makes of the hidden states (B, W); without a head, themselves."""
@@ -145,7 +145,7 @@ class PoolingStepRunner(StepRunner):
 
 
 def cut(x_BD: Tensor, dimensions_B: Tensor) -> Tensor:
-    """Zeros behind the first `dimensions_B` (float32) values of each row."""
+    """Zeros behind the first `dimensions_B` (int32) values of each row."""
     columns_D = torch.arange(x_BD.shape[1], dtype=torch.float32, device=x_BD.device)
     return x_BD * (columns_D < dimensions_B[:, None]).float()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.attention import AttentionBackend
-from npu_runner.platforms.graphs import GraphCompiler
+from npu_runner.platforms.graphs import Recorder
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.block_tables import NOTHING, BlockTables
 from npu_runner.runner.buckets import Bucket, make_buffers, pad_arrays
@@ -37,9 +37,9 @@ PrefillForward = Callable[[StepInputs, Tensor, Tensor], Tensor]
 class RecordedPrefill:
     """Records on the first call, replays on the others; always over the same tensors."""
 
-    def __init__(self, forward: PrefillForward, compiler: GraphCompiler):
+    def __init__(self, forward: PrefillForward, record: Recorder):
         self._forward = forward
-        self._compiler = compiler
+        self._record = record
         self._replay: Callable[[], None] | None = None
         self._hidden_TD: Tensor | None = None
 
@@ -48,7 +48,7 @@ class RecordedPrefill:
             self._hidden_TD = self._forward(inputs, tiles, end_rows_R)
 
         if self._replay is None:
-            self._replay = self._compiler.record(run)
+            self._replay = self._record(run)
         self._replay()
         assert self._hidden_TD is not None, "what was recorded has a result"
         return self._hidden_TD
@@ -75,10 +75,10 @@ class PrefillBuckets:
         self.uses_mrope = uses_mrope
         self._buckets: dict[int, PrefillBucket] = {}
 
-    def record(self, size: int, forward: PrefillForward, compiler: GraphCompiler) -> None:
+    def record(self, size: int, forward: PrefillForward, record: Recorder) -> None:
         """Record a graph of `size` tokens. If the device has no room for it, raises GraphResourceError or what runs out
         of memory."""
-        bucket = self._make(size, RecordedPrefill(forward, compiler))
+        bucket = self._make(size, RecordedPrefill(forward, record))
         bucket.run()
         self._buckets[size] = bucket
 

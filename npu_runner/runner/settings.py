@@ -12,6 +12,7 @@ from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.gated_delta import GatedDeltaShape, ring_length
 from npu_runner.platforms.platform import ModelNeeds, Platform
 from npu_runner.request.speculative import SpeculativeConfig
@@ -29,6 +30,7 @@ class Settings:
     """What a RunnerConfig leaves open, decided."""
 
     dtype: str
+    attention_backend: str
     max_model_len: int
     max_model_len_is_given: bool
     max_num_seqs: int
@@ -103,19 +105,19 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     scheduler, speculative = config.scheduler, _speculative(config.scheduler, model_config, platform)
     check_expert_parallel(config, model_config)
     max_num_seqs = _max_num_seqs(scheduler, model_config, platform)
-    block_size = _block_size(config.cache, platform)
-    graphs_take_drafts = not model_config.state_layers or platform.graphs_take_state_drafts
+    attention_backend = _attention_backend(config, platform)
+    facts = platform.attention_backends[attention_backend]
+    block_size = _block_size(config.cache, platform, facts)
+    graphs_take_drafts = not model_config.state_layers or platform.state_facts.drafts_in_graphs
     drafts = speculative if graphs_take_drafts else None
     most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
     graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
     max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     _check_states(config.cache, model_config, max_num_batched_tokens, block_size)
-    if config.attention_backend not in ("auto", *platform.attention_backends):
-        raise ConfigError(f"attention_backend {config.attention_backend!r}: {platform.name} has "
-                          f"{', '.join(platform.attention_backends)}")
     dtype = config.dtype if config.dtype != "auto" else (platform.defaults.dtype or model_config.dtype)
     return Settings(
         dtype=dtype,
+        attention_backend=attention_backend,
         max_model_len=_max_model_len(config, model_config),
         max_model_len_is_given=config.max_model_len is not None,
         max_num_seqs=max_num_seqs,
@@ -123,12 +125,20 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
-        prefill_sizes=_prefill_sizes(config, model_config, platform, graph_mode, max_num_batched_tokens),
-        kv_cache_dtype=_kv_cache_dtype(config, platform, dtype, kv_cache_scheme(quantization)),
+        prefill_sizes=_prefill_sizes(config, model_config, platform, facts, graph_mode, max_num_batched_tokens),
+        kv_cache_dtype=_kv_cache_dtype(config, platform, facts, dtype, kv_cache_scheme(quantization)),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
         graphs_take_drafts=graphs_take_drafts,
         state_ring_length=_state_ring_length(model_config, platform, speculative))
+
+
+def _attention_backend(config: RunnerConfig, platform: Platform) -> str:
+    """Its name. Raises ConfigError where the platform has no backend of the name that is asked for."""
+    backends, name = tuple(platform.attention_backends), config.attention_backend
+    if name not in ("auto", *backends):
+        raise ConfigError(f"attention_backend {name!r}: {platform.name} has {', '.join(backends)}")
+    return backends[0] if name == "auto" else name
 
 
 def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> StateNeeds:
@@ -173,23 +183,25 @@ def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_
         tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads))
 
 
-def _block_size(config: CacheConfig, platform: Platform) -> int:
-    block_size = config.block_size or platform.defaults.block_size
-    allowed = platform.supported_block_sizes
+def _block_size(config: CacheConfig, platform: Platform, facts: AttentionFacts) -> int:
+    block_size, allowed = config.block_size or platform.defaults.block_size, facts.block_sizes
     if allowed is not None and block_size not in allowed:
         raise ConfigError(f"block_size {block_size}: platform {platform.name} supports {', '.join(map(str, allowed))}")
     return block_size
 
 
-def _kv_cache_dtype(config: RunnerConfig, platform: Platform, dtype: str, scheme: str | None) -> str:
+def _kv_cache_dtype(config: RunnerConfig, platform: Platform, facts: AttentionFacts, dtype: str,
+                    scheme: str | None) -> str:
     """`scheme`: the checkpoint's. auto takes it where it is fp8 and the platform keeps that."""
     asked = config.cache.kv_cache_dtype
     if asked not in ("auto", dtype) and not asked.startswith("fp8"):
         raise ConfigError(f"kv_cache_dtype {asked}: keys and values are kept in the model's dtype, {dtype}, or in fp8; "
                           "leave it at auto")
     problem = platform.why_no_fp8_cache()
-    if config.attention_backend != "auto" and config.attention_backend not in platform.fp8_cache_backends:
-        problem = f"attention_backend {config.attention_backend} keeps keys and values in the model's dtype"
+    if facts.fp8_prompt_room is None:
+        keeper = "platform {0} keeps them" if config.attention_backend == "auto" else (
+            "attention_backend {1} keeps keys and values")
+        problem = f"{keeper.format(platform.name, config.attention_backend)} in the model's dtype"
     if not asked.startswith("fp8"):
         return FP8_CACHE if (asked, scheme, problem) == ("auto", "fp8", None) else dtype
     if problem is None and scheme not in (None, "fp8"):
@@ -211,13 +223,14 @@ def _check_states(config: CacheConfig, model_config: ModelConfig, max_num_batche
 
 
 def _state_ring_length(model_config: ModelConfig, platform: Platform, speculative: SpeculativeConfig | None) -> int:
-    if not model_config.state_layers or model_config.pooling is not None or not platform.state_ring_length:
+    least = platform.state_facts.ring_length
+    if not model_config.state_layers or model_config.pooling is not None or not least:
         return 0
-    return ring_length(platform.state_ring_length, speculative.num_speculative_tokens if speculative else 0)
+    return ring_length(least, speculative.num_speculative_tokens if speculative else 0)
 
 
 def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:
-    forms = () if graph_mode in platform.modes_without_forms else platform.forms_with(dtype)
+    forms = platform.forms_with(dtype, graph_mode)
     if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
         has = ", ".join(forms) or "none of quantised ones"
         raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
@@ -254,13 +267,13 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
     return graph_mode
 
 
-def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Platform, graph_mode: str,
-                   max_num_batched_tokens: int) -> tuple[int, ...]:
+def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Platform, facts: AttentionFacts,
+                   graph_mode: str, max_num_batched_tokens: int) -> tuple[int, ...]:
     """Raises ConfigError for sizes that are asked for where nothing makes such graphs, or where no step has them."""
-    given, problem, backends = config.graphs.graph_prefill_sizes, None, platform.prefill_graph_backends
+    given, problem = config.graphs.graph_prefill_sizes, None
     if graph_mode == "eager":
         problem = "it has no use in eager mode"
-    elif not backends or config.attention_backend not in ("auto", *backends):
+    elif not facts.records_prefills:
         problem = f"platform {platform.name} records no prefills of attention_backend {config.attention_backend}"
     elif model_config.state_layers:
         problem = f"prefills of {model_config.model_type}, which has layers with state, are not recorded"
@@ -279,7 +292,7 @@ def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: P
     speculative = config.speculative
     if speculative is None:
         return None
-    problem, most = None, platform.most_state_drafts
+    problem, most = None, platform.state_facts.most_drafts
     if model_config.pooling is not None:
         problem = "the model pools its prompts, no token is drawn; leave it out"
     elif model_config.state_layers and most is not None and speculative.num_speculative_tokens > most:

@@ -163,10 +163,10 @@ class SpeculativeStepRunner(StepRunner):
         tables_BW = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)
         tensors["block_tables"] = tables_BW.index_select(0, tensors["rows"])
         on_host_BW = self.tables.on_host_SW[batch.slots_B, : -(-max(context_lens) // self.block_size)]
-        plan = self.attention.plan_drafts(query_lens, context_lens, on_host_BW, self.device)
+        plan = self.attention.plan_decode(context_lens, on_host_BW, self.device, query_lens)
         state_plan = None
         if self.gated_delta is not None and not self._has_rings:
-            state_plan = self.gated_delta.plan_drafts(query_lens, tensors["runs"])
+            state_plan = self.gated_delta.plan_drafts(tensors["runs"], query_lens)
         return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
 
     def launch(self, step: PreparedStep) -> Launched:

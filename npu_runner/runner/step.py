@@ -24,7 +24,6 @@ from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
 from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
-from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
@@ -76,27 +75,14 @@ class StepResult(Protocol):
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Shows that a step has run where nothing that it makes comes back to this rank."""
-
-    download: Download
-
-    def is_done(self) -> bool:
-        return self.download.is_done()
-
-    def to_host(self) -> None:
-        self.download.wait()
-
-
-@dataclass(frozen=True)
 class StepUnderWay:
     """A step that was submitted to the device. `sampled` is None if this rank, or the step, samples nothing. Then there
-    is a `mark`, if the next step changes what this one may still read."""
+    is a `mark`, a Download, if the next step changes what this one may still read."""
 
     step: PreparedStep
     sampled: StepResult | None
     of_prompts: StepResult | None = None
-    mark: Mark | None = None
+    mark: Any = None
 
     def is_done(self) -> bool:
         """Whether nothing has to be waited for any more."""
@@ -104,9 +90,11 @@ class StepUnderWay:
 
     def wait(self) -> None:
         """Until it has run, as far as this rank can tell."""
-        for result in (self.sampled, self.of_prompts, self.mark):
+        for result in (self.sampled, self.of_prompts):
             if result is not None:
                 result.to_host()
+        if self.mark is not None:
+            self.mark.wait()
 
 
 class StepRunner:
@@ -301,8 +289,7 @@ class StepRunner:
         slots_B = padded["table_slots"]
         news = self.tables.news(new_blocks_N3, slots_B)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
-        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(),
-                                            lambda: self.tables.on_host_SW[slots_B])
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
         return padded
 
     def launch(self, step: PreparedStep) -> Launched:
@@ -336,12 +323,12 @@ class StepRunner:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _mark(self, step: PreparedStep, result: StepResult | None) -> Mark | None:
+    def _mark(self, step: PreparedStep, result: StepResult | None) -> Any:
         """A mark, if a later step must know whether this one has run, and no result shows it. Also for a step between
         two replays: the second replay checks only that."""
         if result is not None or not self._waits_for_replay:
             return None
-        return Mark(self.platform.memory.download(step.tensors["context_lens"][:1]))
+        return self.platform.memory.download(step.tensors["context_lens"][:1])
 
     @property
     def _waits_for_replay(self) -> bool:

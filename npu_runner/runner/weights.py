@@ -29,6 +29,7 @@ from npu_runner.layers.weight_forms import (
     turned_stacks,
 )
 from npu_runner.layers.weights_loader import fill_with_random_weights
+from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.quantised import FP8, FP8_ALIGNMENT, FP8_BLOCK, FP8_BLOCKS, INT8
@@ -46,8 +47,17 @@ def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext
     """The network with its weights; says what is dequantised. `progress`: bytes that were read, of all.
 
     Raises OutOfMemoryError, before anything is read, where quantised weights become more than this rank's part of what
-    is free.
+    is free, and ModelError for a network that no step can run.
     """
+    model = _load(checkpoint, settings, context, memory, progress)
+    if not isinstance(model, LanguageModel):
+        raise ModelError(f"{type(checkpoint.strategy).__name__} built a {type(model).__name__}, not to be run: a "
+                         "network has embed, forward and compute_logits (npu_runner/models/contract.py)")
+    return model
+
+
+def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, memory: Memory,
+          progress: Callable[[int, int], None]) -> nn.Module:
     strategy, model_config = checkpoint.strategy, checkpoint.model_config
     made = MADE_AT_LOAD.get(checkpoint.config.quantization)
     if checkpoint.config.load_format == "dummy":
@@ -85,7 +95,11 @@ def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform
     asked = checkpoint.config.quantization
     if checkpoint.quantization is None and asked == "auto":
         return settings
-    forms = platform.proven_forms(settings.weight_forms)
+    probe = platform.probe_of_forms()
+    findings = {} if probe is None else probe(settings.weight_forms)
+    for form, finding in findings.items():
+        logger.warning("a matmul with weights of the form %s %s; such weights are dequantised", form, finding)
+    forms = tuple(form for form in settings.weight_forms if form not in findings)
     if asked in settings.weight_forms and asked not in forms:
         raise ConfigError(f"quantization {asked!r}: the products of this device are not as they should be, as the "
                           "warning above says; leave it at auto")

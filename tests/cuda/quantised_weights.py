@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npu_runner.platforms import find_platform
 from npu_runner.platforms.quantised import (
     FP8_BLOCKS,
     INT8,
@@ -14,6 +15,7 @@ from npu_runner.platforms.quantised import (
     Fp8Weight,
     Int8Rows,
     Int8Weight,
+    QuantisedOps,
 )
 
 LIMIT = 2.0
@@ -44,6 +46,11 @@ def rounded(form: str, x_MI: Tensor) -> Any:
 
     kind, dtype = (Int8Rows, torch.int8) if form == INT8 else (Fp8Rows, torch.float8_e4m3fn)
     return kind(*quantise_rows(x_MI, dtype, in_groups=form == FP8_BLOCKS), x_MI.dtype)
+
+
+def quantised_ops() -> QuantisedOps:
+    cuda = find_platform("cuda")
+    return cuda.make_quantised_ops(cuda.make_ops())
 
 
 def exact(rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:

@@ -137,7 +137,7 @@ def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_si
             return launch
 
     monkeypatch.setattr(draw, "_sum_blocks", Recorder())
-    sample_from_softmax = TritonOps().softmax_draw()
+    sample_from_softmax = TritonOps().softmax_draw(greedy=True)
     assert sample_from_softmax is not None
     half_B1 = torch.full((2, 1), 0.5, device=device)
     sample_from_softmax(torch.zeros(1, vocab_size, dtype=torch.bfloat16, device=device), half_B1[:1], half_B1[:1])
@@ -173,7 +173,7 @@ def make(device: torch.device, *, by_kernels: bool) -> SpellingSampler:
     from npu_runner.platforms.cuda.ops import TritonOps
 
     ops = TritonOps()
-    hooks = {"draw_from_softmax": ops.softmax_draw(), "draws_greedily": ops.draws_greedily} if by_kernels else {}
+    hooks = {"draw_from_softmax": ops.softmax_draw(greedy=True), "draws_greedily": True} if by_kernels else {}
     return make_sampler(5000, 12, device=device, **hooks)
 
 
@@ -226,7 +226,7 @@ def test_a_recorded_draw_follows_what_changes_in_its_memory(device: torch.device
     arrays = {"slots": torch.zeros(8, dtype=torch.int64, device=device), "uniforms": torch.zeros(8, device=device),
               "receipts": torch.zeros(8, dtype=torch.int32, device=device)}
     graph_BV = torch.zeros(8, logits_BV.shape[1], dtype=torch.bfloat16, device=device)
-    sampler.record(graph_BV, arrays, CudaGraphCompiler(with_inductor=False).record)
+    sampler.record(graph_BV, arrays, CudaGraphCompiler(with_inductor=False).recorder())
     for number in range(12):
         several = PLAIN[number % 3 :]
         slots = np.roll(np.arange(12, dtype=np.int32), number)[: len(several)]

@@ -23,7 +23,7 @@ def test_a_capture_leaves_pinned_memory_for_the_steps_to_come(gpu: torch.device)
     pinned = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
     place = pinned.data_ptr()
     del pinned
-    replays = [compiler.record(lambda: sums_B.add_(1)) for _ in range(2)]
+    replays = [compiler.recorder()(lambda: sums_B.add_(1)) for _ in range(2)]
     assert torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).data_ptr() == place
     sums_B.zero_()
     for replay in (*replays, *replays):
@@ -43,9 +43,9 @@ def test_a_capture_that_fails_says_why_and_others_go_on(gpu: torch.device) -> No
             raise torch.OutOfMemoryError("no memory for this one")
 
     with pytest.raises(torch.OutOfMemoryError, match="no memory for this one"):
-        compiler.record(fails_when_captured)
+        compiler.recorder()(fails_when_captured)
     sums_B = torch.zeros(4, device=gpu)
-    replay = compiler.record(lambda: sums_B.add_(1))
+    replay = compiler.recorder()(lambda: sums_B.add_(1))
     sums_B.zero_()
     replay()
     assert sums_B.tolist() == [1.0] * 4

@@ -6,12 +6,11 @@ M rows, I input features, O output features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.cuda.grouped_weights import BF16, FP16, assert_near, bias_of, exact, rows_of, weight_of
+from tests.cuda.quantised_weights import quantised_ops
 
 KINDS = ((4, 128), (4, 64), (4, 32), (4, 0), (8, 128), (8, 32), (8, 0))
 """Bits, and inputs of a group; 0: all of a row."""
@@ -19,27 +18,26 @@ ROWS = (1, 2, 7, 16, 17, 33, 64, 65, 128, 256, 257, 1000)
 SHAPES = ((1000, 1024), (4224, 1536), (12_288, 1024), (1024, 12_288))
 
 
-def check(ops: Any, bits: int, group_size: int, shape: tuple[int, int], rows: tuple[int, ...], dtype: torch.dtype,
+def check(bits: int, group_size: int, shape: tuple[int, int], rows: tuple[int, ...], dtype: torch.dtype,
           device: torch.device, *, has_zeros: bool) -> None:
     weight = weight_of(bits, group_size, shape, dtype, device, has_zeros=has_zeros)
     whole_OI, bias_O = exact(weight), bias_of(shape[0], dtype, device)
-    settled = ops.settled(weight)
-    assert settled.scales.nbytes == weight.scales.nbytes
-    assert settled.values.nbytes * shape[0] == weight.values.nbytes * -(-shape[0] // 64) * 64
+    ops = quantised_ops()
+    prepared = ops.prepare_weight(weight)
+    assert prepared.scales.nbytes == weight.scales.nbytes
+    assert prepared.values.nbytes * shape[0] == weight.values.nbytes * -(-shape[0] // 64) * 64
     for num_rows in rows:
         x_MI = rows_of(num_rows, shape[1], dtype, device)
         for bias in (None, bias_O):
-            assert_near(ops.grouped_linear(x_MI, settled, bias), whole_OI, x_MI, weight, bias)
-    assert ops.grouped_linear(x_MI[:0], settled, bias_O).shape == (0, shape[0])
+            assert_near(ops.linear(x_MI, prepared, bias), whole_OI, x_MI, weight, bias)
+    assert ops.linear(x_MI[:0], prepared, bias_O).shape == (0, shape[0])
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (8, 32), (4, 0)])
 def test_small_products(bits: int, group_size: int, has_zeros: bool, device: torch.device) -> None:
     """Also where kernels are interpreted."""
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    check(TritonOps(), bits, group_size, (72, 256), (1, 3, 70, 200), BF16, device, has_zeros=has_zeros)
+    check(bits, group_size, (72, 256), (1, 3, 70, 200), BF16, device, has_zeros=has_zeros)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
@@ -49,9 +47,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_s
                   device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("takes minutes where kernels are interpreted")
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    check(TritonOps(), bits, group_size, shape, ROWS, dtype, device, has_zeros=has_zeros)
+    check(bits, group_size, shape, ROWS, dtype, device, has_zeros=has_zeros)
 
 
 def test_a_tile_that_cuts_inputs_and_one_row_alone(device: torch.device) -> None:

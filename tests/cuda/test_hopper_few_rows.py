@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.ops import TorchOps
-from npu_runner.platforms.quantised import FP8, FP8_BLOCKS
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, QuantisedOps
 from tests.cuda.paged_work import need_hopper
 from tests.cuda.quantised_weights import assert_near, exact, rounded, rows_of, weight_of
 
@@ -47,7 +47,7 @@ def test_fp8(form: str, shape: tuple[int, int], has_bias: bool) -> None:
     bias = torch.randn(whole, generator=generator, device="cuda").bfloat16() if has_bias else None
     for num_rows in ROWS:
         rows = rounded(form, rows_of(num_rows, num_inputs, generator, torch.bfloat16))
-        plain = TorchOps().fp8_linear(rows, weight, bias)[:, :num_outputs]
+        plain = QuantisedOps(TorchOps()).linear(rows, weight, bias)[:, :num_outputs]
         expected = exact(rows, weight, bias)[:, :num_outputs]
         given = None if bias is None else bias[:num_outputs]
         found = twice(rows[0], rows[1], weight[0][:num_outputs], weight[1], given, torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.ops import TorchOps
-from npu_runner.platforms.quantised import FP8, FP8_BLOCKS
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, QuantisedOps
 from tests.cuda.paged_work import need_hopper
 from tests.cuda.quantised_weights import assert_near, exact, rounded, rows_of, weight_of
 
@@ -39,7 +39,7 @@ def check(form: str, num_rows: int, num_outputs: int, num_inputs: int, has_bias:
     weight = weight_of(form, whole, num_inputs, generator)
     rows = rounded(form, rows_of(num_rows, num_inputs, generator, torch.bfloat16))
     bias = torch.randn(whole, generator=generator, device="cuda").bfloat16() if has_bias else None
-    plain = TorchOps().fp8_linear(rows, weight, bias)[:, :num_outputs]
+    plain = QuantisedOps(TorchOps()).linear(rows, weight, bias)[:, :num_outputs]
     expected = exact(rows, weight, bias)[:, :num_outputs]
 
     def run() -> Tensor:

@@ -25,7 +25,7 @@ def _hopper(device: torch.device) -> None:
 
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda.attention import hopper_prompts as prompt_attention
+    from npu_runner.platforms.cuda.attention import hopper_attention as prompt_attention
 
     monkeypatch.setattr(prompt_attention, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(prompt_attention, "_LEAST_A_SEQUENCE", 1)
@@ -87,7 +87,7 @@ def test_prompts_and_chunks_behind_a_cached_context(device: torch.device, num_he
 @pytest.mark.parametrize("step", ["prompts", "behind contexts", "many"])
 def test_caches_in_fp8(device: torch.device, step: str, kv_scales: tuple[float, float], dtype: torch.dtype,
                        monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_runner.platforms.cuda.attention import hopper_prompts as prompt_attention
+    from npu_runner.platforms.cuda.attention import hopper_attention as prompt_attention
 
     monkeypatch.setattr(prompt_attention, "FP8_PROMPT_ROOM", 5)
     cached_lens, query_lens = STEPS[step]
@@ -165,7 +165,7 @@ def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     if "cache_dtype" in change:
         need_fp8(device)
-    from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention
+    from npu_runner.platforms.cuda.attention.hopper_attention import PromptAttention
 
     monkeypatch.setattr(PromptAttention, "attend", None)
     work = PagedWork(**{"cached_lens": [40], "query_lens": [1100], "head_dim": 128, "dtype": torch.bfloat16, **change})
@@ -179,7 +179,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_compiled_is_kept(device: torch.device, fresh_cache: Path) -> None:
-    from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention
+    from npu_runner.platforms.cuda.attention.hopper_attention import PromptAttention
 
     settings = {"num_kv_heads": 2, "group": 4, "block_size": 64, "dtype": torch.bfloat16}
     made = [PromptAttention(**settings).kernel._cubin.result() for _ in range(2)]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.ops import HeldExperts
-from npu_runner.platforms.quantised import FP8_EXPERTS, INT8_EXPERTS, QuantisedExperts
+from npu_runner.platforms.quantised import FP8_EXPERTS, INT8_EXPERTS, QuantisedExperts, QuantisedOps
+from tests.cuda.quantised_weights import quantised_ops
 from tests.oracle.expert_reference import mixture
 
 LIMIT = 2.0
@@ -56,12 +57,10 @@ def on_device(given: Any) -> Any:
 
 
 def run(work: dict[str, Any]) -> Tensor:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     x_TD = work["x_TD"]
     x_TD = torch.cat([x_TD, x_TD[:, :16]], dim=1).cuda()[:, : x_TD.shape[1]]  # rows of a wider tensor
     others = [on_device(work[name]) for name in ("weights_TK", "experts_TK", "gate_up", "down")]
-    return TritonOps().quantised_experts(x_TD, *others)
+    return quantised_ops().experts(x_TD, *others)
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -75,7 +74,7 @@ def assert_near(cases: list[tuple[Tensor, dict[str, Any]]]) -> None:
     """Of each case the largest difference, against the largest that plain torch has in all of them: what a single row
     is off by is a matter of which values lie between two numbers."""
     expected = [mixture(**work) for _, work in cases]
-    plain = max(error_of(CpuOps().quantised_experts(**work), right)
+    plain = max(error_of(QuantisedOps(CpuOps()).experts(**work), right)
                 for (_, work), right in zip(cases, expected, strict=True))
     for (found, work), right in zip(cases, expected, strict=True):
         assert found.dtype == work["x_TD"].dtype
@@ -107,16 +106,14 @@ def test_all_tokens_on_one_expert_and_the_others_empty(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_what_ranges_of_experts_compute_adds_up(form: str) -> None:
     """Few tokens and many, ranges that nobody chose among them."""
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     cases = []
     for num_tokens in (1, 3, 40, 700):
-        work, ops = draw(form, num_tokens, 2, 7, 256, 128), TritonOps()
+        work, ops = draw(form, num_tokens, 2, 7, 256, 128), quantised_ops()
         x_TD, weights_TK, experts_TK, gate_up, down = (on_device(each) for each in work.values())
         total = torch.zeros(x_TD.shape, dtype=torch.float64)
         for first, last in ((0, 4), (4, 5), (5, 7)):
             parts = (QuantisedExperts(each.values[first:last], each.scales[first:last]) for each in (gate_up, down))
-            part = ops.quantised_experts(x_TD, weights_TK, experts_TK, *parts, HeldExperts(first, 7)).cpu().double()
+            part = ops.experts(x_TD, weights_TK, experts_TK, *parts, HeldExperts(first, 7)).cpu().double()
             is_chosen = ((work["experts_TK"] >= first) & (work["experts_TK"] < last)).any(1)
             assert (part[~is_chosen] == 0).all(), "exactly nothing"
             total += part
@@ -138,19 +135,17 @@ def test_every_tile_size(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_captured_step_gives_what_it_gave(form: str) -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     for num_tokens in (1, 8, 64):
-        work, ops = draw(form, num_tokens, 4, 16, 512, 256), TritonOps()
+        work, ops = draw(form, num_tokens, 4, 16, 512, 256), quantised_ops()
         given = [on_device(each) for each in work.values()]
-        before = ops.quantised_experts(*given)
+        before = ops.experts(*given)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            ops.quantised_experts(*given)
+            ops.experts(*given)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            out = ops.quantised_experts(*given)
+            out = ops.experts(*given)
         for _ in range(2):
             out.zero_()
             graph.replay()

@@ -100,6 +100,7 @@ def test_which_forms_a_dtype_has() -> None:
     from npu_runner.platforms import find_platform
 
     forms_with = find_platform("cuda").forms_with
-    assert forms_with("bfloat16") == ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
-    assert forms_with("float16") == ("int8", "int8_experts", "grouped")
-    assert forms_with("float32") == ()
+    all_forms = "int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped"
+    assert forms_with("bfloat16", "eager") == all_forms
+    assert forms_with("float16", "eager") == ("int8", "int8_experts", "grouped")
+    assert forms_with("float32", "eager") == forms_with("bfloat16", "max-autotune") == ()

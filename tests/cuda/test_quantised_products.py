@@ -19,10 +19,11 @@ from npu_runner.platforms.quantised import (
     FP8,
     FP8_BLOCKS,
     INT8,
+    QuantisedOps,
     fp8_rows,
     int8_rows,
 )
-from tests.cuda.quantised_weights import assert_near, exact, rounded, rows_of, weight_of, wide
+from tests.cuda.quantised_weights import assert_near, exact, quantised_ops, rounded, rows_of, weight_of, wide
 
 FORMS = (INT8, FP8, FP8_BLOCKS)
 ROWS = (1, 2, 7, 16, 17, 33, 64, 65, 200, 1000)
@@ -38,14 +39,10 @@ def on_a_gpu(device: torch.device) -> None:
         pytest.skip("quantised products are for Hopper")
 
 
-def multiply(ops: Any, form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
-    return (ops.int8_linear if form == INT8 else ops.fp8_linear)(rows, weight, bias_O)
-
-
 def plain_product(form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
     """The definition; a product of int8 in the library wants more than 16 rows."""
     if form != INT8 or len(rows[0]) > 16:
-        return multiply(TorchOps(), form, rows, weight, bias_O)
+        return QuantisedOps(TorchOps()).linear(rows, weight, bias_O)
     sums = (rows[0].double() @ weight[0].double().T).float()  # exact: whole numbers below 2^53
     out_MO = sums * rows[1][:, None] * weight[1]
     return (out_MO if bias_O is None else out_MO + bias_O).to(rows.dtype)
@@ -55,9 +52,7 @@ def plain_product(form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> T
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_any_number_of_rows(form: str, shape: tuple[int, int], has_bias: bool) -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    generator, ops = torch.Generator("cuda").manual_seed(0), TritonOps()
+    generator, ops = torch.Generator("cuda").manual_seed(0), quantised_ops()
     weight = weight_of(form, *shape, generator)
     bias = torch.randn(shape[0], generator=generator, device="cuda") if has_bias else None
     bias = bias if form == INT8 or bias is None else bias.bfloat16()
@@ -67,18 +62,16 @@ def test_products_of_any_number_of_rows(form: str, shape: tuple[int, int], has_b
         expected, plain = exact(rows, weight, bias), plain_product(form, rows, weight, bias)
         for given in (rows, x_MI):  # rounded before, or by the product
             for _ in range(2):  # what a product of parts leaves behind serves the next
-                assert_near(multiply(ops, form, given, weight, bias), plain, expected)
+                assert_near(ops.linear(given, weight, bias), plain, expected)
 
 
 def test_int8_of_float16() -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     generator = torch.Generator("cuda").manual_seed(1)
     weight = weight_of(INT8, 1280, 512, generator)
     for num_rows in (1, 5, 40):
         x_MI = rows_of(num_rows, 512, generator, torch.float16)
         rows = rounded(INT8, x_MI)
-        assert_near(TritonOps().int8_linear(x_MI, weight, None), plain_product(INT8, rows, weight, None),
+        assert_near(quantised_ops().linear(x_MI, weight, None), plain_product(INT8, rows, weight, None),
                     exact(rows, weight, None))
 
 
@@ -99,8 +92,6 @@ def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
 
 
 def test_int8_of_sizes_that_no_8_divides() -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     generator = torch.Generator("cuda").manual_seed(7)
     for shape in ((100, 512), (60, 500)):
         weight = weight_of(INT8, *shape, generator)
@@ -108,16 +99,14 @@ def test_int8_of_sizes_that_no_8_divides() -> None:
             x_MI = rows_of(num_rows, shape[1], generator, torch.bfloat16)
             rows = rounded(INT8, x_MI)
             plain = (wide(*rows[:2]).float() @ wide(*weight).float().T).bfloat16()
-            assert_near(TritonOps().int8_linear(x_MI, weight, None), plain, exact(rows, weight, None))
+            assert_near(quantised_ops().linear(x_MI, weight, None), plain, exact(rows, weight, None))
 
 
 def test_no_rows() -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
     generator = torch.Generator("cuda").manual_seed(3)
     for form in FORMS:
         weight = weight_of(form, 256, 512, generator)
-        found = multiply(TritonOps(), form, torch.empty(0, 512, device="cuda", dtype=torch.bfloat16), weight, None)
+        found = quantised_ops().linear(torch.empty(0, 512, device="cuda", dtype=torch.bfloat16), weight, None)
         assert found.shape == (0, 256)
 
 
@@ -131,12 +120,9 @@ def test_rounded_inputs_are_the_definitions(form: str, num_rows: int) -> None:
     x_MI, residual = (rows_of(num_rows, 1536, generator, torch.bfloat16) for _ in range(2))
     gain = torch.randn(1536, generator=generator, device="cuda").bfloat16()
     normed, total = ops.add_rms_norm(x_MI, residual, gain, 1e-6)
-    if form == INT8:
-        behind, summed = ops.add_rms_norm_int8(x_MI, residual, gain, 1e-6)
-    else:
-        behind, summed = ops.add_rms_norm_fp8(x_MI, residual, gain, 1e-6, in_blocks=form == FP8_BLOCKS)
+    behind, summed = quantised_ops().add_rms_norm(x_MI, residual, gain, 1e-6, form)
     assert torch.equal(summed, total)
-    activated = ops.silu_and_mul_for(torch.cat((x_MI, residual), dim=1), form)
+    activated = quantised_ops().silu_and_mul(torch.cat((x_MI, residual), dim=1), form)
     for found, values in ((rounded(form, x_MI), x_MI), (behind, normed),
                           (activated, ops.silu_and_mul(torch.cat((x_MI, residual), dim=1)))):
         defined = int8_rows(values) if form == INT8 else fp8_rows(values, in_blocks=form == FP8_BLOCKS)
@@ -169,20 +155,18 @@ def test_nan_stays() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_captured_product_gives_what_it_gave(form: str) -> None:
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    generator, ops = torch.Generator("cuda").manual_seed(5), TritonOps()
+    generator, ops = torch.Generator("cuda").manual_seed(5), quantised_ops()
     weight = weight_of(form, 1280, 1536, generator)
     for num_rows in (1, 8, 64):
         x_MI = rows_of(num_rows, 1536, generator, torch.bfloat16).contiguous()
-        before = multiply(ops, form, x_MI, weight, None)
+        before = ops.linear(x_MI, weight, None)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            multiply(ops, form, x_MI, weight, None)
+            ops.linear(x_MI, weight, None)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            out = multiply(ops, form, x_MI, weight, None)
+            out = ops.linear(x_MI, weight, None)
         for _ in range(2):
             out.zero_()
             graph.replay()
@@ -193,19 +177,17 @@ def test_a_captured_product_gives_what_it_gave(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_two_streams_at_once(form: str, num_rows: int) -> None:
     """Each has counters of its own for the parts of a product."""
-    from npu_runner.platforms.cuda.ops import TritonOps
-
-    generator, ops = torch.Generator("cuda").manual_seed(6), TritonOps()
+    generator, ops = torch.Generator("cuda").manual_seed(6), quantised_ops()
     weight = weight_of(form, 4096, 4096, generator)
     inputs = [rows_of(num_rows, 4096, generator, torch.bfloat16) for _ in range(2)]
-    expected = [multiply(ops, form, x_MI, weight, None) for x_MI in inputs]
+    expected = [ops.linear(x_MI, weight, None) for x_MI in inputs]
     torch.cuda.synchronize()
     found: list[list[Tensor]] = [[], []]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(50):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(multiply(ops, form, inputs[index], weight, None))
+                found[index].append(ops.linear(inputs[index], weight, None))
     torch.cuda.synchronize()
     for index in range(2):
         assert all(torch.equal(each, expected[index]) for each in found[index])

@@ -18,7 +18,7 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.formats.rounding import RoundingReader
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.quantised import Int8Weight, NormRounding, StaticInt8Weight
+from npu_runner.platforms.quantised import INT8, Int8Weight, NormRounding, QuantisedOps, StaticInt8Weight
 from scripts.quantised.writing import quantise
 from tests.npu.int8_cases import DENSE, GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits, run
 from tests.npu.programs.generate import Case
@@ -30,6 +30,7 @@ from tests.oracle.reference import model_inputs
 from tests.oracle.rounded_models import rounded_models
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
+PLAIN = QuantisedOps(CpuOps())
 
 
 def static_product(given: dict[str, Tensor], x: Tensor, step: float) -> Tensor:
@@ -67,20 +68,20 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: P
             given, ours = inputs_of(shape, dtype), found["linears"][f"{dtype} {shape}"]
             weight = Int8Weight(given["values"], given["scales"])
             exact = rounded_product(given["x"], *weight, given["bias"])
-            assert_near(ours["product"], exact, CpuOps().int8_linear(given["x"], weight, given["bias"]))
+            assert_near(ours["product"], exact, PLAIN.linear(given["x"], weight, given["bias"]))
             static = StaticInt8Weight(*(given[name] for name in ("values", "shifts", "scales", "r", "offset")))
             exact = static_product(given, given["x"], 1 / float(given["r"]))
-            assert_near(ours["static"], exact, CpuOps().int8_static_linear(given["x"], static))
+            assert_near(ours["static"], exact, PLAIN.linear(given["x"], static, None))
             assert torch.equal(ours["total"], given["x"] + given["residual"])
             total = (given["x"] + given["residual"]).double()
             normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * given["gamma"].double()
             rounding = NormRounding(given["norm_scales"], given["norm_offsets"])
-            plain = CpuOps().add_rms_norm_int8_static(given["x"], given["residual"], given["gamma"], EPS, rounding)[0]
+            plain = PLAIN.add_rms_norm(given["x"], given["residual"], given["gamma"], EPS, rounding)[0]
             exact = static_product(given, normed, float(given["norm_scales"][0]))
-            assert_near(ours["static behind a norm"], exact, CpuOps().int8_static_linear(plain, static))
-            plain = CpuOps().add_rms_norm_int8(given["x"], given["residual"], given["gamma"], EPS)[0]
+            assert_near(ours["static behind a norm"], exact, PLAIN.linear(plain, static, None))
+            plain = PLAIN.add_rms_norm(given["x"], given["residual"], given["gamma"], EPS, INT8)[0]
             assert_near(ours["behind a norm"], rounded_product(normed, *weight, None),
-                        CpuOps().int8_linear(plain, weight, None))
+                        PLAIN.linear(plain, weight, None))
 
 
 @pytest.mark.full("two formats of static inputs through a model; their products by themselves stay above")

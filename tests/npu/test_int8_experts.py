@@ -13,7 +13,7 @@ import torch
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.quantised import QuantisedExperts
+from npu_runner.platforms.quantised import QuantisedExperts, QuantisedOps
 from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.npu.int8_cases import GRAPH_ENGINE, LIMIT, MODES, SIZES, assert_near, case, distance, logits, run
@@ -56,7 +56,7 @@ def test_experts_are_as_near_as_plain_torch_and_ranges_add_up(found: dict[str, A
                     given[f"{each}_scales"]) for each in ("gate_up", "down")]
         chosen = given["x"], given["weights"], given["experts"]
         exact = mixture(*chosen, *weights)
-        plain = CpuOps().quantised_experts(*chosen, *(QuantisedExperts(*each) for each in weights))
+        plain = QuantisedOps(CpuOps()).experts(*chosen, *(QuantisedExperts(*each) for each in weights))
         whole, of_ranges, of_nothing = found["outputs"][tuple(each_case)]
         theirs = float((plain.double() - exact).abs().max())
         errors[dtype] += [(float((ours.double() - exact).abs().max()), theirs) for ours in (whole, of_ranges)]

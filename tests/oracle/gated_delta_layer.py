@@ -163,7 +163,7 @@ class Server:
                        Inputs.random(len(spares) - num, self.shape)]
             slots += [seq.slot, *spares]
         runs_T = torch.from_numpy(runs_of_tokens(np.array(lens))).to(self.device)
-        plan = self.backend.plan_drafts(lens, runs_T)
+        plan = self.backend.plan_drafts(runs_T, lens)
         ends = [seq.num_done + place for (seq, _, _), num in zip(rows, lens, strict=True)
                 for place in range(1, num + 1)]
         outs = self._run(Inputs.cat(inputs), slots, ends, is_prefill=False, plan=plan).split(lens)

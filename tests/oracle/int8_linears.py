@@ -12,7 +12,7 @@ from torch import Tensor
 from npu_runner.layers.linear import OutputPart
 from npu_runner.layers.parallel import LayerContext, TensorParallel
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.quantised import INT8, INT8_STATIC
+from npu_runner.platforms.quantised import INT8, INT8_STATIC, QuantisedOps
 from tests.oracle.quantised_folders import write_folder
 
 BF16 = torch.bfloat16
@@ -30,7 +30,7 @@ class Parts(TensorParallel):
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:
     return LayerContext(CpuOps(), None, Parts(rank, size), dtype, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8, INT8_STATIC))
+                        weight_forms=(INT8, INT8_STATIC), quantised=QuantisedOps(CpuOps()))
 
 
 def compressed(inputs: dict[str, Any] | None, **of_weights: Any) -> dict[str, Any]:

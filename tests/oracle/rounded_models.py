@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from npu_runner.checkpoint.weights_reader import Int8Inputs, WeightsReader
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.quantised import Fp8Weight, Int8Weight, QuantisedExperts
+from npu_runner.platforms.quantised import Fp8Weight, Int8Weight, QuantisedExperts, QuantisedOps
 from tests.oracle.expert_reference import mixture
 from tests.oracle.fp8_reference import fp8_product
 from tests.oracle.int8_reference import rounded_product, static_product
 from tests.oracle.reference import new_model
+
+PLAIN = QuantisedOps(CpuOps())
 
 
 class Held(NamedTuple):
@@ -44,12 +46,11 @@ class Rounded(nn.Module):
         elif x.dtype == torch.float64:
             out = (rounded_product if is_int8 else fp8_product)(rows, self.values, self.scales, self.bias)
         elif is_int8:
-            out = CpuOps().int8_linear(rows, Int8Weight(self.values, self.scales), self.bias)
+            out = PLAIN.linear(rows, Int8Weight(self.values, self.scales), self.bias)
         else:
             bias = None if self.bias is None else self.bias.to(x.dtype)
-            out = CpuOps().fp8_linear(rows, Fp8Weight(self.values, self.scales), bias)
+            out = PLAIN.linear(rows, Fp8Weight(self.values, self.scales), bias)
         return out.unflatten(0, x.shape[:-1])
-
 
     def static(self, rows: Tensor, scale: float, offset: float) -> Tensor:
         """In 16 bits by the formula as plain torch computes it: what is not whole is float32."""
@@ -82,7 +83,7 @@ class RoundedExperts(nn.Module):
         if x_TD.dtype == torch.float64:
             return mixture(x_TD, weights_TK, experts_TK, self.gate_up, self.down)
         weights = QuantisedExperts(*self.gate_up), QuantisedExperts(*self.down)
-        return CpuOps().quantised_experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK, *weights)
+        return PLAIN.experts(x_TD, weights_TK.to(x_TD.dtype), experts_TK, *weights)
 
 
 def rounded_models(checkpoint: Path, reader: WeightsReader, dtype: torch.dtype = torch.bfloat16

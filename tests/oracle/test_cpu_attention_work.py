@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.attention import ends_of_tokens
 from npu_runner.platforms.cpu import attention as cpu_attention
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.platforms.cpu.platform import CpuPlatform
@@ -68,9 +68,9 @@ class Step:
         self.backend.windows = (window,)
         backend, cpu = self.backend, torch.device("cpu")
         lens = self.query_lens, self.context_lens
-        plan = (backend.plan_prefill(*lens, self.tables_BW, cpu) if is_prefill
-                else backend.plan_drafts(*lens, self.tables_BW, cpu) if max(self.query_lens) > 1
-                else backend.plan_decode(self.context_lens, self.tables_BW, cpu))
+        query_lens = self.query_lens if max(self.query_lens) > 1 else None
+        plan: Any = (backend.plan_prefill(*lens, self.tables_BW, cpu) if is_prefill
+                     else backend.plan_decode(self.context_lens, self.tables_BW, cpu, query_lens))
         metadata = AttentionMetadata(is_prefill, torch.empty(0), torch.tensor(self.context_lens, dtype=torch.int32),
                                      torch.from_numpy(self.tables_BW), plan)
         attend = backend.prefill if is_prefill else backend.decode
@@ -147,10 +147,11 @@ def test_drafts_of_a_row_read_its_context_once(window: int | None, piece_tokens:
         assert work.tokens_read <= 1.4 * 2 * sum(seen)
 
 
-def test_a_platform_that_plans_no_drafts_takes_each_token_for_a_row() -> None:
+def test_drafts_may_be_planned_as_rows_of_their_own() -> None:
+    """As backends do that have no plan for several tokens of a sequence."""
     step = Step([3, 1, 2], [50, 20, 17])
-    plan = AttentionBackend.plan_drafts(step.backend, step.query_lens, step.context_lens, step.tables_BW,
-                                        torch.device("cpu"))
+    ends = ends_of_tokens(step.query_lens, step.context_lens).tolist()
+    plan = step.backend.plan_decode(ends, step.tables_BW[[0, 0, 0, 1, 2, 2]], torch.device("cpu"))
     metadata = AttentionMetadata(False, torch.empty(0), torch.empty(0), torch.empty(0), plan)
     step.assert_equals_definition(step.backend.decode(step.q_TNH, step.k_cache, step.v_cache, metadata, HEAD_DIM**-0.5))
 

@@ -19,7 +19,7 @@ from npu_runner.checkpoint.quantization import arithmetic, read_quantization
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8, Fp8Weight, fp8_rows
+from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8, Fp8Weight, QuantisedOps, fp8_rows
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.formats import fp8_rows as stored_rows
 from tests.oracle.fp8_reference import fp8_product, multiplied_out, nearest_fp8, rounded_fp8
@@ -42,7 +42,7 @@ def by_row(inputs: dict[str, Any] | None = DYNAMIC, strategy: str = "channel") -
 
 def context(rank: int = 0, size: int = 1) -> LayerContext:
     return LayerContext(CpuOps(), None, Parts(rank, size), torch.float32, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8, FP8, FP8_BLOCKS))
+                        weight_forms=(INT8, FP8, FP8_BLOCKS), quantised=QuantisedOps(CpuOps()))
 
 
 def weights(size: int, num_inputs: int = NUM_INPUTS) -> Tensor:
@@ -195,7 +195,7 @@ def test_parts_of_int8_and_of_fp8_are_dequantised(tmp_path: Path) -> None:
 def test_the_definition_in_16_bits_is_one_rounding_from_float64() -> None:
     stored = fp8_block(weights(256))
     x_TK = TOKENS.bfloat16()
-    found = CpuOps().fp8_linear(x_TK, Fp8Weight(stored["weight"], stored["weight_scale_inv"]), None)
+    found = QuantisedOps(CpuOps()).linear(x_TK, Fp8Weight(stored["weight"], stored["weight_scale_inv"]), None)
     expected = fp8_product(x_TK, stored["weight"], stored["weight_scale_inv"], None)
     assert found.dtype == torch.bfloat16
     assert float((found.double() - expected).abs().max()) < 2.0**-8 * float(expected.abs().max())

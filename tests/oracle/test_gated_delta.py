@@ -118,7 +118,7 @@ def test_each_draft_leaves_its_state_in_a_slot_of_its_own(shape: GatedDeltaShape
     server = make_server(platform_name, shape)
     if is_plain:
         server.backend = TorchGatedDelta(shape)
-    elif pick_platform(platform_name).most_state_drafts == 0 or isinstance(server.backend, RingedGatedDelta):
+    elif pick_platform(platform_name).state_facts.most_drafts == 0 or isinstance(server.backend, RingedGatedDelta):
         pytest.skip("it verifies no drafts, or leaves no states behind them")
     rng = random.Random(0)
     seqs = [Request(Inputs.random(80, shape, gates), slot=slot)

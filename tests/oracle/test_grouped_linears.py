@@ -27,7 +27,7 @@ from npu_runner.layers.parallel import LayerContext
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight, dequantised, packed, unpacked
-from npu_runner.platforms.quantised import INT8
+from npu_runner.platforms.quantised import INT8, QuantisedOps
 from npu_runner.runner.memory import weights_bytes
 from scripts.quantised.formats import awq, compressed_int, fp8_block, gptq, integers, modelslim_int4, modelslim_int8
 from scripts.quantised.writing import quantise
@@ -89,7 +89,7 @@ CASES: dict[str, Case] = {
 
 def context(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LayerContext:
     return LayerContext(CpuOps(), None, Parts(rank, size), dtype, torch.device("cpu"),  # type: ignore[arg-type]
-                        weight_forms=(INT8, GROUPED))
+                        weight_forms=(INT8, GROUPED), quantised=QuantisedOps(CpuOps()))
 
 
 def folder(path: Path, tensors: Mapping[str, Made], config: dict[str, Any] | str) -> Path:
@@ -265,7 +265,7 @@ def test_the_definition_rounds_a_weight_once(dtype: torch.dtype) -> None:
     exact = (numbers * scales.double()[..., None]).flatten(1)
     assert torch.equal(dequantised(weight, dtype), exact.to(dtype))
     bias = torch.randn(96).to(torch.float32 if dtype == torch.bfloat16 else dtype)
-    found = CpuOps().grouped_linear(TOKENS.to(dtype), weight, bias)
+    found = QuantisedOps(CpuOps()).linear(TOKENS.to(dtype), weight, bias)
     expected = TOKENS.to(dtype).double() @ exact.T + bias.double()
     assert found.dtype == dtype
     assert float((found.double() - expected).abs().max()) < 2 * torch.finfo(dtype).eps * float(expected.abs().max())
@@ -301,7 +301,7 @@ def test_a_model_computes_as_with_dequantised_weights(model_type: str, name: str
     quantise(checkpoint(model_type, **{**SIZES, **more}), tmp_path / name, name, group_size=32)
     found = []
     for forms in ((), (GROUPED,)):
-        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype, forms=forms: forms)
+        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_, forms=forms: forms)
         with LLM(tmp_path / name, platform="cpu", **SMALL) as llm:
             linears = {name: module for name, module in runner_of(llm).model.named_modules()
                        if isinstance(module, HeldLinear)}
@@ -337,7 +337,7 @@ def test_bytes_are_counted_before_and_after_loading(checkpoint: Any, tmp_path: P
         assert main([*asked, str(model)]) == 0
         found.append(json.loads(capsys.readouterr().out)["weights_bytes"])
     assert found[0] - found[1] == 2 * values - (values // 2 + 2 * 2 * values // 32)
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (GROUPED,))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: (GROUPED,))
     loaded_bytes = []
     for model, settings in ((plain, {}), (path, {}), (path, {"load_format": "dummy"})):
         with LLM(model, platform="cpu", **SMALL, **settings) as llm:

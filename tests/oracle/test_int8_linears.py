@@ -279,7 +279,7 @@ def test_scales_go_where_a_family_moves_rows(model_type: str, checkpoint: Any, t
     quantise(checkpoint(model_type), tmp_path / "w8a8", "w8a8", with_tower=True)
     found: list[dict[str, Tensor]] = []
     for forms in ((), (INT8,)):
-        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype, forms=forms: forms)
+        monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_, forms=forms: forms)
         with LLM(tmp_path / "w8a8", platform="cpu", **SMALL) as llm:
             linears = {name: module for name, module in runner_of(llm).model.named_modules()
                        if isinstance(module, HeldLinear)}
@@ -319,7 +319,7 @@ def test_what_is_said_of_the_arithmetic(tmp_path: Path) -> None:
 def test_quantization_int8_means_decoder_and_blocks_of_the_tower(model_type: str, checkpoint: Any,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the merger and the last linear of a block's MLP."""
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (INT8,))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: (INT8,))
     with LLM(checkpoint(model_type), platform="cpu", quantization="int8", **SMALL) as llm:
         linears = {name: module for name, module in runner_of(llm).model.named_modules()
                    if isinstance(module, HeldLinear)}

@@ -123,7 +123,7 @@ def test_the_cpu_computes_with_what_an_fp8_checkpoint_holds(checkpoint: Any, tmp
 def test_bytes_are_counted_before_and_after_loading(checkpoint: Any, monkeypatch: pytest.MonkeyPatch,
                                                     caplog: pytest.LogCaptureFixture) -> None:
     """A float32 twin less three bytes a value, and a scale of four a row."""
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (INT8, FP8, FP8_BLOCKS))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: (INT8, FP8, FP8_BLOCKS))
     path = checkpoint("qwen3", **ALIGNED)
     with LLM(path, platform="cpu", **SMALL) as llm:
         whole = weights_bytes(runner_of(llm).model)
@@ -144,7 +144,7 @@ def test_bytes_are_counted_before_and_after_loading(checkpoint: Any, monkeypatch
 
 def test_experts_and_odd_sizes_stay_and_the_start_says_so(checkpoint: Any, monkeypatch: pytest.MonkeyPatch,
                                                           caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (INT8, FP8, FP8_BLOCKS))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: (INT8, FP8, FP8_BLOCKS))
     with caplog.at_level("INFO"), LLM(checkpoint("qwen3_moe", **ALIGNED), platform="cpu", quantization="fp8",
                                       **SMALL) as llm:
         modules = list(runner_of(llm).model.modules())
@@ -198,7 +198,7 @@ def test_experts_of_whole_blocks_are_held_as_fp8(checkpoint: Any, monkeypatch: p
     with caplog.at_level("INFO"), LLM(path, platform="cpu", quantization="fp8", **SMALL) as llm:
         plain = [module.down.data.clone() for module in runner_of(llm).model.modules()
                  if isinstance(module, ExpertWeights)]
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: (INT8, FP8, FP8_BLOCKS, FP8_EXPERTS))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: (INT8, FP8, FP8_BLOCKS, FP8_EXPERTS))
     for settings in ({}, {"load_format": "dummy"}):
         with LLM(path, platform="cpu", quantization="fp8", **SMALL, **settings) as llm:
             experts = [module for module in runner_of(llm).model.modules() if isinstance(module, ExpertWeights)]

@@ -117,8 +117,7 @@ def test_drafts_of_the_head_go_into_rings(checkpoint: Any, tmp_path: Path, platf
         pytest.skip("a device that has rings has its own")
     turn_on(monkeypatch)
     # Draws are recorded over what is in the buffers of plain graphs: every slot there is one of the pool.
-    monkeypatch.setattr(UncompiledGraphs, "records", True)
-    monkeypatch.setattr(UncompiledGraphs, "record", lambda self, run: run)
+    monkeypatch.setattr(UncompiledGraphs, "recorder", lambda self: lambda run: run)
     where = {"platform": "cpu", "graph_mode": "reduce-overhead"}
     test_a_head_that_agrees_has_its_drafts_kept(checkpoint, tmp_path, where)
     with LLM(tmp_path / "head", **where, **mtp(1), **SMALL) as llm:  # no pass ahead fills the buffers anew

@@ -19,7 +19,8 @@ from torch import Tensor
 from npu_runner import LLM
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.graphs import GraphResourceError
+from npu_runner.platforms.facts import AttentionFacts
+from npu_runner.platforms.graphs import GraphResourceError, Recorder
 from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket
 from tests.full_set import only_full
@@ -36,12 +37,13 @@ SLIDES = {"sliding_window": 10, **SOME_SLIDE["qwen3"]}
 class Repeating(UncompiledGraphs):
     """`room`: for so many graphs of prefills."""
 
-    records = True
-
     def __init__(self, room: int = 100):
         self.room = room
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def recorder(self) -> Recorder:
+        return self._record
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
         self.room -= 1
         if self.room < 0:
             raise GraphResourceError("no room for one more")
@@ -52,7 +54,7 @@ class Repeating(UncompiledGraphs):
 def used(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often a graph of each size has run."""
     if platform_name == "cpu":
-        monkeypatch.setattr(CpuPlatform, "prefill_graph_backends", ("torch",))
+        monkeypatch.setattr(CpuPlatform, "attention_backends", {"torch": AttentionFacts(records_prefills=True)})
         monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: Repeating())
         monkeypatch.setattr("npu_runner.platforms.cpu.attention.CpuAttention", TiledAttention)
     elif platform_name != "cuda":

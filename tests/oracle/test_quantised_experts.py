@@ -27,7 +27,7 @@ from npu_runner.layers.weight_forms import hold_as_stored, match_experts, names_
 from npu_runner.layers.weights_loader import load_weights
 from npu_runner.platforms.cpu.ops import CpuOps
 from npu_runner.platforms.cpu.platform import CpuPlatform
-from npu_runner.platforms.quantised import FP8_EXPERTS, INT8, INT8_EXPERTS
+from npu_runner.platforms.quantised import FP8_EXPERTS, INT8, INT8_EXPERTS, QuantisedOps
 from scripts.quantised.formats import compressed_int, fp8_block
 from scripts.quantised.writing import quantise
 from tests.oracle.expert_reference import mixture
@@ -65,7 +65,8 @@ def made(hidden: int, width: int, tp: TensorParallel | None = None, ops: CpuOps 
     model = nn.Module()
     moe = MoEConfig(num_experts=NUM_EXPERTS, top_k=2, intermediate_size=width, renormalise=True)
     context = LayerContext(ops or CpuOps(), None, tp or TensorParallel(), torch.float32,  # type: ignore[arg-type]
-                           torch.device("cpu"), weight_forms=(INT8_EXPERTS, FP8_EXPERTS))
+                           torch.device("cpu"), weight_forms=(INT8_EXPERTS, FP8_EXPERTS),
+                           quantised=QuantisedOps(CpuOps()))
     model.experts = ExpertWeights(hidden, moe, context)
     return model
 
@@ -206,7 +207,7 @@ def test_experts_that_differ_in_form_are_dequantised_and_said_to_be(tmp_path: Pa
 @pytest.mark.parametrize("form", [INT8_EXPERTS, FP8_EXPERTS])
 def test_the_definition_is_as_near_to_float64_as_float32_is(form: str) -> None:
     """With an expert that nobody chose, and on a rank that holds two of three."""
-    weights, ops = drawn(256, 128), CpuOps()
+    weights, ops = drawn(256, 128), QuantisedOps(CpuOps())
     stored = fp8(weights) if form == FP8_EXPERTS else {name: rounded(x) for name, x in weights.items()}
     gate_up, down = of_rank(stored, TensorParallel(), 128, block=128 if form == FP8_EXPERTS else 1)
     model = made(256, 128)
@@ -217,7 +218,7 @@ def test_the_definition_is_as_near_to_float64_as_float32_is(form: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x_TD, weights_TK = torch.randn(7, 256, generator=generator), torch.rand(7, 2, generator=generator)
     for experts_TK in (torch.tensor([[0, 2]] * 7), torch.tensor([[1, 0], [2, 1]] * 3 + [[0, 2]])):
-        found_TD = ops.quantised_experts(x_TD, weights_TK, experts_TK.int(), *model.experts.quantised)
+        found_TD = ops.experts(x_TD, weights_TK, experts_TK.int(), *model.experts.quantised)
         expected_TD = mixture(x_TD, weights_TK, experts_TK, gate_up, down)
         assert float((found_TD.double() - expected_TD).abs().max()) < 1e-4 * float(expected_TD.abs().max())
 
@@ -227,7 +228,7 @@ class Rounding(CpuPlatform):
 
     weight_forms = (INT8, INT8_EXPERTS)
 
-    def forms_with(self, dtype: str) -> tuple[str, ...]:
+    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
         return self.weight_forms
 
 

@@ -61,7 +61,7 @@ def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkey
 
 def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cpu platform as one that multiplies int8, whatever the dtype."""
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("int8",))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: ("int8",))
 
 
 def test_a_start_that_would_fit_as_int8_says_so(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_what_is_said_is_made_of_the_weights_and_not_of_the_format(
     assert "multiplied as fp8" not in small
     assert "on cuda: fp8, fp8 with 8-bit inputs multiplied as fp8" in large
     assert "on npu: compressed-tensors, int8 with dynamic inputs multiplied as int8; other weights" in rows
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("int8", "fp8", "fp8_blocks", "grouped"))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: ("int8", "fp8", "fp8_blocks", "grouped"))
     for name, said in (("small", SAYS), ("rows", "compressed-tensors, int8 with dynamic inputs multiplied as int8; "
                                                  "other weights dequantised at load, inputs not quantised")):
         with LLM(tmp_path / name, platform="cpu", **SMALL) as llm:
@@ -189,6 +189,6 @@ def test_random_weights_of_a_format_whose_tensors_say_their_form_are_refused(che
     quantise(checkpoint("qwen3"), tmp_path / "packed", "w4a16", group_size=32)
     with LLM(tmp_path / "packed", platform="cpu", load_format="dummy", **SMALL) as llm:
         assert llm.generate(["a"], greedy(2))[0].token_ids
-    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, dtype: ("grouped",))
+    monkeypatch.setattr(CpuPlatform, "forms_with", lambda self, *_: ("grouped",))
     with pytest.raises(ConfigError, match="load_format 'dummy': which weights of compressed-tensors are held how"):
         LLM(tmp_path / "packed", platform="cpu", load_format="dummy", **SMALL)

@@ -42,7 +42,7 @@ def prompts_of(llm: LLM) -> list[Any]:
 
 
 def default_block_size(platform_name: str, wanted: int) -> int:
-    allowed = pick_platform(platform_name).supported_block_sizes
+    allowed = next(iter(pick_platform(platform_name).attention_backends.values())).block_sizes
     return wanted if allowed is None else allowed[0]
 
 

@@ -100,7 +100,7 @@ def test_images_with_a_schema_and_drafts_are_answered_alike() -> None:
 
 @pytest.mark.full("the other embedded model; states behind drafts are compared by themselves")
 def test_images_with_a_schema_and_drafts_of_states_are_answered_alike(platform_name: str) -> None:
-    if pick_platform(platform_name).most_state_drafts == 0:
+    if pick_platform(platform_name).state_facts.most_drafts == 0:
         pytest.skip("drafts of models with states are refused there")
     assert_images_are_answered_alike("shapes-hybrid")
 

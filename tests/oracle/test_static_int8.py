@@ -21,7 +21,7 @@ from npu_runner.errors import WeightsError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import Float32RMSNorm, RMSNorm
 from npu_runner.platforms.cpu.ops import CpuOps
-from npu_runner.platforms.quantised import StaticRows
+from npu_runner.platforms.quantised import QuantisedOps, StaticRows
 from scripts.quantised.formats import Range, compressed_static, modelslim_static
 from tests.oracle.int8_linears import BF16, NAMES, TOKENS, compressed, context, folder, parts, static_folder
 from tests.oracle.int8_reference import static_product
@@ -142,7 +142,7 @@ def test_quantization_int8_means_inputs_by_row_of_such_weights_too(tmp_path: Pat
 # -- behind a norm -----------------------------------------------------------------------------------------------------
 
 
-class Fusing(CpuOps):
+class Fusing(QuantisedOps):
     fuses_rounding = True
 
 
@@ -155,7 +155,7 @@ def test_a_norm_rounds_by_a_scale_of_its_own_and_the_product_gives_back(dtype: t
     made = modelslim_static(weights(96), inputs.scale, int(inputs.offset), torch.randn(96))
     path = static_folder(tmp_path, {"q_proj": made})
     norm = RMSNorm(160, 1e-6, context(dtype=dtype))
-    norm.ops = Fusing()
+    norm.quantised = Fusing(CpuOps())
     norm.weight.copy_(1 + 0.1 * torch.randn(160))
 
     def build() -> ColumnParallelLinear:
@@ -188,7 +188,7 @@ def test_a_norm_with_float32_weights_or_other_readers_does_not_round(tmp_path: P
     linear = column(static_folder(tmp_path, {"q_proj": modelslim_static(weights(96), 0.07, -11)}), dtype=BF16)
     for norm, reader in ((Float32RMSNorm(160, 1e-6, context(dtype=BF16)), linear),
                          (RMSNorm(160, 1e-6, context(dtype=BF16)), None)):
-        norm.ops = Fusing()
+        norm.quantised = Fusing(CpuOps())
         norm.weight.fill_(1.0)
         norm.feed(reader)
         assert linear.behind_norm is None

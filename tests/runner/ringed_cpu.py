@@ -11,6 +11,7 @@ from torch import Tensor
 
 from npu_runner.platforms.cpu.ops import CpuGatedDelta
 from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.facts import StateFacts
 from npu_runner.platforms.gated_delta import Ring, RingedGatedDelta, StateSave
 from npu_runner.platforms.gated_delta_plan import PrefillPlan
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
@@ -109,7 +110,7 @@ class RingedCpu(RingedGatedDelta, CpuGatedDelta):
 
 
 def turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuPlatform, "state_ring_length", LENGTH)
-    monkeypatch.setattr(CpuPlatform, "graphs_take_state_drafts", True)
+    facts = StateFacts(most_drafts=None, drafts_in_graphs=True, ring_length=LENGTH)
+    monkeypatch.setattr(CpuPlatform, "state_facts", facts)
     monkeypatch.setattr(CpuPlatform, "make_gated_delta", lambda self, shape, dtype: RingedCpu(shape))
     monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())

@@ -37,7 +37,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 
 @pytest.fixture(autouse=True)
 def on_the_platform(platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if pick_platform(platform_name).most_state_drafts == 0:
+    if pick_platform(platform_name).state_facts.most_drafts == 0:
         pytest.skip("drafts of models with states are refused there")
     monkeypatch.setitem(SETTINGS, "platform", platform_name)
 
@@ -109,7 +109,7 @@ def test_every_feature_answers_as_without(model_type: str, checkpoint: Any) -> N
     Rings are written into states at other tokens than without drafts, so sums differ in their last digits. Of 1,000
     draws some lie that near to an edge: one of qwen3_5 4e-7 of all weights beside it.
     """
-    has_rings = pick_platform(SETTINGS["platform"]).state_ring_length > 0
+    has_rings = pick_platform(SETTINGS["platform"]).state_facts.ring_length > 0
     assert_every_feature_is_as_without(checkpoint(model_type), model_type, tolerance=5e-5,
                                        most_at_edges=2 if has_rings else 0)
 

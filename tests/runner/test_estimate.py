@@ -198,6 +198,17 @@ def test_settings_count_as_a_job_takes_them(config_file: str, capsys: pytest.Cap
     assert (whole["graphs_bytes"], whole["kv_cache_bytes"]) == (0, (1 << 30) // block_bytes * block_bytes)
 
 
+def test_drafts_count_and_an_adapter_is_opened(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (config_file, "--device-memory", "64G")
+    _, plain = fits(capsys, *asked)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 16}'
+    status, drafted = fits(capsys, *asked, "--speculative-config", drafts)
+    assert status == 0
+    assert drafted["activations_bytes"] > plain["activations_bytes"]
+    assert main(["doctor", "--fits", *asked, "--lora", "/nowhere"]) == 2
+    assert "lora /nowhere: there is no adapter_config.json" in capsys.readouterr().err
+
+
 @pytest.mark.full("a real size, twice; of two ranks with whole experts, against a start, stays")
 def test_whole_experts_count_as_a_start_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first of three ranks holds 43 of 128 experts."""

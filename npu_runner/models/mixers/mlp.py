@@ -21,7 +21,7 @@ class DecoderMLP(nn.Module):
 
     def __init__(self, hidden_size: int, mlp: MLPConfig, context: LayerContext, *, reduces: bool = True):
         super().__init__()
-        self.ops = context.ops
+        self.quantised = context.quantised
         parts = split_parts(("gate_proj", "up_proj"), mlp.intermediate_size, context)
         if mlp.is_fused:
             parts = side_by_side("gate_up_proj", parts)
@@ -30,7 +30,7 @@ class DecoderMLP(nn.Module):
             "down_proj", mlp.intermediate_size, hidden_size, bias=mlp.bias, context=context, reduces=reduces)
 
     def forward(self, x_TD: Tensor | RoundedRows) -> Tensor:
-        return self.down_proj(self.ops.silu_and_mul_for(self.gate_up_proj(x_TD), self.down_proj.form))
+        return self.down_proj(self.quantised.silu_and_mul(self.gate_up_proj(x_TD), self.down_proj.form))
 
 
 class SparseMoE(nn.Module):
@@ -55,7 +55,7 @@ class SparseMoE(nn.Module):
         if experts.form is None:
             out_TD = self.ops.experts(x_TD, weights_TK, experts_TK, experts.gate_up, experts.down, experts.held)
         else:
-            out_TD = self.ops.quantised_experts(x_TD, weights_TK, experts_TK, *experts.quantised, experts.held)
+            out_TD = experts.ops.experts(x_TD, weights_TK, experts_TK, *experts.quantised, experts.held)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out_TD = self.ops.add_gated(out_TD, self.shared_expert(x_TD), self.shared_expert_gate(x_TD))
         return self.tp.all_reduce(out_TD)

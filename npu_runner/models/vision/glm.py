@@ -105,7 +105,7 @@ class GatedMerger(DecoderMLP):
         self.post_projection_norm = LayerNorm(size, _LAYER_NORM_EPS, context)
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        return super().forward(self.ops.gelu(self.post_projection_norm(self.proj(x_MD)), "none"))
+        return super().forward(self.quantised.ops.gelu(self.post_projection_norm(self.proj(x_MD)), "none"))
 
 
 def _merger(config: VisionConfig, context: LayerContext) -> GatedMerger:

@@ -22,7 +22,7 @@ from npu_runner.errors import ModelError
 from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, Padding, RowParallelLinear
 from npu_runner.layers.norm import LayerNorm, RMSNorm
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
-from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend, tower_head_dim
 
 # What depends on an image's size alone is kept for the last sizes, 40 bytes of the host's memory for each patch.
 cached_by_size = lru_cache(maxsize=64)
@@ -34,7 +34,7 @@ MakeNorm: TypeAlias = Callable[[int], Norm]
 ACTIVATED: dict[str, Callable[[ColumnParallelLinear, Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda linear, x: linear.gelu_forward(x, "tanh"),
     "gelu": lambda linear, x: linear.gelu_forward(x, "none"),
-    "quick_gelu": lambda linear, x: linear.ops.quick_gelu(linear(x)),
+    "quick_gelu": lambda linear, x: linear.ops.gelu(linear(x), "sigmoid"),
     "silu": lambda linear, x: F.silu(linear(x)),
 }
 """By the names that config.json has. Each takes the linear in front with it: some platforms compute both in one
@@ -90,7 +90,7 @@ class VisionAttention(nn.Module):
         self.ops, self.backend = context.ops, context.attention
         model_head_dim = size // config.num_heads
         self.scale = model_head_dim**-0.5
-        self.head_dim = context.attention.vision_head_dim(model_head_dim)
+        self.head_dim = tower_head_dim(context.attention.facts, model_head_dim)
         self.padding = padding = Padding(model_head_dim // 2, self.head_dim // 2)
         start, length = context.tp.share(size, "vision hidden_size")
         parts = [OutputPart(name, 3 * size // len(qkv_names), which * size + start, length)
@@ -249,7 +249,7 @@ def on_every_rank(context: LayerContext) -> LayerContext:
 def both_halves(turns_PQ: Tensor, config: VisionConfig, attention: AttentionBackend) -> Tensor:
     """(P, H) of (P, H / 2), for the head dim that weights are laid out for; there zeros turn to zeros anyhow."""
     model_head_dim = config.hidden_size // config.num_heads
-    half_padding = (attention.vision_head_dim(model_head_dim) - model_head_dim) // 2
+    half_padding = (tower_head_dim(attention.facts, model_head_dim) - model_head_dim) // 2
     return F.pad(turns_PQ, (0, half_padding)).repeat(1, 2)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,6 @@ class PrefillPiece:
 class CpuAttention(AttentionBackend):
     """`piece_bytes`: what the keys and values that a decode step reads at once may take."""
 
-    name = "torch"
     vision_patches = VISION_PATCHES
 
     def __init__(self, *, block_size: int, bytes_per_token: int, piece_bytes: int = PIECE_BYTES):
@@ -83,20 +83,17 @@ class CpuAttention(AttentionBackend):
                                        slots_L=torch.from_numpy(np.concatenate(slots))))
         return pieces
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                    device: torch.device) -> dict[int | None, DecodePlan]:
-        """One plan for each window."""
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
+                    query_lens_B: Sequence[int] | None = None) -> dict[int | None, Any]:
+        """One plan for each window. Several tokens of a sequence read its context once, together."""
+        if query_lens_B is not None:
+            return {window: plan_draft_pieces(
+                np.asarray(query_lens_B), np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
+                bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes, window=window)
+                for window in self.windows}
         return {window: plan_pieces(np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
                                     bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes, window=window)
                 for window in self.windows}
-
-    def plan_drafts(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                    device: torch.device) -> dict[int | None, DraftPlan]:
-        """A sequence's tokens read its context once, together."""
-        return {window: plan_draft_pieces(
-            np.asarray(query_lens_B), np.asarray(context_lens_B), block_tables_BW, block_size=self.block_size,
-            bytes_per_token=self.bytes_per_token, piece_bytes=self.piece_bytes, window=window)
-            for window in self.windows}
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         slots = slot_mapping_T.long()

@@ -50,15 +50,6 @@ class CpuMemory(Memory):
     def free_bytes(self) -> int | None:
         return free_bytes()
 
-    def reset_peak(self) -> None:
-        """Nothing is measured on the CPU."""
-
-    def empty_cache(self) -> None:
-        """The CPU allocator returns memory by itself."""
-
-    def synchronize(self) -> None:
-        """Operators have finished when they return."""
-
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from npu_runner.platforms.facts import AttentionFacts, StateFacts
 from npu_runner.platforms.platform import Platform, PlatformDefaults
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 class CpuPlatform(Platform):
     name = "cpu"
     priority = 0
-    attention_backends = ("torch",)
+    attention_backends = MappingProxyType({"torch": AttentionFacts()})
+    state_facts = StateFacts(most_drafts=None)
     # Eager starts at once; inductor needs tens of seconds a bucket (docs/benchmarks.md has the figures). float32
     # because few CPUs multiply faster in 16 bits, and because answers then equal the reference token for token.
     defaults = PlatformDefaults(
@@ -27,7 +30,6 @@ class CpuPlatform(Platform):
         async_scheduling=False,  # there is no other device: a step launched early only ends later
     )
     rounds_weights = True  # float32 products are the reference that others are compared with
-    most_state_drafts = None
     ray_resource = "CPU"
 
     def why_unavailable(self) -> str | None:

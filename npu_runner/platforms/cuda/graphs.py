@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, own_code
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, Recorder, own_code
 from npu_runner.platforms.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,6 @@ _Result = TypeVar("_Result")
 
 class CudaGraphCompiler(GraphCompiler):
     """`with_inductor`: compile the forward with inductor before it is captured (max-autotune)."""
-
-    records = True
 
     def __init__(self, *, with_inductor: bool):
         self._with_inductor = with_inductor
@@ -36,9 +34,8 @@ class CudaGraphCompiler(GraphCompiler):
             forward = torch.compile(own_code(forward), mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
         return _CapturedDecode(self, forward)
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        graph, _ = self.capture(run)
-        return graph.replay
+    def recorder(self) -> Recorder:
+        return lambda run: self.capture(run)[0].replay
 
     def capture(self, run: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
         """Run once to warm kernels up, then record; graphs share memory, since only one runs at a time."""

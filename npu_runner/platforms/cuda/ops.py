@@ -19,34 +19,17 @@ from torch import Tensor
 
 from npu_runner.platforms.cuda.compile_ahead import CompileOnce
 from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, launch_settings
-from npu_runner.platforms.cuda.matmul import quantised_inputs as inputs
-from npu_runner.platforms.cuda.matmul.grouped import lay_out
 from npu_runner.platforms.cuda.matmul.kernels import multiply
 from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.moe import experts
 from npu_runner.platforms.cuda.sampling import sample, token_masks
-from npu_runner.platforms.grouped import GroupedWeight
 from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
-from npu_runner.platforms.quantised import (
-    FP8,
-    FP8_BLOCKS,
-    INT8,
-    Fp8Rows,
-    Fp8Weight,
-    Int8Rows,
-    Int8Weight,
-    QuantisedExperts,
-    RoundedRows,
-)
 
 # Heads of one token that one program rotates; they share its cos and sin.
 _ROTARY_HEADS = 8
 
 
 class TritonOps(Ops):
-    draws_greedily = True
-    fuses_rounding = True
-
     def __init__(self) -> None:
         self._compile_once = CompileOnce()
 
@@ -54,39 +37,6 @@ class TritonOps(Ops):
         if torch.compiler.is_compiling():  # inductor chooses among kernels of its own
             return F.linear(x_TD, weight_OD, bias_O)
         return multiply(Matmul(x_TD, weight_OD, bias_O, x_TD.dtype), self._compile_once)
-
-    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = x_TI if isinstance(x_TI, Int8Rows) else Int8Rows(*inputs.quantise_rows(x_TI, torch.int8), x_TI.dtype)
-        return multiply(Matmul.from_rounded(rows, weight, bias_O), self._compile_once)
-
-    def fp8_linear(self, x_TI: Tensor | Fp8Rows, weight: Fp8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = x_TI if isinstance(x_TI, Fp8Rows) else Fp8Rows(
-            *inputs.quantise_rows(x_TI, inputs.FP8, in_groups=weight.scales.dim() == 2), x_TI.dtype)
-        return multiply(Matmul.from_rounded(rows, weight, bias_O), self._compile_once)
-
-    def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        return lay_out(weight)
-
-    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        return multiply(Matmul(x_TI, weight, bias_O, x_TI.dtype), self._compile_once)
-
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        given = (x_TD, weights_TK, experts_TK, gate_up, down, held)
-        self._compile_once(("quantised experts", gate_up.values.shape, gate_up.scales.shape, experts_TK.shape[1], held),
-                           lambda: experts.compile_all(*given))
-        return experts.run_experts(*given)
-
-    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
-                          eps: float) -> tuple[Int8Rows, Tensor]:
-        values_TD, scales_T, total_TD = inputs.add_rms_norm_quantised(x_TD, residual_TD, weight_D, eps, torch.int8)
-        return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
-
-    def add_rms_norm_fp8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *,
-                         in_blocks: bool) -> tuple[Fp8Rows, Tensor]:
-        values_TD, scales, total_TD = inputs.add_rms_norm_quantised(x_TD, residual_TD, weight_D, eps, inputs.FP8,
-                                                                    in_groups=in_blocks)
-        return Fp8Rows(values_TD, scales, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TND = x if x.dim() == 3 else x[:, None]
@@ -162,13 +112,6 @@ class TritonOps(Ops):
         )
         return out_TI
 
-    def silu_and_mul_for(self, gate_up_T2I: Tensor, form: str | None) -> Tensor | RoundedRows:
-        if form not in (INT8, FP8, FP8_BLOCKS):
-            return self.silu_and_mul(gate_up_T2I)
-        rows = inputs.silu_and_mul_quantised(gate_up_T2I, torch.int8 if form == INT8 else inputs.FP8,
-                                             in_groups=form == FP8_BLOCKS)
-        return (Int8Rows if form == INT8 else Fp8Rows)(*rows, gate_up_T2I.dtype)
-
     def add_gated(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor) -> Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
         num_tokens, width = x_TD.shape
@@ -188,7 +131,7 @@ class TritonOps(Ops):
         self._compile_once(("experts", gate_up.shape, experts_TK.shape[1], held), lambda: experts.compile_all(*given))
         return experts.run_experts(*given)
 
-    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._sample_from_softmax
 
     def _sample_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.cuda import FP8_PROMPT_ROOM
+from npu_runner.platforms.cuda import FP8_PROMPT_ROOM, Capability, too_old
+from npu_runner.platforms.examination import Examination
+from npu_runner.platforms.facts import AttentionFacts, StateFacts
 from npu_runner.platforms.platform import Platform, PlatformDefaults
 
 if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.cuda.attention.backend import TritonAttention
     from npu_runner.platforms.devices import Roles
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.ops import Ops
+    from npu_runner.platforms.quantised import QuantisedOps
 
-Capability = tuple[int, int]
-"""A GPU's compute capability: (8, 0) is Ampere, (7, 5) Turing."""
 _BFLOAT16_SINCE: Capability = (8, 0)
-_FLASHINFER_SINCE: Capability = (7, 5)
 # Hopper: what products of quantised weights were made for and tried on.
 _QUANTISED_ON = 9
 _FP8_FROM = (8, 9)
@@ -34,41 +33,30 @@ _LEAST_TRITON = (3, 4)
 
 def why_no_dtype(capability: Capability, dtype: torch.dtype) -> str | None:
     """None where a GPU of this compute capability computes in `dtype`, else the reason."""
-    return _too_old("bfloat16", _BFLOAT16_SINCE, capability) if str(dtype) == "torch.bfloat16" else None
+    return too_old("bfloat16", _BFLOAT16_SINCE, capability) if str(dtype) == "torch.bfloat16" else None
 
 
-def why_no_flashinfer(capability: Capability) -> str | None:
-    """None where FlashInfer's kernels run on a GPU of this compute capability, else the reason."""
-    return _too_old("flashinfer", _FLASHINFER_SINCE, capability)
-
-
-def _too_old(what: str, since: Capability, capability: Capability) -> str | None:
-    wanted, found = (".".join(map(str, numbers)) for numbers in (since, capability))
-    return f"{what} needs a GPU of compute capability {wanted}, this one has {found}" if capability < since else None
+class CudaExamination(Examination):
+    remedy = ("take a torch that is built for CUDA, with triton; nvidia-smi says which GPUs the driver sees, "
+              "CUDA_VISIBLE_DEVICES which of them a process may use")
 
 
 class CudaPlatform(Platform):
     name = "cuda"
     priority = 20
-    attention_backends = ("triton", "flashinfer")
+    attention_backends = MappingProxyType({
+        "triton": AttentionFacts(fp8_prompt_room=FP8_PROMPT_ROOM, records_prefills=True),
+        "flashinfer": AttentionFacts()})
+    # Rings of 16 tokens were no faster (steps of 1 to 256 sequences), for twice the memory.
+    state_facts = StateFacts(most_drafts=None, drafts_in_graphs=True, ring_length=8)
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
     weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
-    modes_without_forms = ("max-autotune",)
-    fp8_cache_backends = ("triton",)
-    fp8_prompt_room = FP8_PROMPT_ROOM
-    prefill_graph_backends = ("triton",)
     copies_rows_to_experts = False
-    most_state_drafts = None
-    graphs_take_state_drafts = True
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
-    # 16 tokens were no quicker (steps of 1 to 256 sequences), for twice the memory.
-    state_ring_length = 8
     ray_resource = "GPU"
     visible_devices = "CUDA_VISIBLE_DEVICES"
-    remedy = ("take a torch that is built for CUDA, with triton; nvidia-smi says which GPUs the driver sees, "
-              "CUDA_VISIBLE_DEVICES which of them a process may use")
-    _attention: weakref.ref[TritonAttention] | None = None
+    examination = "npu_runner.platforms.cuda.platform:CudaExamination"
 
     def why_unavailable(self) -> str | None:
         import torch
@@ -85,13 +73,14 @@ class CudaPlatform(Platform):
             return f"triton {triton.__version__} is too old; {'.'.join(map(str, _LEAST_TRITON))} comes with torch 2.8"
         return None
 
-    def forms_with(self, dtype: str) -> tuple[str, ...]:
-        """On Hopper. The library's products with FP8 are bfloat16."""
+    def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
+        """On Hopper, and not in max-autotune. The library's matmuls with FP8 are bfloat16."""
         import torch
 
         if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _QUANTISED_ON:
             return ()
-        return tuple(form for form in super().forms_with(dtype) if not form.startswith("fp8") or dtype == "bfloat16")
+        forms = () if graph_mode == "max-autotune" else super().forms_with(dtype, graph_mode)
+        return tuple(form for form in forms if not form.startswith("fp8") or dtype == "bfloat16")
 
     def why_no_fp8_cache(self) -> str | None:
         import torch
@@ -123,27 +112,24 @@ class CudaPlatform(Platform):
 
         return TritonOps()
 
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        from npu_runner.platforms.cuda.quantised_ops import TritonQuantisedOps
+
+        return TritonQuantisedOps(ops)
+
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
         import torch
 
-        from npu_runner.platforms.cuda.attention import flashinfer_attention as flashinfer
         from npu_runner.platforms.cuda.attention.backend import TritonAttention
+        from npu_runner.platforms.cuda.attention.flashinfer_attention import FlashInferAttention
 
-        capability = torch.cuda.get_device_capability()
-        reason = why_no_dtype(capability, dtype)
+        reason = why_no_dtype(torch.cuda.get_device_capability(), dtype)
         if reason:
             raise ConfigError(f"dtype: {reason}; take float16 or float32")
-        make = TritonAttention
-        if name == "flashinfer":
-            reason = why_no_flashinfer(capability) or flashinfer.why_not(head_dim, dtype)
-            if reason:
-                raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
-            make = flashinfer.FlashInferAttention
-        attention = make(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-                         dtype=dtype)
-        self._attention = weakref.ref(attention)
-        return attention
+        make = FlashInferAttention if name == "flashinfer" else TritonAttention
+        return make(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+                    dtype=dtype)
 
     def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
         from npu_runner.platforms.cuda.gated_delta.backend import TritonGatedDelta
@@ -151,10 +137,6 @@ class CudaPlatform(Platform):
         return TritonGatedDelta(shape, dtype)
 
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
-        from npu_runner.platforms.cuda.attention.flashinfer_attention import FlashInferAttention, PlannedGraphs
         from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 
-        attention, with_inductor = self._attention() if self._attention else None, settings.mode == "max-autotune"
-        if isinstance(attention, FlashInferAttention):
-            return PlannedGraphs(attention, with_inductor=with_inductor)
-        return CudaGraphCompiler(with_inductor=with_inductor)
+        return CudaGraphCompiler(with_inductor=settings.mode == "max-autotune")

@@ -24,10 +24,9 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from npu_runner.errors import ConfigError
-from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend, ends_of_tokens
 from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
-from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS
+from npu_runner.platforms.npu.settings import ATTENTION_FACTS
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def _kernel(plan: HostLengths | DeviceLengths) -> Any:
 
 
 class NpuAttention(AttentionBackend):
-    name = "fused"
+    facts = ATTENTION_FACTS
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device,
                  masks_decode: bool = True, kernels: Kernels = FIRST_CHOICES):
@@ -107,8 +106,10 @@ class NpuAttention(AttentionBackend):
                      device: torch.device) -> HostLengths:
         return HostLengths(list(accumulate(query_lens_B)), list(context_lens_B), self._outgrown(context_lens_B))
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                    device: torch.device) -> HostLengths:
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
+                    query_lens_B: Sequence[int] | None = None) -> HostLengths:
+        if query_lens_B is not None:
+            context_lens_B = ends_of_tokens(query_lens_B, context_lens_B).tolist()
         return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B),
                            self._outgrown(context_lens_B))
 
@@ -159,13 +160,6 @@ class NpuAttention(AttentionBackend):
 
     def plan_vision(self, lengths: Sequence[int], device: torch.device) -> list[int]:
         return list(accumulate(lengths))
-
-    def vision_head_dim(self, head_dim: int) -> int:
-        for dim in VISION_HEAD_DIMS:
-            if dim >= head_dim:
-                return dim
-        raise ConfigError(f"vision head dim {head_dim}: the attention of Ascend devices takes {VISION_HEAD_DIMS[-1]} "
-                          "at most; use another platform for this model")
 
     def vision(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: list[int], scale: float) -> Tensor:
         return self._attend_images(q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), plan, scale)

@@ -1,13 +1,11 @@
-"""What is served on CANN 8.5, and what is refused there by name before weights are read. Imports no torch.
+"""Refuses by name, before weights are read, the models and settings that CANN 8.5 does not serve. Imports no torch.
 
 By the sources of its release, all operators of dense Qwen3 and Qwen3-VL are in CANN 8.5; docs/ascend.md lists them with
-their sources. Nobody ran a wheel of TorchNPU 26.2.0 on it, so a start there also computes probes (probes.py). Knows
-no operator.
+their sources. No host has run a wheel of TorchNPU 26.2.0 on it, so a start there also runs probes (probes.py). Knows no
+operator.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.platform import ModelNeeds
@@ -28,19 +26,8 @@ def check_graph_mode(graph_mode: str, cann: str) -> None:
 
 def check_scope(needs: ModelNeeds, cann: str) -> None:
     """Raises ConfigError for a model that is not served, with everything of it that is not."""
-    found = list(_out_of_scope(needs))
-    if found:
-        raise ConfigError(f"{', '.join(found)} on CANN {cann}: {SCOPE}; {REMEDY}")
-
-
-def _out_of_scope(needs: ModelNeeds) -> Iterator[str]:
-    if needs.has_states:
-        yield "Gated DeltaNet layers"
-    if needs.has_experts:
-        yield "layers of experts"
-    if needs.has_windows:
-        yield "sliding windows"
-    if needs.dtype != DTYPE:
-        yield f"dtype {needs.dtype}"
-    if needs.head_dim != HEAD_DIM:
-        yield f"head dim {needs.head_dim}"
+    refused = {"Gated DeltaNet layers": needs.has_states, "layers of experts": needs.has_experts,
+               "sliding windows": needs.has_windows, f"dtype {needs.dtype}": needs.dtype != DTYPE,
+               f"head dim {needs.head_dim}": needs.head_dim != HEAD_DIM}
+    if any(refused.values()):
+        raise ConfigError(f"{', '.join(name for name in refused if refused[name])} on CANN {cann}: {SCOPE}; {REMEDY}")

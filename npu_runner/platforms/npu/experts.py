@@ -29,7 +29,7 @@ def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: T
 
 def run_int8_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                      down: QuantisedExperts, held: HeldExperts | None, layout: WeightLayout) -> Tensor:
-    """`Ops.quantised_experts` of int8. Where gate and up lie in NZ one kernel makes the rows that down takes. Else sums
+    """`QuantisedOps.experts` of int8. Where gate and up lie in NZ one kernel makes the rows that down takes. Else sums
     stay integers until theirs rounds them again."""
     rows_PD, places_P, counts_E, scales_P = _sort(x_TD, experts_TK, len(gate_up.values), held, _BY_ROW)
     width = gate_up.values.shape[2] // 2

@@ -70,10 +70,7 @@ class NpuGatedDelta(TorchGatedDelta):
 
     # -- steps with drafts -----------------------------------------------------------------------------------------
 
-    def plan_drafts(self, query_lens_B: Sequence[int], runs_T: Tensor) -> RunPlan:
-        return self.plan_drafts_in_graph(runs_T)
-
-    def plan_drafts_in_graph(self, runs_T: Tensor) -> RunPlan:
+    def plan_drafts(self, runs_T: Tensor, query_lens_B: Sequence[int] | None) -> RunPlan:
         num_tokens, before = len(runs_T), self.shape.conv_kernel_size - 1
         places_T, numbers_T = (-runs_T).clamp(min=0), self._numbers_to(num_tokens)
         places_TW = places_T[:, None] + self._up_to_W

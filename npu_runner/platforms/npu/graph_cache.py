@@ -26,7 +26,16 @@ from torch import Tensor
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphSettings, own_code
 from npu_runner.platforms.npu import torchair
-from npu_runner.platforms.npu.graphs import GraphEngineCompiler, GraphEngineDecode, ResourceErrors, graph_engine_config
+from npu_runner.platforms.npu.attention import NpuAttention
+from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler, NoGraphs
+from npu_runner.platforms.npu.graphs import (
+    AclGraphCompiler,
+    GraphEngineCompiler,
+    GraphEngineDecode,
+    RecordedGraphCompiler,
+    ResourceErrors,
+    graph_engine_config,
+)
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, soc_name
 from npu_runner.platforms.step_inputs import StepInputs
@@ -143,3 +152,19 @@ class _KeptGraph:
                 self.folder.seal()
         self._is_ready = True
         return output
+
+
+def make_compiler(settings: GraphSettings, attention: NpuAttention) -> GraphCompiler:
+    """The compiler for `settings`. Captured graphs take the lengths of `attention` at each replay."""
+    if settings.mode == "reduce-overhead":
+        return (RecordedGraphCompiler if npu_settings().capture == "recorded" else AclGraphCompiler)(attention)
+    return GraphEngineCompiler() if settings.cache_dir is None else CachedGraphEngineCompiler(settings)
+
+
+def limited_compiler(settings: GraphSettings, attention: NpuAttention, most_graphs: int | None,
+                     refusal: str | None) -> GraphCompiler:
+    """The same for at most `most_graphs` graphs (None: any number), or for none for the reason `refusal`."""
+    if refusal is not None:
+        return NoGraphs(refusal)
+    compiler = make_compiler(settings, attention)
+    return compiler if most_graphs is None else LimitedGraphCompiler(compiler, most_graphs)

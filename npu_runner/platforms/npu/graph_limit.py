@@ -1,13 +1,12 @@
-"""No more decode graphs than a device can hold with collectives inside. Knows nothing of how graphs are made."""
+"""No more decode graphs than a device can hold with collectives inside, or none. Knows not how graphs are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
-from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError, Recorder
 
 
 class LimitedGraphCompiler(GraphCompiler):
@@ -17,7 +16,6 @@ class LimitedGraphCompiler(GraphCompiler):
         self._compiler = compiler
         self.context_lens_dtype = compiler.context_lens_dtype
         self.waits_for_replay = compiler.waits_for_replay
-        self.records = compiler.records
         self._most_graphs = most_graphs
         self._made: set[tuple[int, object]] = set()
 
@@ -38,12 +36,24 @@ class LimitedGraphCompiler(GraphCompiler):
     def discard(self, batch_size: int) -> None:
         self._compiler.discard(batch_size)
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
-                      block_tables_BW: Callable[[], np.ndarray]) -> None:
-        self._compiler.before_replay(batch_size, context_lens_B, block_tables_BW)
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+        self._compiler.before_replay(batch_size, context_lens_B)
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        return self._compiler.record(run)
+    def recorder(self) -> Recorder | None:
+        return self._compiler.recorder()
 
     def release(self) -> None:
         self._compiler.release()
+
+
+class NoGraphs(GraphCompiler):
+    """Every graph is refused for one reason, so that all steps of all ranks run eagerly."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
+        return self._refuse
+
+    def _refuse(self, *inputs: Tensor) -> Tensor:
+        raise GraphResourceError(self._reason)

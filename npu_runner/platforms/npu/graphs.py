@@ -56,8 +56,7 @@ class AclGraphCompiler(GraphCompiler):
         self._graphs.setdefault(batch_size, []).append(graph)
         return graph
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
-                      block_tables_BW: Callable[[], np.ndarray]) -> None:
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         for graph in self._graphs[batch_size]:
             graph.set_context_lens(context_lens_B)
 
@@ -261,8 +260,7 @@ class RecordedGraphCompiler(GraphCompiler):
         self._graphs.setdefault(batch_size, []).append(graph)
         return graph
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
-                      block_tables_BW: Callable[[], np.ndarray]) -> None:
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
         for graph in self._graphs[batch_size]:
             graph.context_lens = list(context_lens_B)
 

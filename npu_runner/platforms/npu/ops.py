@@ -1,7 +1,7 @@
 """Operators of decoder layers through torch_npu's fused kernels; experts.py has those of experts. Knows no models.
 
-T tokens, N query heads, K kv heads, H head dim, R dims of a head that turn, D hidden size, I width of an MLP or expert,
-E experts, K of them a token, G groups of inputs, O outputs.
+T tokens, N query heads, K kv heads, H head dim, R dims of a head that rotate, D hidden size, I width of an MLP or
+expert, E experts, K of them a token.
 """
 
 from __future__ import annotations
@@ -13,100 +13,19 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.grouped import GroupedWeight, packed, unpacked
 from npu_runner.platforms.npu.draw import draw_from_softmax
-from npu_runner.platforms.npu.experts import run_experts, run_int8_experts
-from npu_runner.platforms.npu.settings import npu_settings
-from npu_runner.platforms.npu.weight_layout import WeightLayout, packed_words
+from npu_runner.platforms.npu.experts import run_experts
 from npu_runner.platforms.ops import HeldExperts, TorchOps
-from npu_runner.platforms.quantised import (
-    Int8Rows,
-    Int8Weight,
-    NormRounding,
-    QuantisedExperts,
-    StaticInt8Weight,
-    StaticRows,
-)
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
 _FUSED_ROTARY_HEAD_DIMS = (64, 128)
 
 
 class NpuOps(TorchOps):
-    experts_form = "npu_moe_init_routing_v2 and npu_grouped_matmul"
-    fuses_rounding = True
-    experts_in_out = True  # the grouped product takes (groups, in, out)
-    down_scales_dtype = torch.bfloat16
-    most_int8_features = 65535
-
-    def __init__(self) -> None:
-        self._layout = WeightLayout(npu_settings().nz_weights)
+    experts_in_out = True  # the grouped matmul reads (groups, in, out)
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TD, weight_OD, bias_O)
-
-    def int8_linear(self, x_TI: Tensor | Int8Rows, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-        rows = _rounded(x_TI) if isinstance(x_TI, Tensor) else x_TI
-        return torch_npu.npu_quant_matmul(rows.values_TI, self._layout.product_view(weight.values_OI), weight.scales_O,
-                                          pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
-
-    def int8_static_linear(self, x_TI: Tensor | StaticRows, weight: StaticInt8Weight) -> Tensor:
-        rows = x_TI if isinstance(x_TI, StaticRows) else StaticRows(torch_npu.npu_quantize(
-            x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8, -1, False), x_TI.dtype)
-        return torch_npu.npu_quant_matmul(rows.values_TI, self._layout.product_view(weight.values_OI), weight.scales_O,
-                                          pertoken_scale=_scales_of_rows(rows, weight), bias=weight.shifts_O,
-                                          output_dtype=rows.dtype)
-
-    def add_rms_norm_int8_static(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
-                                 rounding: NormRounding) -> tuple[StaticRows, Tensor]:
-        # The operator divides, on A2 and A3, by scales of the weight's shape.
-        values_TD, _, total_TD = torch_npu.npu_add_rms_norm_quant(
-            x_TD, residual_TD, weight_D, rounding.scales_D, rounding.offsets_D, None, epsilon=eps)
-        return StaticRows(values_TD, x_TD.dtype), total_TD
-
-    def settled_int8(self, values_OI: Tensor) -> Tensor:
-        return self._layout.linear_weight(values_OI)
-
-    def settled_int8_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        return self._layout.expert_weights(gate_up, down)
-
-    def settled(self, weight: GroupedWeight) -> GroupedWeight:
-        """Four bits: int32 (I, O / 8), eight outputs a word, the lowest bits first. int8 in groups: (I, O); by row it
-        stays (O, I), which is quicker turned, unless it is to lie in NZ, which is not.
-
-        Scales and zeros, which the operator adds: (G, O); by row (O,). Bits are moved on the host, as the vendor's own
-        packing does.
-        """
-        by_row = weight.scales.shape[1] == 1
-        scales, zeros = (None if each is None else each[:, 0].contiguous() if by_row else each.t().contiguous()
-                         for each in weight[1:])
-        assert scales is not None, "a weight has scales"
-        values, num_groups = weight.values, weight.scales.shape[1]
-        num_outputs, width = values.shape
-        num_inputs = width * 2 if values.dtype == torch.uint8 else width
-        group_size = 0 if by_row else num_inputs // num_groups
-        if values.dtype == torch.int8:
-            stays = by_row and not self._layout.turns_rows
-            values = values if stays else self._layout.weight_alone(values.t().contiguous(), group_size)
-        elif self._layout.takes_words(num_inputs, num_outputs, group_size):
-            values = packed_words(unpacked(values.cpu()).t().contiguous().to(values.device))
-        else:
-            values = packed(unpacked(values.cpu()).t().contiguous()).view(torch.int32).to(values.device)
-        return GroupedWeight(values, scales, None if zeros is None else -zeros)
-
-    def grouped_linear(self, x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
-        values, scales, offsets = weight
-        is_turned = values.dtype == torch.int8 and scales.dim() == 1 and not self._layout.turns_rows
-        group_size = 0 if scales.dim() == 1 else x_TI.shape[1] // scales.shape[0]
-        return torch_npu.npu_weight_quant_batchmatmul(x_TI, values.t() if is_turned else values, scales, offsets,
-                                                      bias=bias_O, antiquant_group_size=group_size)
-
-    def add_rms_norm_int8(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
-                          eps: float) -> tuple[Int8Rows, Tensor]:
-        # The mask is spelled out: before release 26.2.0, torch_npu cannot read its own default of it.
-        values_TD, _, total_TD, scales_T, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
-            x_TD, residual_TD, weight_D, epsilon=eps, output_mask=[True, False])
-        return Int8Rows(values_TD, scales_T, x_TD.dtype), total_TD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
@@ -152,26 +71,19 @@ class NpuOps(TorchOps):
                 held: HeldExperts | None = None) -> Tensor:
         return run_experts(x_TD, weights_TK, experts_TK, gate_up, down, held)
 
-    def quantised_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held, self._layout)
-
     @staticmethod
     def add_at(table_N: Tensor, places_B: Tensor, amounts_B: Tensor) -> None:
         # scatter_add_ and index_add_ of a long table run on the AI CPU or copy it; this operator writes in place.
         torch_npu.npu_scatter_nd_update_(table_N, places_B[:, None], table_N.index_select(0, places_B) + amounts_B)
 
-    def softmax_draw(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        return draw_from_softmax
+    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        return None if greedy else draw_from_softmax
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        if approximate == "sigmoid":
+            return super().gelu(x, approximate)
         # F.gelu drops the approximation on its way: the kernel behind it computes the one with tanh for both.
         return torch_npu.npu_gelu(x, approximate=approximate)
-
-
-def _rounded(x_TI: Tensor) -> Int8Rows:
-    values_TI, scales_T = torch_npu.npu_dynamic_quant(x_TI)
-    return Int8Rows(values_TI, scales_T, x_TI.dtype)
 
 
 def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,13 +97,3 @@ def _rotate(q_TNR: Tensor, k_TKR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tup
         return turned[0].squeeze(0), turned[1].squeeze(0)
     q, k = (torch_npu.npu_rotary_mul(x, cos_1T1R, sin_1T1R).squeeze(0) for x in (q_1TNR, k_1TKR))
     return q, k
-
-
-def _scales_of_rows(rows: StaticRows, weight: StaticInt8Weight) -> Tensor | None:
-    """Ones, beside which a float16 product takes float32 scales. Without them it keeps 10 bits of each."""
-    count = len(rows.values_TI)
-    if rows.dtype != torch.float16:
-        return None
-    if weight.ones_R is None or count > len(weight.ones_R):
-        return torch.ones(count, device=rows.values_TI.device)
-    return weight.ones_R[:count]

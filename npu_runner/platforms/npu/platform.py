@@ -6,13 +6,14 @@ import importlib.util
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.host_settings import allocator_defaults, check_graph_mode, most_graphs, process_defaults
-from npu_runner.platforms.npu.settings import VISION_HEAD_DIMS, npu_settings
+from npu_runner.platforms.npu.settings import ATTENTION_FACTS, STATE_FACTS, npu_settings
 from npu_runner.platforms.npu.versions import cann_version, is_85, soc_name
 from npu_runner.platforms.platform import ModelNeeds, Platform, PlatformDefaults
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.kernels import Kernels
     from npu_runner.platforms.ops import Ops
+    from npu_runner.platforms.quantised import QuantisedOps
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +38,11 @@ _HEAD_DIM_OF_EVERY_CANN = 128
 class NpuPlatform(Platform):
     name = "npu"
     priority = 30
-    attention_backends = ("fused",)
-    # Blocks of 128: the only size that every document of the attention kernel allows for prefill and decode.
+    attention_backends = MappingProxyType({"fused": ATTENTION_FACTS})
+    state_facts = STATE_FACTS
     defaults = PlatformDefaults(block_size=128, max_num_seqs=128, max_num_batched_tokens=8192,
                                 graph_mode="reduce-overhead", async_scheduling=True)
-    supported_block_sizes = (128,)
-    vision_head_dims = VISION_HEAD_DIMS
     weight_forms = ("int8", "int8_static", "int8_experts", "grouped")
-    most_state_drafts = 7  # the fused operator takes eight tokens of a sequence
-    graphs_take_state_drafts = True
     lost_error_remedy = "run again with ASCEND_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"
     keeps_graphs = ("max-autotune",)
     ray_resource = "NPU"
@@ -81,19 +79,12 @@ class NpuPlatform(Platform):
         if is_85(cann := cann_version() or ""):
             cann85.check_graph_mode(graph_mode, cann)
 
-    def proves_forms(self) -> bool:
-        return is_85(cann_version())
+    def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
+        if not is_85(cann_version()):
+            return None
+        from npu_runner.platforms.npu.probes import why_unproven
 
-    def proven_forms(self, forms: tuple[str, ...]) -> tuple[str, ...]:
-        if not self.proves_forms():
-            return forms
-        from npu_runner.platforms.npu.int8_probes import why_unproven
-
-        findings = why_unproven(forms)
-        for form, finding in findings.items():
-            logger.warning("CANN %s: a product of weights of the form %s %s; such weights are dequantised",
-                           cann_version(), form, finding)
-        return tuple(form for form in forms if form not in findings)
+        return why_unproven
 
     def check_model(self, needs: ModelNeeds) -> None:
         cann = cann_version() or ""
@@ -129,6 +120,11 @@ class NpuPlatform(Platform):
 
         return NpuOps()
 
+    def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
+
+        return NpuQuantisedOps(ops)
+
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
         import torch
@@ -160,29 +156,11 @@ class NpuPlatform(Platform):
     def make_graph_compiler(self, settings: GraphSettings) -> GraphCompiler:
         import torch
 
-        from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
+        from npu_runner.platforms.npu.graph_cache import limited_compiler
 
-        if (refusal := self._why_no_replay(settings)) is not None:
-            from npu_runner.platforms.npu.replay_probe import NoGraphs
-
-            return NoGraphs(refusal)
         num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        limit = most_graphs(soc_name(), os.environ, num_ranks)
-        compiler = self._make_graph_compiler(settings, self._latest_attention())
-        return compiler if limit is None else LimitedGraphCompiler(compiler, limit)
-
-    def _make_graph_compiler(self, settings: GraphSettings, attention: NpuAttention) -> GraphCompiler:
-        """`attention`: whose lengths captured graphs take at each replay."""
-        from npu_runner.platforms.npu.graphs import AclGraphCompiler, GraphEngineCompiler, RecordedGraphCompiler
-
-        if settings.mode == "reduce-overhead":
-            compiler = RecordedGraphCompiler if npu_settings().capture == "recorded" else AclGraphCompiler
-            return compiler(attention)
-        if settings.cache_dir is None:
-            return GraphEngineCompiler()
-        from npu_runner.platforms.npu.graph_cache import CachedGraphEngineCompiler
-
-        return CachedGraphEngineCompiler(settings)
+        return limited_compiler(settings, self._latest_attention(), most_graphs(soc_name(), os.environ, num_ranks),
+                                self._why_no_replay(settings))
 
     def _why_no_replay(self, settings: GraphSettings) -> str | None:
         """On CANN 8.5 one small graph is captured first; what is wrong with it, if anything is."""
@@ -190,14 +168,14 @@ class NpuPlatform(Platform):
         if not is_85(cann):
             return None
         from npu_runner.platforms.npu.attention import NpuAttention
-        from npu_runner.platforms.npu.probes import Side
-        from npu_runner.platforms.npu.replay_probe import why_no_replay
+        from npu_runner.platforms.npu.graph_cache import make_compiler
+        from npu_runner.platforms.npu.probes import Side, why_no_replay
 
         assert self._proven is not None, "check_model comes before graphs"
         needs, kernels = self._proven
         npu = Side.of_npu(needs, masks_decode=npu_settings().decode_attention == "masked", kernels=kernels)
         assert isinstance(npu.attention, NpuAttention), "of_npu makes one"
-        compiler = self._make_graph_compiler(settings, npu.attention)
+        compiler = make_compiler(settings, npu.attention)
         refusal = why_no_replay(compiler, npu, Side.of_cpu(needs), needs)
         return None if refusal is None else f"CANN {cann}: {refusal}"
 

@@ -1,14 +1,15 @@
-"""Operators that a start on CANN 8.5 computes on the device and on the CPU, which must agree. Where another kernel can
-do the job of one that does not, it is tried, too. Knows no model.
+"""Operators, matmuls of int8 and a replayed graph that a start on CANN 8.5 computes on the device and on the CPU, which
+must agree. Where another kernel can do the job of one that does not, it is tried, too. Knows no model.
 
-T tokens of a step, B sequences, N query heads, K kv heads, H head dim, S block size, P patches, C width of a tower.
+T tokens of a step, B sequences, N query heads, K kv heads, H head dim, S block size, P patches, C width of a tower, I
+inputs, O outputs.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,13 +20,16 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import reference_platform
-from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.attention import AttentionBackend, tower_head_dim
+from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError
 from npu_runner.platforms.npu.attention import NpuAttention
 from npu_runner.platforms.npu.cann85 import REMEDY
 from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
 from npu_runner.platforms.npu.ops import NpuOps
+from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.platform import ModelNeeds
+from npu_runner.platforms.quantised import INT8, INT8_STATIC, Int8Weight, NormRounding, QuantisedOps, StaticInt8Weight
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,11 @@ _VOCAB = 64
 _DONE_LENS, _NEW_LENS = (0, 40, 8), (150, 30, 1)
 _IMAGES = (60, 8)
 _MOST_POSITIONS = 512
+# Contexts before each replay. The second row's shrinks: who keeps an old length reads too much, or too little.
+_REPLAYED_LENS = ((5, 200), (131, 7))
+_NUM_TOKENS, _NUM_INPUTS, _NUM_OUTPUTS = 37, 512, 384
+_INPUT_SCALE, _INPUT_OFFSET, _EPS = 1 / 32, -9, 1e-6
+"""A power of two: it is the same in every dtype, and so is its reciprocal."""
 
 
 class Side:
@@ -228,7 +237,7 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
     assert needs.tower is not None, "asked for towers alone"
     num_heads, head_dim = needs.tower
     width, num_patches, ops = num_heads * head_dim, sum(_IMAGES), side.ops
-    padding = (side.attention.vision_head_dim(head_dim) - head_dim) // 2
+    padding = (tower_head_dim(side.attention.facts, head_dim) - head_dim) // 2
 
     def padded(x: Tensor) -> Tensor:
         return F.pad(x.unflatten(-1, (2, head_dim // 2)), (0, padding)).flatten(-2)
@@ -246,3 +255,123 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
     halves = out_PNH.unflatten(-1, (2, -1))[..., : head_dim // 2]
     x_PC = x_PC + linear(halves.flatten(1), width, 11)
     return x_PC + linear(ops.gelu(linear(F.layer_norm(x_PC, (width,)), 2 * width, 12), "tanh"), width, 13)
+
+
+# -- matmuls of int8 ---------------------------------------------------------------------------------------------------
+
+
+class _Numbers(NamedTuple):
+    """The same on both sides, but for the dtype."""
+
+    x_TI: Tensor
+    residual_TI: Tensor
+    gain_I: Tensor
+    values_OI: Tensor
+    scales_O: Tensor
+    bias_O: Tensor
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> _Numbers:
+        kept = (each.to(device) for each in self[3:])
+        return _Numbers(*(each.to(device, dtype) for each in self[:3]), *kept)
+
+
+def why_unproven(forms: Iterable[str]) -> dict[str, str]:
+    """The findings about matmuls of int8, by form; the device is the current one."""
+    found = {}
+    for form in forms:
+        compute = _MATMULS.get(form)
+        finding = f"{form} has no probe" if compute is None else _why_unlike_the_cpu(compute)
+        if finding is not None:
+            found[form] = finding
+    return found
+
+
+def _why_unlike_the_cpu(compute: Callable[[QuantisedOps, _Numbers], Tensor]) -> str | None:
+    numbers, device = _int8_numbers(), torch.device("npu", torch.npu.current_device())
+    try:
+        found = compute(NpuQuantisedOps(NpuOps()), numbers.to(device, torch.bfloat16)).cpu()
+    except RuntimeError as refusal:
+        return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
+    plain = QuantisedOps(reference_platform().make_ops())
+    error = difference(found, compute(plain, numbers.to(torch.device("cpu"), torch.float32)))
+    if error <= BOUND:
+        return None
+    return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
+
+
+def _int8_numbers() -> _Numbers:
+    generator = torch.Generator().manual_seed(85)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    values_OI = torch.randint(-127, 128, (_NUM_OUTPUTS, _NUM_INPUTS), generator=generator, dtype=torch.int8)
+    scales_O = torch.rand(_NUM_OUTPUTS, generator=generator) / 127
+    return _Numbers(normal(_NUM_TOKENS, _NUM_INPUTS), normal(_NUM_TOKENS, _NUM_INPUTS), 1 + normal(_NUM_INPUTS) / 8,
+                    values_OI, scales_O, normal(_NUM_OUTPUTS).float())
+
+
+def _by_row(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
+    """With a bias, and behind a norm (T, 2 O)."""
+    weight = ops.prepare_weight(Int8Weight(numbers.values_OI, numbers.scales_O))
+    rows, _ = ops.add_rms_norm(numbers.x_TI, numbers.residual_TI, numbers.gain_I, _EPS, INT8)
+    return torch.cat((ops.linear(numbers.x_TI, weight, numbers.bias_O), ops.linear(rows, weight, None)), 1)
+
+
+def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
+    """The same with inputs of one scale."""
+    x_TI = numbers.x_TI
+
+    def all_of(value: float, dtype: torch.dtype, count: int = 1) -> Tensor:
+        return torch.full((count,), value, dtype=dtype, device=x_TI.device)
+
+    shifts_O = (1000 * numbers.bias_O).int() - _INPUT_OFFSET * numbers.values_OI.cpu().sum(1).int().to(x_TI.device)
+    prepared = ops.prepare_weight(Int8Weight(numbers.values_OI, numbers.scales_O))
+    weight = StaticInt8Weight(prepared[0], shifts_O, numbers.scales_O * _INPUT_SCALE,
+                              all_of(1 / _INPUT_SCALE, x_TI.dtype), all_of(_INPUT_OFFSET, x_TI.dtype))
+    rounding = NormRounding(*(all_of(value, x_TI.dtype, _NUM_INPUTS) for value in (_INPUT_SCALE, _INPUT_OFFSET)))
+    rows, _ = ops.add_rms_norm(x_TI, numbers.residual_TI, numbers.gain_I, _EPS, rounding)
+    return torch.cat((ops.linear(x_TI, weight, None), ops.linear(rows, weight, None)), 1)
+
+
+_MATMULS: dict[str, Callable[[QuantisedOps, _Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
+
+
+def why_no_replay(compiler: GraphCompiler, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
+    """What is wrong with captured graphs here, if anything is. `compiler` is made for the attention of `npu`."""
+    layers = {side: DecodeLayer(side, needs) for side in (npu, cpu)}
+    for layer in layers.values():
+        layer.step((0, 0), (256, 256), seed=20)  # contexts of any length below
+    graph, worst = _Replayed(compiler, layers[npu]), 0.0
+    try:
+        for number, done_lens in enumerate(_REPLAYED_LENS):
+            found = graph.step(done_lens, seed=21 + number)
+            worst = max(worst, difference(found, layers[cpu].step(done_lens, (1, 1), seed=21 + number)))
+    except (RuntimeError, GraphResourceError) as refusal:
+        return f"a captured graph of two rows fails: {str(refusal).strip().partition(chr(10))[0]}"
+    finally:
+        compiler.release()
+    if worst <= BOUND:
+        return None
+    return (f"a graph that is replayed with other context lengths differs from the CPU by {100 * worst:.1f} % of a "
+            f"row's length, {100 * BOUND:.0f} % is allowed")
+
+
+class _Replayed:
+    """A layer's decode graph, over inputs that are written in place, as a runner's are."""
+
+    def __init__(self, compiler: GraphCompiler, layer: DecodeLayer):
+        self._compiler, self._layer = compiler, layer
+        self._graph = compiler.compile(layer.forward, len(_REPLAYED_LENS[0]))
+        self._inputs: StepInputs | None = None
+
+    def step(self, done_lens: Sequence[int], seed: int) -> Tensor:
+        inputs, context_lens, _ = step_inputs(self._layer.side, self._layer.needs, done_lens, (1, 1), seed)
+        if self._inputs is None:
+            self._inputs = inputs
+        else:
+            for kept, new in zip(self._inputs, inputs, strict=True):
+                kept.copy_(new)
+        torch.npu.synchronize()
+        self._compiler.before_replay(len(context_lens), context_lens)
+        return self._graph(self._inputs).cpu()

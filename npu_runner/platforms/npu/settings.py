@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.facts import AttentionFacts, StateFacts
 
-# Head dims that the attention kernel takes without a cache; a tower's 72 is laid out as the next of them.
-VISION_HEAD_DIMS = (64, 128, 256)
+# Every document of the attention kernel allows blocks of 128 for prefill and decode, and no other size. Without a cache
+# the kernel takes these head dims; a tower's 72 is padded to the next of them.
+ATTENTION_FACTS = AttentionFacts(block_sizes=(128,), vision_head_dims=(64, 128, 256))
+# The fused operator takes eight tokens of a sequence.
+STATE_FACTS = StateFacts(most_drafts=7, drafts_in_graphs=True)
 PREFIX = "NPU_RUNNER_ASCEND_"
 CHOICES = {
     "decode_attention": ("masked", "unmasked"),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.grouped import GroupedWeight, packed, unpacked
+from npu_runner.platforms.quantised import QuantisedOps
 from tests.npu.programs.int8 import answers_of
 
 SHAPES = ((5, 256, 96), (1, 128, 64), (40, 512, 48))
@@ -40,14 +41,19 @@ def inputs_of(shape: tuple[int, int, int], kind: tuple[int, int, bool], dtype: s
     return x, GroupedWeight(packed(values) if bits == 4 else values, scales, zeros), bias
 
 
+def quantised_ops() -> QuantisedOps:
+    platform = find_platform("npu")
+    return platform.make_quantised_ops(platform.make_ops())
+
+
 def products() -> dict[str, Tensor]:
-    ops, found = find_platform("npu").make_ops(), {}
+    ops, found = quantised_ops(), {}
     for dtype in DTYPES:
         for shape in SHAPES:
             for kind in KINDS:
                 x, weight, bias = inputs_of(shape, kind, dtype)
-                settled = ops.settled(GroupedWeight(*(None if each is None else each.npu() for each in weight)))
-                found[f"{dtype} {shape} {kind}"] = ops.grouped_linear(x.npu(), settled, bias.npu()).cpu()
+                prepared = ops.prepare_weight(GroupedWeight(*(None if each is None else each.npu() for each in weight)))
+                found[f"{dtype} {shape} {kind}"] = ops.linear(x.npu(), prepared, bias.npu()).cpu()
     return found
 
 
@@ -57,9 +63,8 @@ def words() -> tuple[Tensor, Tensor]:
 
     _, weight, _ = inputs_of(SHAPES[0], KINDS[0], DTYPES[0])
     theirs = torch_npu.npu_convert_weight_to_int4pack(unpacked(weight.values).t().int().contiguous().npu())
-    ours = find_platform("npu").make_ops().settled(GroupedWeight(*(
-        None if each is None else each.npu() for each in weight)))
-    return theirs.cpu(), ours.values.cpu()
+    ours = quantised_ops().prepare_weight(GroupedWeight(*(None if each is None else each.npu() for each in weight)))
+    return theirs.cpu(), ours[0].cpu()
 
 
 def main(spec_path: str, results_path: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from npu_runner import LLM
 from npu_runner.platforms import find_platform
-from npu_runner.platforms.quantised import Int8Rows, Int8Weight, NormRounding, StaticInt8Weight, StaticRows
+from npu_runner.platforms.quantised import INT8, Int8Rows, Int8Weight, NormRounding, StaticInt8Weight, StaticRows
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle.reference import random_image
 from tests.oracle.running import greedy, recorded_logits
@@ -58,25 +58,24 @@ def inputs_of(shape: tuple[int, int, int], dtype: str) -> dict[str, Tensor]:
 
 def linears() -> dict[str, dict[str, Tensor]]:
     """By dtype and shape: the product, and the one behind a norm that rounds."""
-    ops, found = find_platform("npu").make_ops(), {}
+    platform = find_platform("npu")
+    ops, found = platform.make_quantised_ops(platform.make_ops()), {}
     for dtype in DTYPES:
         for shape in SHAPES:
             given = {name: tensor.npu() for name, tensor in inputs_of(shape, dtype).items()}
-            values = ops.settled_int8(given["values"])
-            weight = Int8Weight(values, given["scales"])
-            rows, total = ops.add_rms_norm_int8(given["x"], given["residual"], given["gamma"], EPS)
+            weight = ops.prepare_weight(Int8Weight(given["values"], given["scales"]))
+            rows, total = ops.add_rms_norm(given["x"], given["residual"], given["gamma"], EPS, INT8)
             assert isinstance(rows, Int8Rows), "rounded with the norm"
-            static = StaticInt8Weight(values, *(given[name] for name in ("shifts", "scales", "r", "offset")))
+            static = StaticInt8Weight(weight[0], *(given[name] for name in ("shifts", "scales", "r", "offset")))
             rounding = NormRounding(given["norm_scales"], given["norm_offsets"])
-            static_rows, again = ops.add_rms_norm_int8_static(given["x"], given["residual"], given["gamma"], EPS,
-                                                              rounding)
+            static_rows, again = ops.add_rms_norm(given["x"], given["residual"], given["gamma"], EPS, rounding)
             assert isinstance(static_rows, StaticRows), "rounded with the norm"
             assert torch.equal(again.cpu(), total.cpu())
             found[f"{dtype} {shape}"] = {
-                "static": ops.int8_static_linear(given["x"], static).cpu(),
-                "static behind a norm": ops.int8_static_linear(static_rows, static).cpu(),
-                "product": ops.int8_linear(given["x"], weight, given["bias"]).cpu(),
-                "behind a norm": ops.int8_linear(rows, weight, None).cpu(), "total": total.cpu()}
+                "static": ops.linear(given["x"], static, None).cpu(),
+                "static behind a norm": ops.linear(static_rows, static, None).cpu(),
+                "product": ops.linear(given["x"], weight, given["bias"]).cpu(),
+                "behind a norm": ops.linear(rows, weight, None).cpu(), "total": total.cpu()}
     return found
 
 

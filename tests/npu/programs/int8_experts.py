@@ -59,22 +59,20 @@ class Experts:
     def __init__(self, given: dict[str, Tensor], layout: str):
         from npu_runner.platforms.npu.weight_layout import WeightLayout  # imports torch_npu
 
-        self.ops = pick_platform("npu").make_ops()
+        platform = pick_platform("npu")
+        self.ops: Any = platform.make_quantised_ops(platform.make_ops())
         self.ops._layout = WeightLayout(layout)
-        dtype = given["x"].dtype
-        of_down = self.ops.down_scales_dtype if dtype == torch.bfloat16 else None
         self.chosen = [given[name].npu() for name in ("x", "weights", "experts")]
-        self.weights = [(given[name].transpose(1, 2).contiguous().npu(), given[f"{name}_scales"].to(kind).npu())
-                        for name, kind in (("gate_up", torch.float32), ("down", of_down or torch.float32))]
+        self.weights = [QuantisedExperts(given[name].transpose(1, 2).contiguous().npu(), given[f"{name}_scales"].npu())
+                        for name in ("gate_up", "down")]
 
     def taken(self, first: int = 0, last: int = NUM_EXPERTS) -> list[QuantisedExperts]:
         """As they are held once they are loaded."""
-        settled = self.ops.settled_int8_experts(*(values[first:last].clone() for values, _ in self.weights))
-        return [QuantisedExperts(values, scales[first:last])
-                for values, (_, scales) in zip(settled, self.weights, strict=True)]
+        return list(self.ops.prepare_experts(*(QuantisedExperts(values[first:last].clone(), scales[first:last])
+                                               for values, scales in self.weights), self.chosen[0].dtype))
 
     def run(self, taken: list[QuantisedExperts], held: HeldExperts | None = None) -> Tensor:
-        return self.ops.quantised_experts(*self.chosen, *taken, held)
+        return self.ops.experts(*self.chosen, *taken, held)
 
 
 def main(results: str) -> None:

@@ -46,21 +46,21 @@ FIRST_KERNELS: dict[str, tuple[str, str, Change]] = {
 }
 # Of a form of weights, what is computed otherwise.
 PRODUCTS: dict[str, tuple[str, str, Change]] = {
-    "nothing of int8": ("NpuOps", "int8_linear", lambda good: good),
-    "rows by their squares": ("NpuOps", "int8_linear", lambda good: lambda self, x, weight, bias: good(
+    "nothing of int8": ("NpuQuantisedOps", "linear", lambda good: good),
+    "rows by their squares": ("NpuQuantisedOps", "linear", lambda good: lambda self, x, weight, bias: good(
         self, x, weight._replace(scales_O=weight.scales_O * weight.scales_O), bias)),
-    "a norm by another scale": ("NpuOps", "add_rms_norm_int8", lambda good: lambda self, x, residual, weight, eps: good(
-        self, x, residual, 2 * weight, eps)),
-    "the bias twice": ("NpuOps", "int8_static_linear", lambda good: lambda self, x, weight: good(
-        self, x, weight._replace(shifts_O=2 * weight.shifts_O))),
-    "an offset that is lost": ("NpuOps", "add_rms_norm_int8_static", lambda good: lambda self, x, r, w, eps, by: good(
+    "a norm by another scale": ("NpuQuantisedOps", "add_rms_norm", lambda good: lambda self, x, r, w, eps, by: good(
+        self, x, r, 2 * w, eps, by)),
+    "the bias twice": ("NpuQuantisedOps", "linear", lambda good: lambda self, x, weight, bias: good(
+        self, x, weight._replace(shifts_O=2 * weight.shifts_O), bias)),
+    "an offset that is lost": ("NpuQuantisedOps", "add_rms_norm", lambda good: lambda self, x, r, w, eps, by: good(
         self, x, r, w, eps, by._replace(offsets_D=torch.zeros_like(by.offsets_D)))),
-    "no such operator": ("NpuOps", "int8_linear", lambda good: _fail),
+    "no such operator": ("NpuQuantisedOps", "linear", lambda good: _fail),
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
-    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, tables: good(
-        self, size, [6, 201], tables)),
+    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens: good(
+        self, size, [6, 201])),
     "a replay that fails": ("_AclGraph", "__call__", lambda good: _fail),
 }
 
@@ -78,9 +78,10 @@ def changed(owner: str, method: str, change: Change) -> Iterator[None]:
     from npu_runner.platforms.npu import graphs
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.ops import NpuOps
+    from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
 
-    homes: dict[str, Any] = {home.__name__: home for home in (NpuOps, NpuAttention, graphs.AclGraphCompiler,
-                                                              graphs._AclGraph)}
+    homes: dict[str, Any] = {home.__name__: home for home in (
+        NpuOps, NpuQuantisedOps, NpuAttention, graphs.AclGraphCompiler, graphs._AclGraph)}
     good = getattr(homes[owner], method)
     setattr(homes[owner], method, change(good))
     try:
@@ -123,7 +124,7 @@ def prove(asked: Any) -> str:
 
 
 def prove_products(asked: Any) -> dict[str, str]:
-    from npu_runner.platforms.npu.int8_probes import why_unproven
+    from npu_runner.platforms.npu.probes import why_unproven
 
     return why_unproven(("int8", "int8_static"))
 
@@ -132,8 +133,7 @@ def prove_replay(asked: Any) -> str:
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.graphs import AclGraphCompiler
     from npu_runner.platforms.npu.kernels import FIRST_CHOICES
-    from npu_runner.platforms.npu.probes import Side
-    from npu_runner.platforms.npu.replay_probe import why_no_replay
+    from npu_runner.platforms.npu.probes import Side, why_no_replay
 
     npu = Side.of_npu(asked, masks_decode=True, kernels=FIRST_CHOICES)
     assert isinstance(npu.attention, NpuAttention)

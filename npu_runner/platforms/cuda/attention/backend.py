@@ -22,9 +22,13 @@ from torch import Tensor
 from npu_runner.platforms.attention import AttentionBackend
 from npu_runner.platforms.cuda.attention import paged_kernels as kernels
 from npu_runner.platforms.cuda.attention.heads import norm_rotary_store
-from npu_runner.platforms.cuda.attention.hopper_attention import ImageAttention
+from npu_runner.platforms.cuda.attention.hopper_attention import (
+    ImageAttention,
+    PromptAttention,
+    StepBlocks,
+    why_no_prompts,
+)
 from npu_runner.platforms.cuda.attention.hopper_decode import DecodeAttention, why_no_decode
-from npu_runner.platforms.cuda.attention.hopper_prompts import PromptAttention, StepBlocks, why_no_prompts
 from npu_runner.platforms.cuda.attention.tiles import (
     NUMBERS_OF_PARTS,
     SPLIT_TOWER,
@@ -61,8 +65,6 @@ class PrefillPlan:
 
 
 class TritonAttention(AttentionBackend):
-    name = "triton"
-
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -124,7 +126,8 @@ class TritonAttention(AttentionBackend):
     def plan_of_tiles(self, tiles: Tensor) -> PrefillPlan:
         return PrefillPlan(tiles, is_padded=True)
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device) -> Any:
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
+                    query_lens_B: Sequence[int] | None = None) -> Any:
         """The first eager step compiles `combine` for every number of parts that later steps may have.
 
         Graphs compile theirs in their warm-up step.

@@ -1,9 +1,8 @@
 """Paged attention on CUDA through FlashInfer's wrappers, where it is installed. Knows nothing of models or requests.
 
 FlashInfer takes the pages of a step as one flat list, on the host, before each step. `plan` of its wrappers divides the
-work and copies the result to the device. A captured graph holds the wrapper of its batch size, whose buffers `plan`
-refills before each replay (`PlannedGraphs`). Each sliding window has a wrapper of its own, whose pages begin with the
-first that is seen.
+work and copies the result to the device. Each sliding window has a wrapper of its own, whose pages begin with the first
+that is seen. Graphs are not planned on the host: their decode steps use our own kernels.
 
 T tokens, B sequences, N query heads, K kv heads, H head dim, W blocks per sequence, P pages of the step.
 """
@@ -11,20 +10,21 @@ T tokens, B sequences, N query heads, K kv heads, H head dim, W blocks per seque
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.errors import ConfigError
+from npu_runner.platforms.attention import ends_of_tokens
+from npu_runner.platforms.cuda import Capability, too_old
 from npu_runner.platforms.cuda.attention.backend import TritonAttention
-from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
+_SINCE: Capability = (7, 5)
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
 # FlashInfer's own recommendation for partial results; zeros, as it asks.
@@ -32,8 +32,10 @@ _WORKSPACE_BYTES = 128 << 20
 _LAYOUT = "NHD"  # (NB, S, K, H), as our caches are
 
 
-def why_not(head_dim: int, dtype: torch.dtype) -> str | None:
-    """None when FlashInfer is installed and takes these, else the reason."""
+def why_not(head_dim: int, dtype: torch.dtype, capability: Capability) -> str | None:
+    """None when FlashInfer is installed and computes these on a GPU of this compute capability, else the reason."""
+    if capability < _SINCE:
+        return too_old("flashinfer", _SINCE, capability)
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
     if dtype not in _DTYPES:
@@ -79,9 +81,10 @@ def first_seen_pages(context_lens_B: np.ndarray, query_lens_B: np.ndarray, windo
 class FlashInferAttention(TritonAttention):
     """The cache is written, and images are seen, as in TritonAttention."""
 
-    name = "flashinfer"
-
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
+        reason = why_not(head_dim, dtype, torch.cuda.get_device_capability())
+        if reason:
+            raise ConfigError(f"attention_backend flashinfer: {reason}; take triton or auto")
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
                          dtype=dtype)
         # Compiles its kernels on first use, says so and keeps them; ranks of one host wait for each other.
@@ -96,9 +99,6 @@ class FlashInferAttention(TritonAttention):
         self._decode_settings = {**shape, **kinds, "head_dim": head_dim}
         self._prefills: dict[int | None, Any] = {}
         self._decodes: dict[int | None, Any] = {}
-        self._replayed: dict[tuple[int, int | None], Any] = {}
-        self._key = next(_KEYS)
-        _BACKENDS[self._key] = self
 
     def _make_prompts(self) -> None:
         """Prompts are FlashInfer's."""
@@ -117,8 +117,11 @@ class FlashInferAttention(TritonAttention):
                                         window_left=_window_left(window), **self._prefill_settings)
         return self._prefills
 
-    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
-                    device: torch.device) -> dict[int | None, Any]:
+    def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
+                    query_lens_B: Sequence[int] | None = None) -> dict[int | None, Any]:
+        if query_lens_B is not None:
+            block_tables_BW = block_tables_BW[np.repeat(np.arange(len(query_lens_B)), query_lens_B)]
+            context_lens_B = ends_of_tokens(query_lens_B, context_lens_B).tolist()
         contexts_B = np.asarray(context_lens_B, dtype=np.int32)
         for window in self.windows:
             if window not in self._decodes:
@@ -128,14 +131,6 @@ class FlashInferAttention(TritonAttention):
             self._plan_decode(self._decodes[window], contexts_B, block_tables_BW, window)
         return self._decodes
 
-    def plan_replay(self, context_lens_B: np.ndarray, block_tables_BW: np.ndarray) -> None:
-        """`plan_decode` for the graph of this batch size, padding included."""
-        batch_size = len(context_lens_B)
-        for window in self.windows:
-            if (batch_size, window) not in self._replayed:
-                self._replayed[batch_size, window] = self._make_replayed(batch_size, block_tables_BW.size)
-            self._plan_decode(self._replayed[batch_size, window], context_lens_B, block_tables_BW, window)
-
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
         self._check(scale)
@@ -144,14 +139,10 @@ class FlashInferAttention(TritonAttention):
 
     def decode(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                window: int | None = None) -> Tensor:
+        if metadata.plan is None:  # part of a graph
+            return super().decode(q_BNH, k_cache, v_cache, metadata, scale, window=window)
         self._check(scale)
-        if metadata.plan is None:
-            return replayed_decode(q_BNH.contiguous(), k_cache, v_cache, self._key, window)
         out_BNH: Tensor = metadata.plan[window].run(q_BNH.contiguous(), (k_cache, v_cache))
-        return out_BNH
-
-    def run_replayed(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-        out_BNH: Tensor = self._replayed[len(q_BNH), window].run(q_BNH, (k_cache, v_cache))
         return out_BNH
 
     def _plan_decode(self, wrapper: Any, contexts_B: np.ndarray, block_tables_BW: np.ndarray,
@@ -165,47 +156,9 @@ class FlashInferAttention(TritonAttention):
         firsts_B = first_seen_pages(contexts_B, queries_B, window, self.block_size)
         return find_pages(contexts_B, block_tables_BW, self.block_size, self._device, firsts_B)
 
-    def _make_replayed(self, batch_size: int, max_pages: int) -> Any:
-        def buffer(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self._device)
-
-        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, use_cuda_graph=True, use_tensor_cores=True,
-            paged_kv_indptr_buffer=buffer(batch_size + 1), paged_kv_indices_buffer=buffer(max_pages),
-            paged_kv_last_page_len_buffer=buffer(batch_size),
-        )
-
     def _check(self, scale: float) -> None:
         planned = self._decode_settings["sm_scale"]
         assert math.isclose(scale, planned), f"planned for a scale of {planned}, asked for {scale}"
-
-
-class PlannedGraphs(CudaGraphCompiler):
-    """Captured graphs whose attention is planned before each replay."""
-
-    def __init__(self, attention: FlashInferAttention, *, with_inductor: bool):
-        super().__init__(with_inductor=with_inductor)
-        self._attention = attention
-
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
-                      block_tables_BW: Callable[[], np.ndarray]) -> None:
-        self._attention.plan_replay(np.asarray(context_lens_B, dtype=np.int32), block_tables_BW())
-
-
-# Backends by the number that compiled code knows them by.
-_BACKENDS: weakref.WeakValueDictionary[int, FlashInferAttention] = weakref.WeakValueDictionary()
-_KEYS = itertools.count()
-
-
-@torch.library.custom_op("npu_runner::flashinfer_decode", mutates_args=())
-def replayed_decode(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int, window: int | None) -> Tensor:
-    """Attention of backend `key` for its graph of this batch size; an operator, so that inductor leaves it whole."""
-    return _BACKENDS[key].run_replayed(q_BNH, k_cache, v_cache, window)
-
-
-@replayed_decode.register_fake
-def _(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, key: int, window: int | None) -> Tensor:
-    return torch.empty_like(q_BNH)
 
 
 def _pinned(array: np.ndarray) -> Tensor:

@@ -109,7 +109,7 @@ def _tiling_of_unsorted(dtype: torch.dtype) -> Tiling:
 
 def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor | QuantisedExperts,
                 down: Tensor | QuantisedExperts, held: HeldExperts | None) -> Tensor:
-    """`Ops.experts` and `Ops.quantised_experts`."""
+    """`Ops.experts` and `QuantisedOps.experts`."""
     gemms, values = _gemms_of(gate_up)
     if x_TD.shape[0] <= UNSORTED_TOKENS:
         return gemms(x_TD, weights_TK, unsorted(experts_TK, held), gate_up, down, _tiling_of_unsorted(values.dtype))
