@@ -66,8 +66,7 @@ class Joining:
                 self._is_quiet)
         if seen != self._looked_at:
             self._looked_at = seen
-            self._can_join = self._decides_to_join(waiting, num_running, num_slots, max_num_seqs, max_num_tokens,
-                                                   is_overdue)
+            self._can_join = self._scan(waiting, num_running, num_slots, max_num_seqs, max_num_tokens, is_overdue)
         return self._can_join
 
     @property
@@ -75,8 +74,8 @@ class Joining:
         """Whether no request has arrived for at least one step and twice the gap of the last two arrivals."""
         return self._steps_since_arrival >= max(1, 2 * self._last_gap)
 
-    def _decides_to_join(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,
-                         max_num_tokens: int, is_overdue: bool) -> bool:
+    def _scan(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,
+              max_num_tokens: int, is_overdue: bool) -> bool:
         """Counts the sequences that can join, until the answer is clear."""
         num_free = self._blocks.num_free - num_running  # each of them may need one for its next token
         num_joining = num_tokens = 0

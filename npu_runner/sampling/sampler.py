@@ -319,10 +319,9 @@ class Sampler:
                 sampled_G1 = group.rows.select(sampled_B1).clamp(min=0).to(tokens_B1.dtype)
             else:
                 source = adjusted_AV if group.is_adjusted else logits_BV
-                rows = group.rows
-                sampled_G1 = self._sample_group(
-                    group, group.places.select(source).float(), rows.select(largest_B1).float(),
-                    rows.select(tokens_B1), rows.select(slots_B), rows.select(uniforms_B)[:, None])
+                select = group.rows.select
+                sampled_G1 = self._sample_group(group, group.places.select(source).float(), select(largest_B1).float(),
+                                                select(tokens_B1), select(slots_B), select(uniforms_B)[:, None])
             tokens_B1 = group.rows.put(tokens_B1, sampled_G1)
         next_B1 = token_ids_B1 = tokens_B1.to(torch.int32)
         if plan.adjusted is not None:
