@@ -43,20 +43,17 @@ import numpy as np
 
 import npu_runner
 from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
-from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.answer_writer import AnswerWriter, Delivery
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path
-from npu_runner.batch.files.row_book import RowBook
-from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.driver import Delivery, Driver
-from npu_runner.batch.job.history import JobHistory
+from npu_runner.batch.files.row_book import InputScan, RowBook
+from npu_runner.batch.job.driver import Driver
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
-from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.reports.metrics import metrics_of
 from npu_runner.serving.replica import (
     Begun,
     Event,
@@ -92,14 +89,14 @@ class EchoReplica(Replica):
         self._source = source
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
-        self._has_begun = False
+        self._rows_a_step = 0
 
     def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version=npu_runner.__version__, settings={}, ledger="", max_rows=MAX_ROWS)
         self._events.append(Ready(facts))
 
     def begin(self, terms: Any) -> None:
-        self._has_begun = True
+        self._rows_a_step = ROWS_A_STEP
 
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
@@ -108,9 +105,7 @@ class EchoReplica(Replica):
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        # The fleet drops answers that come before all replicas are loaded.
-        num_rows = min(ROWS_A_STEP, len(self._rows)) if self._has_begun else 0
-        rows = [self._rows.popleft() for _ in range(num_rows)]
+        rows = [self._rows.popleft() for _ in range(min(self._rows_a_step, len(self._rows)))]
         if rows:
             self._events.append(Begun([row.number for row in rows]))
             self._events.append(Finished([self._answer(row) for row in rows]))
@@ -213,13 +208,13 @@ def measure(folder: Path, num_replicas: int, arguments: argparse.Namespace, *, i
     fsync_ms = arguments.fsync_ms if is_second else 0.0
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-    tally, suspects = Counts(), Suspects({})
+    tally = Counts()
     started = time.perf_counter()
     with InputFile(str(folder / "in.jsonl"), folder) as file, slow_fsync(fsync_ms):
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        driver = Driver(book, suspects, Progress("off"), rows_carry_data=arguments.carry)
+        driver = Driver(book, {}, rows_carry_data=arguments.carry)
         with Fleet(replicas_of(file, num_replicas), RowQueue(book.num_rows), driver) as fleet:
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
@@ -229,11 +224,11 @@ def measure(folder: Path, num_replicas: int, arguments: argparse.Namespace, *, i
             summary.serve_began = time.monotonic()
             writer = AnswerWriter(descriptor, str(output), path=output)
             with (
-                Delivery(Writers(writer), tally) as delivery,
+                Delivery(tally, writer) as delivery,
                 live_files(summary, fleet, output) if is_watched else nullcontext(lambda: None) as beat,
                 reported(scan, output, arguments.report_seconds) if is_reported else nullcontext(),
             ):
-                driver.run(fleet, delivery, tally, lambda: False, beat)
+                driver.run(fleet, delivery, lambda: False, beat)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"
@@ -250,7 +245,7 @@ def live_files(summary: JobSummary, fleet: Fleet, output: Path) -> Iterator[Call
     """The driver's call after each poll of its replicas, as in a job with a status and --metrics-file."""
     live = Live(summary, JobHistory(summary, print), print)
     live.fleet = fleet
-    with live.told(output, output.with_suffix(".prom")):
+    with live.writing(output, {output.with_suffix(".prom"): metrics_of}):
         yield live.beat
 
 
