@@ -12,9 +12,6 @@ that are replaced while a job runs (status, metrics), in turn. `--fsync-ms`: the
 instead, on which each fsync takes longer. `--report-seconds`: the pairs are without and with `npu-runner report`, which
 starts with the run and then again after that time, one at a time. Both sides of these pairs have the replaced files.
 
-`--report N`: in place of that, seconds and bytes of `npu-runner report` over a job of N rows with prompts of 200
-characters and answers of 64 tokens of shapes-vl, without images.
-
 Prints a table, then one JSON line: rows/s from the first row handed out to the last one on disk, microseconds of the
 driver's processor a row, and how much the driver's peak of memory grew while it served (numpy, the index and the code
 are there before).
@@ -42,7 +39,7 @@ from typing import Any
 import numpy as np
 
 import npu_runner
-from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
+from bench.common import make_parser, print_result, start_child
 from npu_runner.batch.files.answer_writer import AnswerWriter, Delivery
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import Manifest
@@ -128,13 +125,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--carry", action="store_true", help="rows travel with their bytes")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="so often without and with live files")
-    parser.add_argument("--report", type=int, metavar="N", help="measure a report of N rows instead")
     parser.add_argument("--fsync-ms", type=float, default=0.0, metavar="MS", help="a slow disk, in pairs")
     parser.add_argument("--report-seconds", type=float, metavar="S", help="reports beside the job, in pairs")
     arguments = parser.parse_args()
-    if arguments.report:
-        measure_report(arguments.report, arguments)
-        return
     with tempfile.TemporaryDirectory(prefix="bench_driver-") as folder:
         write_input(Path(folder) / "in.jsonl", arguments.rows)
         measured = []
@@ -143,28 +136,6 @@ def main() -> None:
             measured.append(measure(Path(folder), count, arguments, is_second=is_second))
             print("  ".join(f"{name} {value}" for name, value in measured[-1].items()), flush=True)
     print_result("driver", arguments, measured=measured)
-
-
-def measure_report(num_rows: int, arguments: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_input(folder / "in.jsonl", num_rows)
-        files = ("-i", folder / "in.jsonl", "-o")
-        run_command("batch", *files, folder / "out.jsonl", "--model", SHAPES_VL, "--platform", "cpu")
-        seconds = [run_command("report", folder / "out.jsonl", *files, folder / "page.html", "--report-rows", num_rows)
-                   for _ in range(arguments.repeats)]
-        num_bytes = (folder / "page.html").stat().st_size
-    print(f"a report of {num_rows} rows: {show(seconds, 2)} s, {num_bytes / 1e6:.2f} MB")
-    print_result("report", arguments, seconds=seconds, num_bytes=num_bytes)
-
-
-def run_command(*arguments: Any) -> float:
-    """Seconds of an npu-runner command."""
-    started = time.perf_counter()
-    child = start_child("npu_runner", *arguments)
-    child.communicate()
-    assert child.returncode == 0, f"npu-runner {arguments[0]} failed"
-    return time.perf_counter() - started
 
 
 @contextmanager

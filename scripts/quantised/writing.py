@@ -203,7 +203,7 @@ def _tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.
         written = form.write(weight)
         return {name: written["weight"], f"{name}_scale_inv": written["weight_scale_inv"]}
     found: formats.Tensors = {}
-    for part, matrix in _single(name, weight, _hidden_size(reader.path)) if weight.ndim == 3 else [(name, weight)]:
+    for part, matrix in _single(name, weight, reader.path) if weight.ndim == 3 else [(name, weight)]:
         try:
             written = form.write(matrix)
         except RuntimeError as error:  # of torch, where groups do not divide
@@ -212,19 +212,16 @@ def _tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.
     return found
 
 
-def _single(name: str, experts: Tensor, hidden_size: int) -> Iterator[tuple[str, Tensor]]:
+def _single(name: str, experts: Tensor, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Experts of a fused tensor one by one; (E, in, out) and (E, out, in) both occur."""
     prefix, _, kind = name.rpartition(".")
-    outputs_first = experts.shape[2 if kind == "gate_up_proj" else 1] == hidden_size
+    config = json.loads((folder / "config.json").read_text())
+    outputs_first = (experts.shape[2 if kind == "gate_up_proj" else 1]
+                     == config.get("text_config", config)["hidden_size"])
     for number, expert in enumerate(experts if outputs_first else experts.transpose(1, 2)):
         halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
         for part, matrix in halves if kind == "gate_up_proj" else [(kind, expert)]:
             yield f"{prefix}.{number}.{part}.weight", matrix
-
-
-def _hidden_size(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text())
-    return int(config.get("text_config", config)["hidden_size"])
 
 
 def _write_config(target: Path, form: Format, left: list[str]) -> None:
