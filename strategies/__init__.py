@@ -27,7 +27,7 @@ from npu_runner.checkpoint.files import registered, require_json, resolve_checkp
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
 from npu_runner.checkpoint.lora import Adapter, read_adapter
 from npu_runner.checkpoint.model_config import ModelConfig, ScorePooling
-from npu_runner.checkpoint.quantization import Quantization, effective_quantization, read_quantization
+from npu_runner.checkpoint.quantization import Quantization, read_quantization, resolve_format
 from npu_runner.checkpoint.weights_reader import stores_another_head
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
@@ -155,7 +155,7 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     path = resolve_checkpoint(config.model, config.revision)
     strategy = pick_strategy(path)
     resolved, quantization = strategy.resolve_config(config), read_quantization(path)
-    resolved = resolved.replace(quantization=effective_quantization(quantization, resolved.quantization))
+    resolved = resolved.replace(quantization=resolve_format(quantization, resolved.quantization))
     model_config = strategy.model_config_for(resolved)
     adapter = None if config.lora is None else open_adapter(config.lora, quantization)
     if model_config.tie_word_embeddings and _has_own_head(path, resolved, model_config, adapter):

@@ -93,7 +93,7 @@ def kv_cache_scheme(quantization: Quantization | None) -> str | None:
     return "fp8" if is_fp8 else ", ".join([f"kv_cache_scheme: {kind} of {bits} bits, strategy {strategy}", *more])
 
 
-def effective_quantization(quantization: Quantization | None, asked: str) -> str:
+def resolve_format(quantization: Quantization | None, asked: str) -> str:
     """The setting `quantization` as it is for such a checkpoint: FP8 of what is FP8 already is its own form, auto."""
     is_fp8 = quantization is not None and (
         quantization.method == FP8 or (quantization.method, quantization.settings.get("format")) == (

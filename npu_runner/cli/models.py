@@ -117,9 +117,9 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
 def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored: frozenset[str] | None) -> str | None:
     """How quantised weights are computed with on the platform that is named; on any, and where it differs. `stored`:
     the forms that weights have; None: their files were not looked at."""
-    from npu_runner.checkpoint.quantization import arithmetic, effective_quantization
+    from npu_runner.checkpoint.quantization import arithmetic, resolve_format
 
-    asked = effective_quantization(quantization, config.quantization)
+    asked = resolve_format(quantization, config.quantization)
 
     def on(platform: Platform) -> str | None:
         forms = platform.weight_forms

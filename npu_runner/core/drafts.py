@@ -1,10 +1,10 @@
-"""Proposes the tokens that sequences may go on with, ahead of the step that draws them. Knows no model and no grammar.
+"""Proposes next tokens of sequences, ahead of the step that samples them. Knows no model and no grammar.
 
 Three kinds. Forced tokens spell the only text that a grammar leaves; the step before reports them, and with `mtp` what
 the model's head proposes behind them. Looked-up tokens followed, earlier in prompt and answer, the tokens that the
 sequence ends with now; or, with `suffix`, in other answers.
 
-What is proposed changes no answer: a step draws the token at each place as it would have without drafts, and keeps a
+What is proposed changes no answer: a step samples the token at each place as it would have without drafts, and keeps a
 draft that is equal. How many are proposed depends on counts alone, never on a clock.
 """
 

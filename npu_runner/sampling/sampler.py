@@ -5,7 +5,7 @@ biases and bans, which are sent when the rows of a step change. Only rows with b
 last token before the next one is chosen. Work that only some rows need is done for those rows alone. Knows nothing of
 when a sequence ends or what its text is.
 
-Where all rows of a decode graph draw from the whole of the model's own distribution or take its most probable token,
+Where all rows of a decode graph sample from the whole of the model's own distribution or take its most probable token,
 which is most steps of most jobs, one recorded launch does it (`RecordedSampling`).
 
 Shapes: B rows of the step, A of them whose logits are adjusted, L of them that want log probabilities, G rows of one
@@ -113,10 +113,10 @@ class Sampler:
 
     Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words, repeated
     n-grams), masks of grammars and of spent thinking. Then the argmax for temperature 0; otherwise temperature, top_k,
-    top_p, min_p and one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets.
+    top_p, min_p and one sample by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets.
     The argmax keeps that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only
-    on the row's logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole
-    vocabulary use the platform's draw, if it has one, in every step.
+    on the row's logits, parameters, seed and history, not on its slot or other rows. So rows that sample from the whole
+    vocabulary use the platform's kernel, if it has one, in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
@@ -273,7 +273,7 @@ class Sampler:
                 listener.observe(tokens[row])
 
     def _compile_sampling(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
-        """In the first step, a made-up one, call every variant of the draw: model logits and adjusted ones, with and
+        """In the first step, a made-up one, call every variant of the kernel: model logits and adjusted ones, with and
         without masks. A kernel is compiled when it is called."""
         if self._draw_from_softmax is None or self._is_compiled:
             return
@@ -330,14 +330,14 @@ class Sampler:
         return tokens_B1, token_ids_B1.masked_fill(is_unusable_B1, NO_TOKEN), next_B1
 
     def _samples_all_at_once(self, plan: StepPlan) -> bool:
-        """Whether the platform's own draw is all that a step takes."""
+        """True if the platform's kernel can sample the whole step."""
         if plan.is_plain_but_masked:
             return self._allowed_draw is not None
         return plan.is_plain_sampling or (plan.is_plain and self._draws_greedily)
 
     def _sample_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                       words_CW: Tensor | None) -> Tensor | None:
-        """The platform's draw for every row; valid for plain rows, whatever other rows need. None if the platform has
+        """The platform's kernel for every row; valid for plain rows, whatever other rows need. None if the platform has
         none, or no row is plain."""
         wants = any(group.is_plain for group in plan.groups) or self._samples_all_at_once(plan)
         if self._draw_from_softmax is None or not wants:

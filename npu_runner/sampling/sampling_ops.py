@@ -54,7 +54,7 @@ def token_weights(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor)
 
 
 def sample(weights_BV: Tensor, most_probable_B1: Tensor, uniform_B1: Tensor, *, min_p_B1: Tensor | None) -> Tensor:
-    """Token ids (B, 1) drawn by inverse CDF from the tokens that min_p keeps."""
+    """Token ids (B, 1) sampled by inverse CDF from the tokens that min_p keeps."""
     if min_p_B1 is not None:
         weights_BV = weights_BV.clone().ge_(min_p_B1).mul_(weights_BV)
     sums = _RunningSums(weights_BV)
@@ -66,7 +66,7 @@ def sample(weights_BV: Tensor, most_probable_B1: Tensor, uniform_B1: Tensor, *, 
 def sample_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, *,
                   num_candidates: int, top_k_B1: Tensor | None, top_p_B1: Tensor, min_p_B1: Tensor | None,
                   sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
-    """Token ids (B, 1) drawn by inverse CDF from what top_k, then top_p, then min_p keep.
+    """Token ids (B, 1) sampled by inverse CDF from what top_k, then top_p, then min_p keep.
 
     num_candidates: the largest top_k of any row; top_k_B1 (float32) may be None if it is that of all rows.
     top_p_B1: the share of the mass to reach, 1 to keep all. sort_ascending: the platform's, see Ops.

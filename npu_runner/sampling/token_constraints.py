@@ -115,7 +115,7 @@ class TokenConstraint:
     def forced_tokens(self) -> list[int]:
         """The text that must come next, in the tokens that the tokenizer makes of it; empty where texts differ.
 
-        Masks allow other tokens for the same text, so the model may draw another one.
+        Masks allow other tokens for the same text, so another one may be sampled.
         """
         matcher = self.matcher() if self._phase is _Phase.ANSWER else None
         if matcher is None or matcher.is_stopped() or not matcher.compute_ff_bytes():
