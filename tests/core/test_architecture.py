@@ -40,8 +40,8 @@ MOST_ARROWS = 119
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 # reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
 MOST_LINES = {
-    "platforms": 13280, "batch": 7741, "prompts": 5915, "runner": 4734, "checkpoint": 3856, "serving": 2539,
-    "engine": 2472, "tables": 2354, "core": 2171, "grammars": 2003, "cli": 1940, "models": 1919, "layers": 1871,
+    "platforms": 13280, "batch": 7741, "prompts": 5915, "runner": 4734, "checkpoint": 3855, "serving": 2539,
+    "engine": 2471, "tables": 2354, "core": 2171, "grammars": 1997, "cli": 1940, "models": 1919, "layers": 1871,
     "sampling": 1772, "request": 1731, "strategies": 1600, "llm": 1533, "reports": 1488, "front": 943,
     "processes": 748, "assets": 11,
 }
@@ -68,21 +68,21 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 85, 33
 MOST_OF_A_WORD = {
     r"\bso (many|much)\b": 22,
     r"\bnobody\b": 21,
-    r"\bwhoever\b": 11,
+    r"\bwhoever\b": 8,
     r"\bsomebody\b": 3,
     r"\bpictures?\b": 12,
     r"\bfew[_ ]rows\b": 1,
-    r"(\b|_)products?(\b|_)": 113,
+    r"(\b|_)products?(\b|_)": 94,
     r"\bdef of\b": 22,
-    r"\bdef look\b": 2,
-    r"\bdef begin\b": 8,
-    r"\bdef note\b": 2,
-    r"\b(_?settles?|settled)\b": 21,
-    r"\bdef _?takes?\b|\btakes_\w+": 51,
-    r"\b(draws?|drawn?|drew)\b": 109,
+    r"\bdef look\b": 0,
+    r"\bdef begin\b": 5,
+    r"\bdef note\b": 0,
+    r"\b(_?settles?|settled)\b": 12,
+    r"\bdef _?takes?\b|\btakes_\w+": 41,
+    r"\b(draws?|drawn?|drew)\b": 65,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 218, "Of": 82, "How": 40, "Those": 25, "That": 6, "So": 3, "Likewise": 0, "Such": 0}
+MOST_OF_AN_OPENING = {"What": 212, "Of": 76, "How": 39, "Those": 24, "That": 6, "So": 3, "Likewise": 0, "Such": 0}
 
 
 @functools.cache
