@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,44 +18,39 @@ _MOST_LAYERS = 1024
 
 
 class RouterRecord:
-    """Keeps, by number of tokens, the experts that the last forward chose in each layer: of a graph, its own tensors.
+    """The experts that the last forward chose in each layer, by number of tokens; of a graph, its own tensors."""
 
-    While it is open the platform's router tells it. Compiled code cannot: what is known there of as many tokens is of
-    other steps, before.
-    """
-
-    def __init__(self, platform_name: str):
-        self._ops = type(pick_platform(platform_name).make_ops())
-        self._route: Any = self._ops.route
-        self._chosen: dict[int, deque[Tensor]] = defaultdict(lambda: deque(maxlen=_MOST_LAYERS))
-
-    def __enter__(self) -> RouterRecord:
-        route, chosen = self._route, self._chosen
-
-        def recorded(self_: Any, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-            weights_TK, experts_TK = route(self_, logits_TE, top_k, renormalise)
-            if not torch.compiler.is_compiling():
-                chosen[len(logits_TE)].append(experts_TK)
-            return weights_TK, experts_TK
-
-        self._ops.route = recorded  # type: ignore[method-assign,assignment]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        self._ops.route = self._route  # type: ignore[method-assign]
+    def __init__(self) -> None:
+        self.chosen: dict[int, deque[Tensor]] = defaultdict(lambda: deque(maxlen=_MOST_LAYERS))
 
     def last(self, num_tokens: int, num_layers: int) -> list[Tensor]:
-        found = list(self._chosen[num_tokens])[-num_layers:]
-        assert len(found) == num_layers, "the router of compiled code is not seen; take another --graph-mode"
-        return found
+        experts = list(self.chosen[num_tokens])[-num_layers:]
+        assert len(experts) == num_layers, "the router of compiled code is not seen; take another --graph-mode"
+        return experts
+
+
+@contextmanager
+def recorded_routes(platform_name: str) -> Iterator[RouterRecord]:
+    """Records the platform's router. Compiled code is not recorded."""
+    record, ops = RouterRecord(), type(pick_platform(platform_name).make_ops())
+    route: Any = ops.route
+
+    def recorded(self: Any, logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = route(self, logits_TE, top_k, renormalise)
+        if not torch.compiler.is_compiling():
+            record.chosen[len(logits_TE)].append(experts_TK)
+        return weights_TK, experts_TK
+
+    ops.route = recorded  # type: ignore[method-assign,assignment]
+    try:
+        yield record
+    finally:
+        ops.route = route  # type: ignore[method-assign]
 
 
 def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRecord | None) -> dict[str, int | None]:
-    """Of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is read.
-    Where there are rings, that is the mean of as many steps as a ring has tokens.
-
-    Those of experts are None where nobody saw which ones a step chose (`chosen` None).
+    """Bytes of a step of `batch_size` sequences with `context` tokens each. States are read and written, all else is
+    read. With rings they are the mean of as many steps as a ring has tokens. `expert_bytes` is None without `chosen`.
     """
     model, config = runner.get_model(), runner.model_config
     layers = [module for module in model.decoder.modules() if isinstance(module, ExpertWeights)]
@@ -73,7 +69,7 @@ def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRec
 
 
 def _weight_bytes(model: nn.Module, is_tied: bool) -> int:
-    """Of the decoder and the head: all but the rows of an embedding that is not the output head."""
+    """All weights but the rows of an embedding that is not the output head."""
     table = model.decoder.embed_tokens  # type: ignore[union-attr]
     return _bytes(model.decoder) + (0 if is_tied else _bytes(model.lm_head) - _bytes(table))  # type: ignore[arg-type]
 
@@ -83,8 +79,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _state_bytes(mixer: GatedDeltaNetConfig, ring_length: int, element_bytes: int) -> int:
-    """Moved for one sequence and layer: the float32 matrices and the ring; next to them the convolution's inputs are
-    nothing."""
+    """Bytes of one sequence and layer: the float32 matrices and the ring, without the convolution's few inputs."""
     state = 4 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
     if not ring_length:
         return 2 * state

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -42,17 +43,11 @@ class Figure:
 
 def read_table(page: str) -> list[Figure]:
     """The rows of the page's first table. Raises ValueError if its columns are not COLUMNS or a figure is no number."""
-    lines = page.splitlines()
-    start = next((number for number, line in enumerate(lines) if line.startswith("|")), len(lines))
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in _block(lines[start:])]
+    lines = takewhile(lambda line: line.startswith("|"), dropwhile(lambda line: line[:1] != "|", page.splitlines()))
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     if not table or tuple(table[0]) != COLUMNS:
         raise ValueError(f"the first table has the columns {table[:1]}, not {COLUMNS}")
     return [_figure(dict(zip(COLUMNS, cells, strict=True))) for cells in table[2:]]
-
-
-def _block(lines: Sequence[str]) -> Sequence[str]:
-    end = next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))
-    return lines[:end]
 
 
 def _figure(cells: dict[str, str]) -> Figure:

@@ -29,8 +29,8 @@ _PACKAGES = ("torch", "torch-npu", "triton", "transformers", "vllm", "vllm-ascen
 T = TypeVar("T")
 
 
-def make_parser(description: str | None, *, repeats: int | None = None,
-                platform: str | None = None) -> argparse.ArgumentParser:
+def make_parser(description: str | None, *, repeats: int | None = None, platform: str | None = None,
+                compares_trees: bool = False) -> argparse.ArgumentParser:
     """A parser with the options that every program has; with --repeats and --platform if these have a default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repeats:
@@ -38,6 +38,8 @@ def make_parser(description: str | None, *, repeats: int | None = None,
     parser.add_argument("--commit", default=commit(), help="to be reported; default: that of the measured tree")
     if platform:
         parser.add_argument("--platform", default=platform, help="default: %(default)s")
+    if compares_trees:
+        parser.add_argument("--against", type=Path, metavar="TREE", help="measure the npu_runner of this tree, too")
     return parser
 
 
@@ -74,11 +76,13 @@ def num_cores() -> int:
 
 
 def print_result(program: str, arguments: argparse.Namespace, **figures: Any) -> None:
-    """The JSON line: the arguments, the machine, the commit and the versions beside the figures."""
-    asked = {name: value for name, value in vars(arguments).items() if name != "commit"}
-    named = {"device": device_name(asked["platform"])} if asked.get("platform") else {}
+    """The JSON line: the arguments, the machine, the commits and the versions beside the figures."""
+    given = {name: value for name, value in vars(arguments).items() if name != "commit"}
+    named = {"device": device_name(given["platform"])} if given.get("platform") else {}
+    if given.get("against"):
+        named["against_commit"] = commit(given["against"])
     print(json.dumps({"bench": program, "commit": arguments.commit, **named, "cores": num_cores(),
-                      "machine": platform.machine(), "versions": versions(), "arguments": asked, **figures},
+                      "machine": platform.machine(), "versions": versions(), "arguments": given, **figures},
                      default=str), flush=True)
 
 
@@ -104,17 +108,18 @@ def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(values, base, strict=True))
 
 
-def start_child(module: str, *arguments: Any, tree: Path | None = None) -> subprocess.Popen[str]:
-    """A process that runs a module with the npu_runner of `tree`, by default that of this process."""
+def start_child(module: str, *arguments: Any, tree: Path | None = None, **options: Any) -> subprocess.Popen[str]:
+    """A process that runs a module with the npu_runner of `tree`, by default that of this process; `options` are
+    those of Popen."""
     paths = [str(tree.resolve()) if tree else None, os.environ.get("PYTHONPATH"), str(ROOT)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**options.pop("env", os.environ), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # Its working directory holds no npu_runner.
     return subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
-                            cwd=tempfile.gettempdir(), env=environment)
+                            cwd=tempfile.gettempdir(), env=environment, **options)
 
 
 def run_child(module: str, *arguments: Any, tree: Path | None = None) -> Any:
-    """What a child printed as its last line, from JSON; None if it failed."""
+    """The child's last line, from JSON; None if it failed."""
     with start_child(module, *arguments, tree=tree) as child:
         text, _ = child.communicate()
     lines = text.splitlines()

@@ -1,7 +1,7 @@
-"""shapes-vl on the CPU: our batch job beside transformers' generate, our ways in beside each other, and decode steps.
+"""shapes-vl on the CPU: our batch job beside transformers' generate, and our ways in beside each other.
 
-Engines: `job` (npu-runner batch), `transformers-1` and `transformers-batched` (one row at a time, and padded batches),
-`chat` and `stream` (LLM.chat), `ray` (Ray Data with one actor that has all cores).
+Engines: `job` (npu-runner batch), `transformers-1` and `transformers-batched` (one row at a time, and padded batches of
+32), `chat` and `stream` (LLM.chat), `ray` (Ray Data with one actor that has all cores and gets all rows at once).
 Questions: `mixed`, every kind as the demo asks them, whose answers are short (the vision tower and prefill dominate);
 `describe`, whose answers are sentences (decoding dominates); by name only `text`, no image at all.
 
@@ -14,7 +14,6 @@ and Ray Data's actor have answered one row before, so that their workers run.
     python -m bench.cpu --engines job chat stream ray --num-pictures 512 --questions mixed
     python -m bench.cpu --engines job chat --against ../other     # each engine with another tree's npu_runner, too
     python -m bench.cpu --calls                                   # one short generate and chat on a warm LLM
-    python -m bench.cpu --steps                                   # what one long context costs a decode step
 
 Prints tables, then one JSON line for each.
 """
@@ -24,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -38,7 +36,6 @@ from typing import Any
 from bench.common import (
     SHAPES_VL,
     PeakMemory,
-    commit,
     in_turn,
     make_parser,
     measure_head_start,
@@ -50,39 +47,31 @@ from bench.common import (
     start_child,
 )
 from npu_runner.ray_data import LLMPredictor
-from scripts.shapes.drawing import DEMO_SEEDS, Example, draw_example, text_question
+from scripts.shapes.drawing import DEMO_SEEDS, Example, draw_example
+from scripts.shapes.evaluate import model_inputs
+from scripts.shapes.questions import text_question
 
-MAX_TOKENS = 96
+MAX_TOKENS, BATCH_SIZE = 96, 32
 DEFAULT_ENGINES = ("job", "transformers-1", "transformers-batched")
 ENGINES = (*DEFAULT_ENGINES, "chat", "stream", "ray")
-HEAD_START, CALLS, STEPS = "head-start", "calls", "steps"
-NUM_CALLS, NUM_STEPS = 40, 32
+HEAD_START, CALLS = "head-start", "calls"
+NUM_CALLS = 40
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3)
+    parser = make_parser(__doc__, repeats=3, compares_trees=True)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(DEFAULT_ENGINES))
-    parser.add_argument("--no-peer", action="store_true", help="our job alone")
     parser.add_argument("--questions", choices=("mixed", "describe", "both", "text"), default="both")
     parser.add_argument("--num-pictures", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, help="of transformers' padded batches (default: 32); rows of one of "
-                        "Ray Data's batches (default: all)")
-    parser.add_argument("--against", type=Path, metavar="TREE", help="measure the npu_runner of this tree, too")
     parser.add_argument("--calls", action="store_true", help="milliseconds of short calls, in place of the engines")
-    parser.add_argument("--steps", action="store_true", help="decode steps with long contexts, in place of the engines")
-    parser.add_argument("--rows", type=int, default=200, help="of --steps; its short prompts have 30 tokens")
-    parser.add_argument("--long", type=int, default=3900, help="of --steps: tokens of the long prompt")
-    parser.add_argument("--child", choices=(*ENGINES, HEAD_START, CALLS, STEPS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*ENGINES, HEAD_START, CALLS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child](arguments)))
         return
     if arguments.calls:
-        report_calls(measure_trees(arguments, CALLS), arguments)
-    if arguments.steps:
-        report_steps(measure_trees(arguments, STEPS), arguments)
-    if arguments.calls or arguments.steps:
+        report_calls(measure_calls_of_trees(arguments), arguments)
         return
     for questions in ("mixed", "describe") if arguments.questions == "both" else (arguments.questions,):
         with tempfile.TemporaryDirectory() as name:
@@ -95,33 +84,30 @@ def trees(arguments: argparse.Namespace) -> dict[str, Path | None]:
     return {"": None, **({" of the other tree": arguments.against} if arguments.against else {})}
 
 
-def measure_trees(arguments: argparse.Namespace, child: str) -> dict[str, list[Any]]:
-    def run(tree: Path | None, _: int) -> Any:
-        return _run(child, arguments, tree=tree)
-
-    return in_turn({f"{child}{suffix}": partial(run, tree) for suffix, tree in trees(arguments).items()},
+def measure_calls_of_trees(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    return in_turn({f"{CALLS}{suffix}": partial(_run, CALLS, tree) for suffix, tree in trees(arguments).items()},
                    arguments.repeats)
 
 
-def _run(child: str, arguments: argparse.Namespace, *more: Any, tree: Path | None = None) -> Any:
-    found = run_child("bench.cpu", *sys.argv[1:], "--child", child, *more, tree=tree)
-    if found is None:
+def _run(child: str, tree: Path | None, _: int = 0, *, folder: Path | None = None) -> Any:
+    more = ["--folder", folder] if folder else []
+    result = run_child("bench.cpu", *sys.argv[1:], "--child", child, *more, tree=tree)
+    if result is None:
         raise SystemExit(f"{child} failed")
-    return found
+    return result
 
 
 def measure_engines(folder: Path, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The runs of every engine, one row's answers and figures each."""
     sides: dict[str, Callable[[int], dict[str, Any]]] = {}
-    for engine in ("job",) if arguments.no_peer else arguments.engines:
+    for engine in arguments.engines:
         for suffix, tree in trees(arguments).items():
             if tree is None or not engine.startswith("transformers"):
-                sides[engine + suffix] = partial(run_engine, engine, folder, arguments, tree)
+                sides[engine + suffix] = partial(run_engine, engine, folder, tree)
     return in_turn(sides, arguments.repeats)
 
 
-def run_engine(engine: str, folder: Path, arguments: argparse.Namespace, tree: Path | None,
-               repeat: int) -> dict[str, Any]:
+def run_engine(engine: str, folder: Path, tree: Path | None, repeat: int) -> dict[str, Any]:
     """One engine in a fresh process: its figures, with the peak memory of it and its children."""
     output, summary = folder / f"answers-{repeat}-{tree is None}.jsonl", folder / "summary.json"
     if engine == "job":
@@ -138,7 +124,7 @@ def run_engine(engine: str, folder: Path, arguments: argparse.Namespace, tree: P
         raise SystemExit(f"{engine} exited with status {process.returncode}")
     if engine == "job":
         figures = read_job(output, summary)
-        figures["serve_seconds"] += _run(HEAD_START, arguments, "--folder", folder, tree=tree)
+        figures["serve_seconds"] += _run(HEAD_START, tree, folder=folder)
     else:
         figures = json.loads(text.splitlines()[-1])
     return {**figures, "wall_seconds": wall_seconds, "peak_rss_mib": peak.stop() / 2**20}
@@ -148,21 +134,16 @@ def write_requests(folder: Path, questions: str, count: int) -> None:
     """Images as files, and one OpenAI batch row for each example."""
     if questions == "text":
         asked = (text_question(random.Random(seed)) for seed in DEMO_SEEDS)
-        wanted = (Example((), one.text, one.answer, one.kind) for one in asked)
+        examples = (Example((), one.text, one.answer, one.kind) for one in asked)
     else:
         drawn = (draw_example(seed) for seed in DEMO_SEEDS)
-        wanted = (example for example in drawn if questions == "mixed" or example.kind == questions)
+        examples = (example for example in drawn if questions == "mixed" or example.kind == questions)
     with (folder / "requests.jsonl").open("w") as file:
-        for index, example in enumerate(islice(wanted, count)):
-            paths = []
-            for number, image in enumerate(example.images):
-                paths.append(folder / f"{index}-{number}.png")
-                image.save(paths[-1])
-            images = [{"type": "image_url", "image_url": {"url": str(path)}} for path in paths]
-            question: list[dict[str, Any]] = [{"type": "text", "text": example.question}]
-            messages: list[dict[str, Any]] = [{"role": "system", "content": example.system}] if example.system else []
-            content = question + images if example.question_first else images + question
-            messages.append({"role": "user", "content": content})
+        for index, example in enumerate(islice(examples, count)):
+            paths = [folder / f"{index}-{number}.png" for number in range(len(example.images))]
+            for path, image in zip(paths, example.images, strict=True):
+                image.save(path)
+            messages = example.messages([{"type": "image_url", "image_url": {"url": str(path)}} for path in paths])
             body = {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
             row = {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(row) + "\n")
@@ -235,7 +216,7 @@ def run_ray(arguments: argparse.Namespace) -> dict[str, Any]:
                 "clock": str(clock), "warm_up": items[0]["messages"]}
     answered = ray.data.from_items(items).map_batches(
         Clocked, fn_constructor_kwargs=settings, compute=ray.data.ActorPoolStrategy(size=1), num_cpus=num_cores(),
-        batch_size=arguments.batch_size or len(items)).take_all()
+        batch_size=len(items)).take_all()
     times = [float(line) for line in clock.read_text().splitlines()]
     assert not any(row["__inference_error__"] for row in answered)
     return {"serve_seconds": times[-1] - times[0], "num_tokens": 0,
@@ -244,18 +225,22 @@ def run_ray(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from PIL import Image
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
     tokenizer = AutoTokenizer.from_pretrained(SHAPES_VL, padding_side="left")
     processor = Qwen2VLImageProcessorPil.from_pretrained(SHAPES_VL)
     model = Qwen3VLForConditionalGeneration.from_pretrained(SHAPES_VL, dtype=torch.float32).eval()
-    rows, size = read_rows(arguments.folder), 1 if arguments.child == "transformers-1" else arguments.batch_size or 32
+    rows, size = read_rows(arguments.folder), 1 if arguments.child == "transformers-1" else BATCH_SIZE
     answers: dict[str, str] = {}
     num_tokens = 0
     started = time.perf_counter()
     for first in range(0, len(rows), size):
         batch = rows[first : first + size]
-        inputs = transformers_inputs(batch, tokenizer, processor, model.config.image_token_id)
+        conversations = [row["body"]["messages"] for row in batch]
+        images = [Image.open(part["image_url"]["url"]) for messages in conversations
+                  for part in messages[-1]["content"] if part["type"] == "image_url"]
+        inputs = model_inputs(conversations, images, tokenizer, processor, model.config.image_token_id)
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
         generated = output[:, inputs["input_ids"].shape[1]:]
@@ -263,30 +248,6 @@ def run_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
         texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
         answers.update({row["custom_id"]: text for row, text in zip(batch, texts, strict=True)})
     return {"serve_seconds": time.perf_counter() - started, "num_tokens": num_tokens, "answers": answers}
-
-
-def transformers_inputs(batch: list[Any], tokenizer: Any, processor: Any, image_token_id: int) -> dict[str, Any]:
-    """Chat template, images, expanded placeholders and left padding, as transformers' own processor does it."""
-    from PIL import Image
-
-    texts, images = [], []
-    for row in batch:
-        messages = row["body"]["messages"]
-        texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        for message in messages:
-            for part in message["content"] if isinstance(message["content"], list) else []:
-                if part["type"] == "image_url":
-                    images.append(Image.open(part["image_url"]["url"]))
-    features = processor(images, return_tensors="pt") if images else {}
-    counts = iter([int(grid.prod()) // 4 for grid in features.get("image_grid_thw", [])])
-    pad = tokenizer.convert_ids_to_tokens(image_token_id)
-    expanded = []
-    for text in texts:
-        pieces = text.split(pad)
-        expanded.append(pieces[0] + "".join(pad * next(counts) + piece for piece in pieces[1:]))
-    encoded = tokenizer(expanded, return_tensors="pt", padding=True)
-    kinds = (encoded["input_ids"] == image_token_id).int()
-    return {**encoded, **features, "mm_token_type_ids": kinds}
 
 
 def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
@@ -309,14 +270,10 @@ def report(questions: str, runs: dict[str, list[dict[str, Any]]], arguments: arg
               for engine, row in rows.items() if engine != base}
     for engine, ratio in ratios.items():
         print(f"{base} is {ratio:.3f} times as fast as {engine} (median of pairs)")
-    print_result("cpu", arguments, questions=questions, **_other(arguments), ratios=ratios, engines=rows)
+    print_result("cpu", arguments, questions=questions, ratios=ratios, engines=rows)
 
 
-def _other(arguments: argparse.Namespace) -> dict[str, str]:
-    return {"against_commit": commit(arguments.against)} if arguments.against else {}
-
-
-def measure_calls(arguments: argparse.Namespace) -> dict[str, list[float]]:
+def measure_calls(_: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of one short call on a warm LLM, each with other words; the first calls are warm-up."""
     from npu_runner import LLM, SamplingParams
 
@@ -340,68 +297,12 @@ def report_calls(runs: dict[str, list[dict[str, list[float]]]], arguments: argpa
                     for name in ("generate", "chat") for side, results in runs.items()}
     for name, values in milliseconds.items():
         print(f"{name:<40}{show(values, 2)} ms a call")
-    print_result("cpu calls", arguments, **_other(arguments), milliseconds=milliseconds)
-
-
-def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Decode steps of short contexts alone, of a long one alone, of both together, and of every length between."""
-    import numpy as np
-
-    from npu_runner import LLM
-
-    short, long = [30] * arguments.rows, [arguments.long]
-    spread = np.geomspace(30, arguments.long, arguments.rows).astype(int).tolist()
-    with LLM(SHAPES_VL, platform="cpu", max_num_seqs=arguments.rows + 1) as llm:
-        _decode(llm, [8] * 4)  # imports, and memory that every step takes
-        return {name: _decode(llm, lengths) for name, lengths in
-                {"short": short, "long": long, "together": short + long, "spread": spread}.items()}
-
-
-def _decode(llm: Any, prompt_lens: list[int]) -> dict[str, float]:
-    """Milliseconds of the decode steps that hold all prompts, and by how much the process' highest memory rose."""
-    import numpy as np
-
-    from npu_runner import SamplingParams
-    from npu_runner.request.prompt_inputs import PromptInputs
-
-    rng, engine = np.random.default_rng(0), llm.engine
-    params = SamplingParams(temperature=0, max_tokens=2 * NUM_STEPS, ignore_eos=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for index, length in enumerate(prompt_lens):
-        engine.add_request(f"{len(prompt_lens)}-{length}-{index}", PromptInputs(rng.integers(0, 500, length).tolist()),
-                           params)
-    while llm.stats().num_waiting:
-        engine.step()
-    milliseconds = []
-    for _ in range(NUM_STEPS):
-        started = time.perf_counter()
-        engine.step()
-        milliseconds.append(1e3 * (time.perf_counter() - started))
-    assert llm.stats().num_running == len(prompt_lens), "every row decodes in every measured step"
-    while engine.has_unfinished_requests():
-        engine.step()
-    rise = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {"contexts": sum(prompt_lens), "milliseconds": statistics.median(milliseconds), "rise_mib": rise}
-
-
-def report_steps(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
-    print(f"{'rows':<10}{'tokens':>9}{'ms':>30}{'memory MiB':>12}")
-    ratios = {}
-    for side, results in runs.items():
-        print(side)
-        for name in results[0]:
-            rise = statistics.median(run[name]["rise_mib"] for run in results)
-            print(f"{name:<10}{results[0][name]['contexts']:>9.0f}"
-                  f"{show([run[name]['milliseconds'] for run in results], 2):>30}{rise:>+12.0f}")
-        ratios[side] = [run["together"]["milliseconds"] / (run["short"]["milliseconds"] + run["long"]["milliseconds"])
-                        for run in results]
-        print(f"together over the sum of both alone: {show(ratios[side], 2)}")
-    print_result("cpu steps", arguments, **_other(arguments), ratios=ratios, steps=runs)
+    print_result("cpu calls", arguments, milliseconds=milliseconds)
 
 
 CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "chat": run_llm, "stream": run_llm, "ray": run_ray, "transformers-1": run_transformers,
-    "transformers-batched": run_transformers, HEAD_START: head_start, CALLS: measure_calls, STEPS: measure_steps}
+    "transformers-batched": run_transformers, HEAD_START: head_start, CALLS: measure_calls}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
-from bench.common import commit, make_parser, print_result, run_child, show
+from bench.common import make_parser, print_result, run_child, show
 from bench.profiler import describe_idle, has_profiler, not_profiled
 from bench.shapes import FORMS, TEXT
 from bench.work import SIZES, Sizes
@@ -57,17 +57,14 @@ OURS, AGAINST, PROFILED, TRANSFORMERS, VLLM = "npu_runner", "against", "profiled
 # From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
 _WHILE_DEVICE_WORKS = ("launch", "sample", "wait")
 # Options that are settings of LLM.
-_SETTINGS = ("graph_mode", "graph_batch_sizes", "attention_backend", "async_scheduling", "quantization",
-             "kv_cache_dtype")
+_SETTINGS = ("graph_mode", "attention_backend", "quantization", "kv_cache_dtype")
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3, platform="cuda")
+    parser = make_parser(__doc__, repeats=3, platform="cuda", compares_trees=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graph-mode", help="ours: eager, reduce-overhead or max-autotune; default: its own")
-    parser.add_argument("--graph-batch-sizes", type=int, nargs="+", help="ours: the batches to capture; default: all")
     parser.add_argument("--attention-backend", help="ours: one that the platform names; default: its own")
-    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, help="ours; default: its own")
     parser.add_argument("--quantization", help="ours: int8 or fp8, made while loading")
     parser.add_argument("--kv-cache-dtype", help="ours: fp8")
     parser.add_argument("--checkpoint", dest="form", choices=FORMS, help="ours: the form of the checkpoint's weights")
@@ -78,11 +75,7 @@ def main() -> None:
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES, *BY_NAME), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
-    parser.add_argument("--peer-repeats", type=int, help="of the peers' parts; as --repeats unless given")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers and vLLM out")
-    parser.add_argument("--against", type=Path, metavar="TREE", help="measure the npu_runner of this tree, too")
-    parser.add_argument("--side", choices=(OURS, PROFILED, TRANSFORMERS, VLLM), action="append",
-                        help="only this one; may be repeated")
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels of the profiled run")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -97,8 +90,7 @@ def main() -> None:
         print("\n".join(report(part, results[part])), flush=True)
         if arguments.kernels:
             print("\n".join(report_kernels(results[part].get(PROFILED, {}))), flush=True)
-    other = {"against_commit": commit(arguments.against)} if arguments.against else {}
-    print_result("device", arguments, **other, results=results)
+    print_result("device", arguments, results=results)
 
 
 def _prompts(text: str) -> tuple[int, ...]:
@@ -107,13 +99,13 @@ def _prompts(text: str) -> tuple[int, ...]:
 
 
 def sides(part: str, arguments: argparse.Namespace) -> list[str]:
-    """The sides that are asked for and can be measured."""
-    found = [OURS] if part == "structured" else [OURS, PROFILED]
-    found += [AGAINST] if arguments.against else []
+    """The sides that can be measured."""
+    wanted = [OURS] if part == "structured" else [OURS, PROFILED]
+    wanted += [AGAINST] if arguments.against else []
     if not arguments.no_peer and part not in BY_NAME:
-        found += [] if is_images(part) else [TRANSFORMERS]
-        found += [VLLM] if peers.has_vllm(arguments.platform) else []
-    return [side for side in found if side in (arguments.side or found)]
+        wanted += [] if is_images(part) else [TRANSFORMERS]
+        wanted += [VLLM] if peers.has_vllm(arguments.platform) else []
+    return wanted
 
 
 def measure_side(part: str, side: str, arguments: argparse.Namespace) -> Any:
@@ -145,8 +137,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
                     prompts=tuple(arguments.prompts or sizes.prompts))
     settings: dict[str, Any] = {"platform": arguments.platform, "dtype": arguments.dtype}
     if side in (VLLM, TRANSFORMERS):
-        repeats = arguments.peer_repeats or arguments.repeats
-        return peers.measure(side, part, sizes, settings, repeats)
+        return peers.measure(side, part, sizes, settings, arguments.repeats)
     settings |= {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
     from bench import ours
 
@@ -169,15 +160,12 @@ def is_images(part: str) -> bool:
 
 def report(part: str, results: dict[str, Any]) -> Iterator[str]:
     title = (TITLES | BY_NAME)[part]
-    if OURS not in results:
-        yield from (f"{title}, {side}: {json.dumps(result)}" for side, result in results.items())
-        return
     reports = {"text": report_text, "decode": report_decode, "pictures": report_images, "mixed": report_images,
                "prompts": report_prompts, "structured": report_structured}
     reported = reports[part.rpartition("-")[2]]
-    yield from reported({PROFILED: {"why": "not asked for"}, **results}, title)
+    yield from reported(results, title)
     if AGAINST in results:
-        yield from reported({PROFILED: {"why": "not asked for"}, OURS: results[AGAINST]}, f"{title}, the other tree")
+        yield from reported({PROFILED: {"why": "not measured"}, OURS: results[AGAINST]}, f"{title}, the other tree")
 
 
 def report_text(results: dict[str, Any], title: str) -> Iterator[str]:

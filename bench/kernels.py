@@ -7,23 +7,21 @@ CUDA (default: all of them):
                           torch's flash attention; --fp8: keys and values in e4m3
   draws, heads            the sampler's plain draws; norm, rotary embedding and cache write
   matmul, rows, int4      GEMMs of few rows: bfloat16, FP8 (a layer's four weights), 4 bits (the same)
-Other platforms (--platform):
-  operators   cpu: its own forms of operators against torch's, one thread, microseconds of CPU time
-  delta       any: one layer of Gated DeltaNet against transformers' chunks and its token loop, milliseconds
+CPU (--platform cpu):
+  operators   its own forms of operators against torch's, one thread, microseconds of CPU time
 
 Times of CUDA kernels are those of the kernels alone, from the profiler, or those of a graph of several calls, gaps
 included. Bytes and operations are what the definition needs, whatever the kernel does. Buffers of several layers take
-turns: a model, too, finds none of them in the L2 cache. --sweep tries other tiles and warps for attention and experts:
-the tables of tiles below platforms/cuda were filled from it. Prints a table, then one JSON line.
+turns: a model, too, finds none of them in the L2 cache. Prints a
+table, then one JSON line.
 
-    python -m bench.kernels --part experts decode [--sweep] [--shape 35b-a3b]
-    python -m bench.kernels --platform cpu --part operators delta
+    python -m bench.kernels --part experts decode [--shape 35b-a3b]
+    python -m bench.kernels --platform cpu
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -31,16 +29,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.bandwidth import measure_read_bandwidth
 from bench.common import make_parser, print_result
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
+from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.ops import Ops, TorchOps
-from npu_runner.platforms.platform import Platform
-from npu_runner.platforms.step_inputs import AttentionMetadata
 
 CUDA_PARTS = ("steps", "prompts", "small", "experts", "decode", "prefill", "tower", "draws", "heads", "matmul", "rows",
               "int4")
@@ -50,24 +45,19 @@ SHAPE = GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_d
 
 def main() -> None:
     parser = make_parser(__doc__, repeats=5, platform="cuda")
-    parser.add_argument("--part", choices=(*CUDA_PARTS, "operators", "delta"), nargs="+")
+    parser.add_argument("--part", choices=(*CUDA_PARTS, "operators"), nargs="+")
     parser.add_argument("--shape", nargs="+", choices=("30b-a3b", "35b-a3b"), default=["35b-a3b"],
                         help="of the experts")
     parser.add_argument("--fp8", action="store_true", help="attention over keys and values in e4m3")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of delta's prompts")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64], help="of delta's decode steps")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    parts = arguments.part or (CUDA_PARTS if arguments.platform == "cuda" else ["operators", "delta"])
+    parts = arguments.part or (CUDA_PARTS if arguments.platform == "cuda" else ["operators"])
     results: dict[str, Any] = {}
     with torch.inference_mode():
         if set(parts) & set(CUDA_PARTS):
             results["kernels"] = measure_cuda([part for part in parts if part in CUDA_PARTS], arguments)
         if "operators" in parts:
             results["operators"] = measure_operators(arguments.repeats)
-        if "delta" in parts:
-            results["delta"] = measure_delta(pick_platform(arguments.platform), arguments)
     print_result("kernels", arguments, **results)
 
 
@@ -136,80 +126,6 @@ def _operators() -> Iterator[tuple[str, Callable[[Ops], object]]]:
 
 def _linear(linear: tuple[Tensor, Tensor, Tensor], gelu: str | None, ops: Ops) -> Tensor:
     return ops.linear(*linear) if gelu is None else ops.linear_gelu(*linear, gelu)
-
-
-def measure_delta(platform: Platform, arguments: Namespace) -> dict[str, list[dict[str, float]]]:
-    """Prompts: milliseconds of the gated delta rule from convolved queries, keys and values on, one row, the state
-    kept. Decoding: convolution and rule of one token a row. transformers computes the same from the same numbers."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
-
-    prompts, decodes = [], []
-    for num_tokens in arguments.tokens:
-        layer = Layer(platform, 1, num_tokens)
-        chunks, loop = (partial(layer.transformers, function) for function in (
-            theirs.torch_chunk_gated_delta_rule, theirs.torch_recurrent_gated_delta_rule))
-        row = {"tokens": num_tokens, "ours": layer.milliseconds(layer.rule, arguments.repeats),
-               "chunks": layer.milliseconds(chunks, arguments.repeats), "loop": layer.milliseconds(loop, 1),
-               "difference": (layer.rule() - chunks()).abs().max().item()}
-        prompts.append(row)
-        print(f"{num_tokens} tokens: ours {row['ours']:.1f} ms, transformers' chunks {row['chunks']:.1f} ms, its loop "
-              f"{row['loop']:.1f} ms; largest difference {row['difference']:.1e}", flush=True)
-    for batch_size in arguments.batch_sizes:
-        layer = Layer(platform, batch_size, 1)
-        milliseconds = layer.milliseconds(layer.decode, arguments.repeats)
-        decodes.append({"batch": batch_size, "ms": milliseconds, "GB/s": 2 * layer.state.nbytes / milliseconds / 1e6})
-        print(f"decode, batch {batch_size}: {milliseconds:.2f} ms, {decodes[-1]['GB/s']:.1f} GB/s of states")
-    return {"prompts": prompts, "decodes": decodes}
-
-
-class Layer:
-    """States of `batch_size` rows and their inputs."""
-
-    def __init__(self, platform: Platform, batch_size: int, num_tokens: int):
-        self.platform, self.device = platform, platform.devices.set_device(0)
-        self.backend: GatedDeltaBackend = platform.make_gated_delta(SHAPE, torch.float32)
-        num = batch_size * num_tokens
-        self.qkv, self.a, self.b = (torch.randn(num, width, device=self.device)
-                                    for width in (SHAPE.num_channels, SHAPE.num_v_heads, SHAPE.num_v_heads))
-        self.conv = torch.randn(SHAPE.num_channels, SHAPE.conv_kernel_size, device=self.device)
-        self.neg_exp_A = -torch.empty(SHAPE.num_v_heads, device=self.device).uniform_(1, 16)
-        self.dt_bias = torch.randn(SHAPE.num_v_heads, device=self.device) - 4
-        self.state = torch.zeros(batch_size, *SHAPE.state_shape, device=self.device)
-        self.conv_state = torch.zeros(batch_size, *SHAPE.conv_state_shape, device=self.device)
-        lens = [num_tokens] * batch_size
-        plan = self.backend.plan_prefill(lens, lens, [], self.device) if num_tokens > 1 else None
-        nothing = torch.empty(0)
-        slots = torch.arange(batch_size, dtype=torch.int32, device=self.device)
-        lens_B = torch.tensor(lens, dtype=torch.int32, device=self.device)
-        self.metadata = AttentionMetadata(num_tokens > 1, nothing, lens_B, nothing, state_slots_B=slots,
-                                          state_plan=plan)
-
-    def rule(self) -> Tensor:
-        return self.backend.delta_rule(self.qkv, self.a, self.b, self.neg_exp_A, self.dt_bias, self.state,
-                                       self.metadata)
-
-    def decode(self) -> Tensor:
-        self.qkv = self.backend.convolve(self.qkv, self.conv, self.conv_state, self.metadata)
-        return self.rule()
-
-    def transformers(self, function: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        """The same for one row from zeros, with the gates that its layer would compute."""
-        q, k, v = self.qkv.split([SHAPE.key_size, SHAPE.key_size, SHAPE.value_size], dim=-1)
-        q, k = (x.unflatten(-1, (SHAPE.num_k_heads, -1))[None] for x in (q, k))
-        g = self.neg_exp_A * F.softplus(self.a + self.dt_bias)
-        return function(q, k, v.unflatten(-1, (SHAPE.num_v_heads, -1))[None], g[None], self.b.sigmoid()[None],
-                        output_final_state=True, use_qk_l2norm_in_kernel=True)[0][0]
-
-    def milliseconds(self, run: Callable[[], Tensor], repeats: int) -> float:
-        """The median of `repeats` after one more."""
-        times = []
-        for _ in range(repeats + 1):
-            self.platform.memory.synchronize()
-            started = time.perf_counter()
-            run()
-            self.platform.memory.synchronize()
-            times.append((time.perf_counter() - started) * 1e3)
-        return statistics.median(times[1:])
 
 
 if __name__ == "__main__":

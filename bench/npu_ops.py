@@ -25,7 +25,7 @@ from tests.npu.layer_kinds import KINDS, LAYERS
 from tests.oracle.tiny_checkpoints import make_checkpoint
 
 MODES = ("eager", "reduce-overhead", "max-autotune")
-# GE operators that launch nothing: views, and transposes of weights, which go into the product.
+# GE operators that launch nothing: views, and transposes of weights, which the matmul absorbs.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 COUNTED = {"launches a layer": "per_layer", "launches of the forward beside": "forward",
            "launches of the sampler, greedy": "greedy", "launches of the sampler, plain draw": "draw"}
@@ -73,16 +73,12 @@ def print_kind(name: str, costs: dict[str, dict[str, Any]]) -> None:
     print_calls("host's calls a layer", {mode: cost["host_per_layer"] for mode, cost in costs.items()})
     for title, key in (("copies", "copies"), ("synchronisations", "syncs")):
         print_traffic(title, {mode: cost[key] for mode, cost in costs.items()})
-    print_host(costs)
-
-
-def print_host(costs: dict[str, dict[str, Any]]) -> None:
-    count = next(iter(costs.values()))["num_layers"]
-    print_row(f"host, ms a step of {count} layers", list(costs))
-    for phase, title in (("prepare", "prepare and send"), ("launch", "launch, or replay"), ("sample", "sampler")):
-        print_row(f"  {title}", [f"{cost['host_milliseconds'][phase]:.3f}" for cost in costs.values()])
-    print_row("  launch, of each layer", [f"{cost['host_milliseconds_per_layer']['launch']:.3f}"
-                                          for cost in costs.values()])
+    print_row(f"host, ms a step of {next(iter(costs.values()))['num_layers']} layers", list(costs))
+    for title, key, phase in (
+            ("prepare and send", "host_milliseconds", "prepare"), ("launch, or replay", "host_milliseconds", "launch"),
+            ("sampler", "host_milliseconds", "sample"), ("launch, of each layer", "host_milliseconds_per_layer",
+                                                         "launch")):
+        print_row(f"  {title}", [f"{cost[key][phase]:.3f}" for cost in costs.values()])
     print()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.bandwidth import measure_read_bandwidth
-from bench.bytes_moved import RouterRecord, bytes_per_step
+from bench.bytes_moved import bytes_per_step, recorded_routes
 from bench.common import measure_head_start
 from bench.profiler import device_profile
 from bench.shapes import make_text_model, make_vision_model
@@ -75,7 +75,7 @@ def measure_decode(sizes: Sizes, settings: Settings, repeats: int, *, is_profile
     platform, has_drafts = settings["platform"], "speculative_config" in settings
     if has_drafts:
         _never_pause_drafts()
-    with RouterRecord(platform) as chosen, text_llm(
+    with recorded_routes(platform) as chosen, text_llm(
             sizes.decode_model, settings, max_model_len=2 * sizes.context + 4 * sizes.decode_steps,
             max_num_seqs=max(sizes.decode_batches)) as llm:
         if is_profiled:

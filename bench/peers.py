@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from bench.shapes import make_text_model, make_vision_model
 from bench.work import Sizes, decode_prompts, longest_side, text_requests, write_images
 
 _PATIENCE_SECONDS = 150.0
-_REPORT_SECONDS = 10.0
 _MAX_MODEL_LEN = 4096
 _VLLM_PACKAGES = {"cuda": ("vllm",), "npu": ("vllm", "vllm_ascend")}
 Requests = list[tuple[list[int], int]]
@@ -31,7 +29,7 @@ Requests = list[tuple[list[int], int]]
 
 
 class PeerStoppedError(Exception):
-    """The peer did not do its work; the message says how far it came."""
+    """The peer stopped early; the message says where."""
 
 
 def has_vllm(platform: str) -> bool:
@@ -137,15 +135,12 @@ def _run_batch(manager: Any, requests: Requests) -> int:
     for prompt, count in requests:
         manager.add_request(prompt, max_new_tokens=count)
     num_tokens = num_finished = 0
-    started = reported = time.monotonic()
+    started = time.monotonic()
     while num_finished < len(requests):
-        now = time.monotonic()
-        progress = f"{num_finished} of {len(requests)} requests, {num_tokens} tokens of these, in {now - started:.0f} s"
-        if now - reported > _REPORT_SECONDS:
-            print(f"transformers: {progress}", file=sys.stderr, flush=True)
-            reported = now
-        if now - started > _PATIENCE_SECONDS or not manager.is_running():
-            raise PeerStoppedError(f"stopped: {progress}")
+        seconds = time.monotonic() - started
+        if seconds > _PATIENCE_SECONDS or not manager.is_running():
+            raise PeerStoppedError(f"stopped: {num_finished} of {len(requests)} requests, {num_tokens} tokens of "
+                                   f"these, in {seconds:.0f} s")
         result = manager.get_result(timeout=1)
         if result is not None and result.is_finished():
             if result.error is not None:

@@ -33,7 +33,6 @@ from bench.common import in_turn, make_parser, median_ratio, print_result
 from bench.shapes import TEXT, make_text_model
 from bench.structured import write_vocabulary
 from npu_runner import LLM, SamplingParams
-from npu_runner.request.outputs import EngineStats
 from scripts.shapes.drawing import TEST_SEEDS, draw_json_example
 
 _METHODS: dict[str, dict[str, Any]] = {
@@ -154,15 +153,11 @@ def measure(plain: LLM, drafted: LLM, workload: Workload, arguments: Namespace) 
                     1 + arguments.repeats)
     num_equal = sum(one == two for pair in zip(found["plain"], found["drafted"], strict=True)
                     for one, two in zip(pair[0][2], pair[1][2], strict=True))
-    is_cpu = arguments.platform == "cpu"
+    after, is_cpu = drafted.stats(), arguments.platform == "cpu"
     seconds = {name: [cpu if is_cpu else clock for cpu, clock, _ in runs[1:]] for name, runs in found.items()}
     return {"seconds": seconds, "speed_up": median_ratio(seconds["plain"], seconds["drafted"]),
             "answers": (1 + arguments.repeats) * workload.num_rows, "equal_answers": num_equal,
-            **_counts(before, drafted.stats(), 1 + arguments.repeats)}
-
-
-def _counts(before: EngineStats, after: EngineStats, repeats: int) -> dict[str, float]:
-    return {name: (getattr(after, name) - getattr(before, name)) / repeats for name in _COUNTS}
+            **{name: (getattr(after, name) - getattr(before, name)) / (1 + arguments.repeats) for name in _COUNTS}}
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What only a device can tell: each setting that can be had in two ways, both ways, the figures side by side.
+"""Compares on a device the two or more values of each setting that has several, and prints the figures side by side.
 
     scripts/run_ascend.sh --exec python3 scripts/compare_ascend.py            # real shapes, random weights
     ... --only decode_attention --model path/to/Qwen3-VL                      # one comparison, a checkpoint of yours
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench.common import ROOT, commit, versions
+from bench.common import ROOT, commit, in_turn, versions
 from bench.shapes import make_text_model
 
 PREFIX = "NPU_RUNNER_ASCEND_"
@@ -47,7 +47,7 @@ class Comparison:
 
 def _variable(name: str, *values: str | None) -> dict[str, tuple[dict[str, str], Settings]]:
     """A side for each value of an environment variable; None: not set."""
-    return {f"{name.removeprefix(PREFIX)}={value}" if value is not None else "not set":
+    return {"not set" if value is None else f"{name.removeprefix(PREFIX)}={value}":
             ({} if value is None else {name: value}, {}) for value in values}
 
 
@@ -92,7 +92,7 @@ COMPARISONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is decoded: a batch of equal prompts, each with the same number of tokens to come."""
+    """A batch of equal prompts, each with the same number of tokens to come."""
 
     model: str
     batch_size: int
@@ -160,9 +160,6 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no output"
 
 
-WORKLOADS = {"decode": measure_decode, "pictures": measure_images}
-
-
 def run_side(comparison: Comparison, side: str, common: Settings, size: str) -> dict[str, Any]:
     """The figures of one process, or the last line of what it said instead."""
     variables, settings = comparison.sides[side]
@@ -175,12 +172,9 @@ def run_side(comparison: Comparison, side: str, common: Settings, size: str) -> 
 
 
 def compare(comparison: Comparison, common: Settings, size: str, repeats: int) -> dict[str, dict[str, Any]]:
-    """Medians of each side; sides take turns, so that a host that slows down slows all of them."""
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in comparison.sides}
-    for _ in range(repeats):
-        for side, found in runs.items():
-            found.append(run_side(comparison, side, common, size))
-    medians = {side: _median(found) for side, found in runs.items()}
+    """Medians of each side."""
+    sides = {side: lambda _, side=side: run_side(comparison, side, common, size) for side in comparison.sides}
+    medians = {side: _median(runs) for side, runs in in_turn(sides, repeats).items()}
     first = next(iter(medians.values())).get("tokens")
     for figures in medians.values():
         figures["same_tokens"] = figures.pop("tokens", None) == first
@@ -216,7 +210,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.run is not None:
         task = arguments.run
-        print(json.dumps(WORKLOADS[task["workload"]](task["settings"], SIZES[task["size"]])))
+        measure = measure_decode if task["workload"] == "decode" else measure_images
+        print(json.dumps(measure(task["settings"], SIZES[task["size"]])))
         return 0
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

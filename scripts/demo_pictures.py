@@ -14,7 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from scripts.shapes.drawing import DEMO_SEEDS, draw_scene, leftmost_question
+from scripts.shapes.drawing import DEMO_SEEDS
+from scripts.shapes.questions import leftmost_question
+from scripts.shapes.scenes import draw_scene
 
 
 def main() -> None:

@@ -40,13 +40,8 @@ def request(seed: int, example: Example, images: Path) -> dict[str, Any]:
         name = f"{seed:04d}-{index}.png"
         image.save(images / name)
         parts.append({"type": "image_url", "image_url": {"url": name}})
-    text = {"type": "text", "text": example.question}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": [text, *parts] if example.question_first else [*parts, text]}
-    ]
-    if example.system is not None:
-        messages.insert(0, {"role": "system", "content": example.system})
-    body: dict[str, Any] = {"model": "shapes-vl", "messages": messages, "temperature": 0, "max_tokens": 96}
+    body: dict[str, Any] = {"model": "shapes-vl", "messages": example.messages(parts), "temperature": 0,
+                            "max_tokens": 96}
     if example.schema is not None:
         described = {"name": "drawing", "schema": example.schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": described}

@@ -1,27 +1,24 @@
-"""Runs the official JSON Schema test suite (draft 2020-12) through rules: how many schemas are served, and how many of
-the instances that the suite forbids are admitted. One line per compiler, then one JSON line.
+"""Runs the official JSON Schema test suite (draft 2020-12) through our rules: how many schemas are served, and how many
+of the instances that the suite forbids are admitted. Prints a line and each such instance, then one JSON line.
 
 The suite comes from the source distribution of the package jsonschema, fetched through pip into .cache. Every instance
-is tried as json.dumps writes it, and with each character of its keys and of all its texts escaped as \\uXXXX. Other
-compilers run over a vocabulary of bytes, where they are installed; nothing here installs them.
+is tried as json.dumps writes it, and with each character of its keys and of all its texts escaped as \\uXXXX.
 
-    python scripts/schema_suite.py                                    # our rules
-    python scripts/schema_suite.py ours llguidance xgrammar outlines  # the others, where they import
+    python scripts/schema_suite.py
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache/json-schema-suite"
@@ -29,13 +26,11 @@ _FOLDER = "json/tests/draft2020-12/"
 _PLACES = ("", "optional/", "optional/format/")
 
 Admits = Callable[[str], bool]
-"""Whether the rule lets a text through as a whole answer."""
+"""True for a text that the rule admits as a whole answer."""
 
 
-class Suite(NamedTuple):
-    """(name, schema, tests) of the suite's groups; each test has `data` and `valid`."""
-
-    groups: list[tuple[str, Any, list[dict[str, Any]]]]
+Group = tuple[str, Any, list[dict[str, Any]]]
+"""(name, schema, tests) of a group of the suite; each test has `data` and `valid`."""
 
 
 class Refused(Exception):
@@ -54,9 +49,9 @@ def fetch() -> Path:
     return CACHE / name
 
 
-def read(file: Path) -> Suite:
+def read(file: Path) -> list[Group]:
     """The groups in a source distribution of jsonschema; nothing is unpacked to disk."""
-    groups = []
+    groups: list[Group] = []
     with tarfile.open(file) as archive:
         for member in sorted(archive.getmembers(), key=lambda each: each.name):
             place, _, name = member.name.partition(_FOLDER)[2].rpartition("/")
@@ -64,7 +59,7 @@ def read(file: Path) -> Suite:
             if content is not None and _FOLDER in member.name:
                 groups += [(f"{name}: {group['description']}", group["schema"], group["tests"])
                            for group in json.load(content)]
-    return Suite(groups)
+    return groups
 
 
 def spellings(value: Any) -> list[str]:
@@ -74,22 +69,22 @@ def spellings(value: Any) -> list[str]:
 
 def _escaped(value: Any, has_texts: bool) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_units(key)}:{_escaped(item, has_texts)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{_escaped_text(key)}:{_escaped(item, has_texts)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(_escaped(item, has_texts) for item in value) + "]"
-    return _units(value) if has_texts and isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _escaped_text(value) if has_texts and isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _units(text: str) -> str:
-    units = text.encode("utf-16-be", "surrogatepass")
-    return '"' + "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2)) + '"'
+def _escaped_text(text: str) -> str:
+    data = text.encode("utf-16-be", "surrogatepass")
+    return '"' + "".join(f"\\u{data[at]:02x}{data[at + 1]:02x}" for at in range(0, len(data), 2)) + '"'
 
 
-def count(suite: Suite, compiled: Callable[[Any], Admits]) -> tuple[Counter[str], list[str]]:
+def count(suite: Sequence[Group], compiled: Callable[[Any], Admits]) -> tuple[Counter[str], list[str]]:
     """Numbers by what was counted, and the forbidden instances that were admitted."""
-    found: Counter[str] = Counter(schemas=len(suite.groups))
+    found: Counter[str] = Counter(schemas=len(suite))
     wrong = []
-    for name, schema, tests in suite.groups:
+    for name, schema, tests in suite:
         try:
             admits = compiled(schema)
         except Refused:
@@ -110,9 +105,6 @@ def count(suite: Suite, compiled: Callable[[Any], Admits]) -> tuple[Counter[str]
     return found, wrong
 
 
-# -- compilers ---------------------------------------------------------------------------------------------------------
-
-
 def ours(schema: Any) -> Admits:
     from npu_runner.errors import RequestError
     from npu_runner.grammars.compile import with_grammar
@@ -124,17 +116,8 @@ def ours(schema: Any) -> Admits:
         raise Refused(error.message) from error
 
 
-def llguidance(schema: Any) -> Admits:
-    from llguidance import LLMatcher
-
-    try:
-        return follower(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    except ValueError as error:
-        raise Refused(str(error)) from error
-
-
 def follower(grammar: str) -> Admits:
-    """Of a grammar for llguidance, over bytes. Raises Refused where it cannot be built."""
+    """Follows a grammar of llguidance over bytes. Raises Refused where it cannot be built."""
     from llguidance import LLMatcher
 
     start = LLMatcher(_bytes(), grammar, log_level=0)
@@ -155,59 +138,15 @@ def _bytes() -> Any:
     return LLTokenizer("byte")
 
 
-def xgrammar(schema: Any) -> Admits:
-    import xgrammar as engine
-
-    tokens = engine.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b"</s>"], engine.VocabType.RAW,
-                                  vocab_size=257, stop_token_ids=[256])
-    try:
-        compiler = engine.GrammarCompiler(tokens, max_threads=1)
-        grammar = compiler.compile_json_schema(json.dumps(schema), strict_mode=False)
-    except Exception as error:  # the border to another engine
-        raise Refused(str(error)) from error
-
-    def admits(text: str) -> bool:
-        matcher = engine.GrammarMatcher(grammar)
-        return all(map(matcher.accept_token, text.encode("utf-8", "surrogatepass"))) and matcher.accept_token(256)
-
-    return admits
-
-
-def outlines(schema: Any) -> Admits:
-    """Its expression, matched by Python: to build its index of some schemas takes more than minutes."""
-    from outlines_core.json_schema import build_regex_from_schema
-
-    try:
-        expression = re.compile(build_regex_from_schema(json.dumps(schema)))
-    except Exception as error:  # the border to another engine
-        raise Refused(str(error)) from error
-    return lambda text: expression.fullmatch(text) is not None
-
-
-COMPILERS: dict[str, tuple[str, Callable[[Any], Admits]]] = {
-    "ours": ("npu-runner", ours), "llguidance": ("llguidance", llguidance), "xgrammar": ("xgrammar", xgrammar),
-    "outlines": ("outlines-core", outlines)}
-
-
-def _lines(names: list[str]) -> Iterator[dict[str, Any]]:
-    suite = read(fetch())
-    for name in names:
-        package, compiled = COMPILERS[name]
-        found, wrong = count(suite, compiled)
-        print(f"{name:<11} {found['served']} of {found['schemas']} schemas served; of {found['forbidden']} forbidden "
-              f"instances {found['forbidden_admitted']} admitted, {found['forbidden_admitted_in_a_spelling']} in some "
-              f"spelling; of {found['valid']} valid ones {found['valid_admitted']}")
-        for each in wrong if name == "ours" else ():
-            print(f"  admitted: {each}")
-        yield {"compiler": name, "version": version(package), **found}
-
-
 def main() -> None:
-    names = sys.argv[1:] or ["ours"]
-    if unknown := [name for name in names if name not in COMPILERS]:
-        sys.exit(f"{unknown[0]!r} is none of {', '.join(COMPILERS)}")
-    results = list(_lines(names))
-    print(json.dumps({"bench": "schema_suite", "jsonschema": version("jsonschema"), "results": results}))
+    found, wrong = count(read(fetch()), ours)
+    print(f"{found['served']} of {found['schemas']} schemas served; of {found['forbidden']} forbidden instances "
+          f"{found['forbidden_admitted']} admitted, {found['forbidden_admitted_in_a_spelling']} in some spelling; of "
+          f"{found['valid']} valid ones {found['valid_admitted']}")
+    for each in wrong:
+        print(f"  admitted: {each}")
+    versions = {name: version(name) for name in ("jsonschema", "npu-runner", "llguidance")}
+    print(json.dumps({"bench": "schema_suite", "versions": versions, **found}))
 
 
 if __name__ == "__main__":

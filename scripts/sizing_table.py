@@ -23,7 +23,7 @@ from npu_runner.cli.checkpoint_folder import checkpoint_folder
 from npu_runner.config import RunnerConfig
 from npu_runner.platforms import find_platform
 from npu_runner.request.limits import GIB
-from npu_runner.runner.estimate import Estimate, estimate_memory, fewest_ranks
+from npu_runner.runner.estimate import estimate_memory, fewest_ranks
 from npu_runner.strategies import pick_strategy
 
 DEVICES = (64, 32)  # GiB
@@ -54,14 +54,11 @@ def row(model: str, platform_name: str) -> str:
                     ranks = fewest_ranks(strategy, config, platform, gib * GIB)
                     assert ranks is not None, f"{model} fits no number of ranks"
                     found = estimate_memory(strategy, config.replace(tensor_parallel_size=ranks), platform, gib * GIB)
-                cells += _cells(found)
+                profile = found.profile
+                cells += [str(found.num_ranks), f"{profile.weights_bytes / GIB:.1f}",
+                          f"{profile.activation_peak_bytes / GIB:.1f}", f"{found.num_tokens:,}",
+                          str(found.num_sequences)]
     return "| " + " | ".join([model, *cells]) + " |"
-
-
-def _cells(found: Estimate) -> list[str]:
-    profile = found.profile
-    return [str(found.num_ranks), f"{profile.weights_bytes / GIB:.1f}", f"{profile.activation_peak_bytes / GIB:.1f}",
-            f"{found.num_tokens:,}", str(found.num_sequences)]
 
 
 def table(models: tuple[str, ...], platform_name: str) -> Iterator[str]:

@@ -1,12 +1,10 @@
-"""Counts what one text row passes on the CPU: files of ours entered, functions called, the deepest stack of our frames,
-the frames from `main` to the engine's step, and the forms of the row.
+"""Counts what one text row passes on the CPU: files of ours entered, functions called, the frames from `main` to the
+engine's step, and the forms of the row.
 
     .venv/bin/python scripts/trace_row.py
 
-The start and what serves the row (from the engine's first request on) are counted together and each by itself. The row
-is prepared once more in this process, as its worker did it. Functions only: module and class bodies, comprehensions and
-lambdas are not counted; all threads of the job's process are. Prints a line and the deepest stack of each part, and one
-JSON line.
+The row is prepared once more in this process, as its worker did it. Functions only: module and class bodies,
+comprehensions and lambdas are not counted; all threads of the job's process are. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -37,32 +35,14 @@ FORMS = (
 )
 
 
-class Part:
-    """What was entered in a part of the run."""
-
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.functions: set[tuple[str, str]] = set()
-        self.deepest: list[str] = []
-
-    def add(self, file: str, function: str, stack: list[str]) -> None:
-        self.files.add(file)
-        self.functions.add((file, function))
-        self.deepest = max(self.deepest, stack, key=len)
-
-    def counts(self) -> dict[str, int]:
-        return {"files": len(self.files), "functions": len(self.functions), "frames": len(self.deepest)}
-
-
 class Trace:
-    """What was seen. `parts`: all of it, the start, what serves the row, its preparation. `to_step`: our frames above
-    and with the engine's step. `passed`: the forms that a function was given or gave back."""
+    """The functions of ours that ran, by file; the frames above and with the engine's step; the forms that a function
+    was given or returned."""
 
     def __init__(self, forms: tuple[type, ...]) -> None:
-        self.parts = {"all": Part(), "start": Part(), "serving": Part(), "preparing": Part()}
+        self.functions: set[tuple[str, str]] = set()
         self.to_step: list[str] = []
         self.passed: set[type] = set()
-        self.now = "start"
         self._forms = frozenset(forms)
 
     def record(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -75,17 +55,13 @@ class Trace:
             return
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self.passed |= {type(frame.f_locals.get(name)) for name in names if name != "self"} & self._forms
-        if code.co_name == "add_request" and self.now == "start":
-            self.now = "serving"
-        stack, caller = [], frame
-        while caller is not None:
-            if _is_ours(caller):
-                stack.append(f"{Path(caller.f_code.co_filename).name}:{caller.f_code.co_name}")
-            caller = caller.f_back  # type: ignore[assignment]
-        if stack[0] == "llm_engine.py:step":
-            self.to_step = stack
-        for part in ("all", self.now):
-            self.parts[part].add(code.co_filename, code.co_name, stack)
+        self.functions.add((code.co_filename, code.co_name))
+        if code.co_name == "step" and code.co_filename.endswith("/llm_engine.py"):
+            self.to_step, caller = [], frame
+            while caller is not None:
+                if _is_ours(caller):
+                    self.to_step.append(f"{Path(caller.f_code.co_filename).name}:{caller.f_code.co_name}")
+                caller = caller.f_back  # type: ignore[assignment]
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -94,13 +70,13 @@ def _is_ours(frame: FrameType) -> bool:
     return is_function and code.co_filename.startswith(ROOTS)
 
 
-def form_of(name: str) -> type:
+def import_form(name: str) -> type:
     module, _, name = name.rpartition(".")
-    found: type = getattr(importlib.import_module(module if module == "builtins" else f"npu_runner.{module}"), name)
-    return found
+    form: type = getattr(importlib.import_module(module if module == "builtins" else f"npu_runner.{module}"), name)
+    return form
 
 
-def prepare(rows: Path, trace: Trace) -> None:
+def prepare(rows: Path) -> None:
     """Prepare the first row as a worker does."""
     from npu_runner.batch.files.input_file import InputFile
     from npu_runner.batch.job.row_server import CheckpointSide
@@ -110,14 +86,12 @@ def prepare(rows: Path, trace: Trace) -> None:
     config = RunnerConfig.from_keywords(model="shapes-vl", platform="cpu")
     with InputFile(str(rows), rows.parent) as file:
         preprocessor = RowPreprocessor(source=file.source, processor=CheckpointSide(config).processor)
-        row = next(file.rows())
-        trace.now = "preparing"
-        preprocessor(row)
+        preprocessor(next(file.rows()))
 
 
 def main() -> int:
     """Run a job of one row under the profiler."""
-    forms = tuple(map(form_of, FORMS))
+    forms = tuple(map(import_form, FORMS))
     from npu_runner.cli.main import main as npu_runner_main
 
     trace = Trace(forms)
@@ -131,21 +105,19 @@ def main() -> int:
         sys.setprofile(trace.record)
         try:
             status = npu_runner_main()
-            prepare(rows, trace)
+            prepare(rows)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-    counts: dict[str, Any] = {name: part.counts() for name, part in trace.parts.items()}
-    print(f"exit {status}")
-    for name, part in trace.parts.items():
-        print(f"{name}:", ", ".join(f"{count} {what}" for what, count in counts[name].items()))
-        print("  " + " < ".join(part.deepest))
+    counts = {"files": len({file for file, _ in trace.functions}), "functions": len(trace.functions),
+              "frames_to_step": len(trace.to_step)}
+    print(f"exit {status}: {counts['files']} files, {counts['functions']} functions")
     print(f"main to step: {len(trace.to_step)} frames\n  " + " < ".join(trace.to_step))
     missing = [name for name, form in zip(FORMS, forms, strict=True) if form not in trace.passed]
     print(f"forms of the row: {len(forms) - len(missing)}\n  " + ", ".join(form.__name__ for form in forms))
     for name in missing:
         print(f"no function was given or gave back a {name}: strike it from FORMS", file=sys.stderr)
-    print(json.dumps({**counts, "frames_to_step": len(trace.to_step), "forms": len(forms) - len(missing)}))
+    print(json.dumps({**counts, "forms": len(forms) - len(missing)}))
     return status or len(missing)
 
 

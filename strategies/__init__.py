@@ -27,7 +27,7 @@ from npu_runner.checkpoint.files import registered, require_json, resolve_checkp
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
 from npu_runner.checkpoint.lora import Adapter, read_adapter
 from npu_runner.checkpoint.model_config import ModelConfig, ScorePooling
-from npu_runner.checkpoint.quantization import Quantization, asked_of, read_quantization
+from npu_runner.checkpoint.quantization import Quantization, read_quantization, resolve_format
 from npu_runner.checkpoint.weights_reader import stores_another_head
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError
@@ -35,7 +35,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.strategies.base import LoadStrategy, StagedImages, VisionEmbeddings
 
 __all__ = ["ENTRY_POINT_GROUP", "LoadStrategy", "OpenedCheckpoint", "StagedImages", "VisionEmbeddings",
-           "open_adapter", "open_checkpoint", "pick_strategy", "strategies_by_model_type", "strategy_of"]
+           "find_strategy", "open_adapter", "open_checkpoint", "pick_strategy", "strategies_by_model_type"]
 
 logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "npu_runner.strategies"
@@ -48,7 +48,7 @@ def pick_strategy(path: Path) -> LoadStrategy:
     """
     raw = require_json(path, "config.json")
     model_type = raw.get("model_type")
-    strategy = strategy_of(model_type)
+    strategy = find_strategy(model_type)
     if strategy is not None:
         return strategy(path)
     from npu_runner.strategies import transformers_model
@@ -65,7 +65,7 @@ def pick_strategy(path: Path) -> LoadStrategy:
         f"{ENTRY_POINT_GROUP!r}")
 
 
-def strategy_of(model_type: Any) -> type[LoadStrategy] | None:
+def find_strategy(model_type: Any) -> type[LoadStrategy] | None:
     """The strategy of a model type, of another package first, then our own; None if there is none."""
     for entry in registered(ENTRY_POINT_GROUP):
         if entry.name == model_type:
@@ -155,7 +155,7 @@ def open_checkpoint(config: RunnerConfig) -> OpenedCheckpoint:
     path = resolve_checkpoint(config.model, config.revision)
     strategy = pick_strategy(path)
     resolved, quantization = strategy.resolve_config(config), read_quantization(path)
-    resolved = resolved.replace(quantization=asked_of(quantization, resolved.quantization))
+    resolved = resolved.replace(quantization=resolve_format(quantization, resolved.quantization))
     model_config = strategy.model_config_for(resolved)
     adapter = None if config.lora is None else open_adapter(config.lora, quantization)
     if model_config.tie_word_embeddings and _has_own_head(path, resolved, model_config, adapter):

@@ -64,7 +64,7 @@ class StagedImages(list[ImageInput]):
         """All that is there for them."""
         return [tensor for group in self._groups for tensor in (group.patches_PX, *group.places)]
 
-    def take(self) -> Iterator[TowerInputs]:
+    def pop_groups(self) -> Iterator[TowerInputs]:
         """The groups, once; the caller owns each group's memory."""
         while self._groups:
             yield self._groups.pop(0)

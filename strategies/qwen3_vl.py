@@ -78,7 +78,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
         assert isinstance(model, VisionLanguageModel), f"{type(model).__name__} has no tower"
         encoded: dict[int, VisionEmbeddings] = {}
-        groups = images.take() if isinstance(images, StagedImages) else self._tower_inputs(model.visual, images)
+        groups = images.pop_groups() if isinstance(images, StagedImages) else self._tower_inputs(model.visual, images)
         for group in groups:
             together = [images[i] for i in group.indices]
             main_MD, levels = model.visual(group.patches_PX, _grids(together), group.places)

@@ -194,7 +194,7 @@ class TransformersStrategy(LoadStrategy):
 
     @cached_property
     def _observed(self) -> Observed:
-        """The network's calls of attention. Run without weights, in 16 bits, because grouped products need them."""
+        """The network's calls of attention. Run without weights, in 16 bits, because grouped GEMMs need them."""
         causal_lm = self._without_weights(_without_growth(self._config), _PROBING, torch.bfloat16)
         try:
             return observe(causal_lm)

@@ -20,13 +20,9 @@ from hypothesis import strategies as st
 
 from npu_runner.assets import EMBEDDED, SHAPES_VL
 from scripts.shapes import drawing
-from scripts.shapes.drawing import (
-    TEST_SEEDS,
-    draw_example,
-    draw_json_example,
-    draw_scene,
-    json_question,
-)
+from scripts.shapes.drawing import TEST_SEEDS, draw_example, draw_json_example
+from scripts.shapes.questions import json_question
+from scripts.shapes.scenes import draw_scene
 from tests.full_set import examples
 
 ROOT = Path(__file__).parents[1]
@@ -50,12 +46,7 @@ def fingerprint(first_seed: int, hash_seed: str) -> str:
     """Of forty examples, drawn in a process of their own."""
     return subprocess.run(
         [sys.executable, "-c", FINGERPRINT, str(first_seed)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+        cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_seed_draws_the_same_in_every_process() -> None:
@@ -69,16 +60,8 @@ def test_drawing_imports_no_torch() -> None:
 
 
 def test_nobody_shares_seeds() -> None:
-    ranges = sorted(
-        [
-            drawing.DEMO_SEEDS,
-            drawing.EVAL_SEEDS,
-            drawing.VALIDATION_SEEDS,
-            drawing.TEST_SEEDS,
-            drawing.TRAIN_SEEDS,
-        ],
-        key=lambda seeds: seeds.start,
-    )
+    ranges = sorted((drawing.DEMO_SEEDS, drawing.EVAL_SEEDS, drawing.VALIDATION_SEEDS, drawing.TEST_SEEDS,
+                     drawing.TRAIN_SEEDS), key=lambda seeds: seeds.start)
     assert all(first.stop <= second.start for first, second in itertools.pairwise(ranges))
 
 

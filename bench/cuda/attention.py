@@ -1,13 +1,9 @@
-"""Our attention kernels at the sizes of Qwen3-8B, Qwen3-0.6B and Qwen3-VL: decode steps, prompts, vision towers.
-
-Sweeps try other tiles and numbers of parts of Triton's kernels, and other shapes of the decode kernel.
-"""
+"""Our attention kernels at the sizes of Qwen3-8B, Qwen3-0.6B and Qwen3-VL: decode steps, prompts, vision towers."""
 # ruff: noqa: B023  A case is measured before its loop goes on.
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -18,10 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.cuda.cases import DEVICE, Case, changed, rotate
-from npu_runner.platforms.cuda.attention import backend as attention
-from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 from npu_runner.platforms.cuda.attention.backend import TritonAttention
-from npu_runner.platforms.cuda.attention.tiles import AttentionTile as Tile
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _BLOCK_SIZE = 64
@@ -92,25 +85,6 @@ def decode(arguments: Namespace) -> Iterator[Case]:
         if ours.decodes is not None:
             with changed(ours, decodes=None):
                 yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
-        if arguments.sweep and ("mixed" in kind or kind in ("1 x 2048", "8 x 512")):
-            yield from _decode_sweep(heads, len(context_lens), arguments.fp8, call_of, work)
-
-
-def _decode_sweep(heads: Heads, batch_size: int, is_fp8: bool, call_of: Callable[..., Any],
-                  work: dict[str, Any]) -> Iterator[Case]:
-    ours = heads.backend()
-    for shape in itertools.product((1, 2, 4), (4, 8), (1, 2, 3), (2, 4)) if ours.decodes is not None else ():
-        if math.prod(shape[:3]) > 32 or shape[1] * shape[2] > 16:  # too many registers
-            continue
-        with changed(decode_attention, SHAPES={is_fp8: decode_attention.Shape(*shape)}):
-            yield Case(name=f"  tiles, warps, programs, least steps {shape}", call=call_of(heads.backend()), **work)
-    all_parts = [parts for parts in (1, 2, 4, 8, 16, 32) if 256 <= batch_size * heads.num_kv_heads * parts <= 8192]
-    columns = (16, 32, 64) if heads.head_dim == 256 else (32, 64)
-    for size, num_warps, num_stages, num_parts in itertools.product(columns, (2, 4), (2, 3, 4), all_parts):
-        tile = Tile(16, size, num_warps, num_stages)
-        name = "decode_tile_of_fp8" if is_fp8 else "decode_tile"
-        with changed(ours, decodes=None, num_parts=lambda _: num_parts, **{name: tile}):
-            yield Case(name=f"  {tuple(tile)[1:]} parts {num_parts}", call=call_of(ours), **work)
 
 
 def prefill(arguments: Namespace) -> Iterator[Case]:
@@ -136,14 +110,9 @@ def prefill(arguments: Namespace) -> Iterator[Case]:
         yield Case(name=name, call=call_of(ours), **work)
         with changed(ours, prompts=None):
             yield Case(name=f"{name}, in Triton", call=call_of(ours), **work)
-        if arguments.sweep and model != "0.6b" and kind in ("13 x 630", "2 x 4096"):
-            for rows, columns, stages in itertools.product((64, 128), (32, 64), (2, 3, 4)):
-                tile = Tile(rows, columns, rows // 16, stages)
-                with changed(ours, prefill_tile=tile, prompts=None):
-                    yield Case(name=f"  {tuple(tile)}", call=call_of(ours), **work)
 
 
-def tower(arguments: Namespace) -> Iterator[Case]:
+def tower(_: Namespace) -> Iterator[Case]:
     """14 images of 896 x 672 as Qwen3-VL sees them, mixed ones, and windows of Qwen2.5-VL's size."""
     images = {"14 x 2352": [2352] * 14, "mixed": [2352, 300, 4096, 1024, 700, 64, 9000, 2352, 5000, 1200],
               "512 x 64": [64] * 512}
@@ -164,15 +133,6 @@ def tower(arguments: Namespace) -> Iterator[Case]:
             plan = ours.plan_vision(lengths, DEVICE)
             yield Case(name=f"{name}, in Triton", call=case.call, **work)
         yield Case(name=f"{name}, torch's flash", call=_torch_flash(qkv, lengths), **work)
-        if not arguments.sweep or head_dim not in (64, 72):
-            continue
-        for rows, columns, stages in itertools.product((64, 128), (32, 64, 128), (2, 3)):
-            for num_warps in {4, rows // 16}:
-                tile = Tile(rows, columns, num_warps, stages)
-                with (changed(attention, tower_tile=lambda *_: tile, SPLIT_TOWER=tile),
-                      changed(ours.images, takes=lambda *_: False)):
-                    plan = ours.plan_vision(lengths, DEVICE)
-                    yield Case(name=f"  {tuple(tile)}", call=case.call, **work)
 
 
 def _torch_flash(qkv: Tensor, lengths: list[int]) -> Callable[[int], Any]:

@@ -63,7 +63,7 @@ def _plain_draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -
     largest_B1, tokens_B1 = sampling_ops.most_probable(logits_BV)
     unusable_B1 = sampling_ops.is_unusable(logits_BV, largest_B1)
     weights_BV = sampling_ops.token_weights(logits_BV.float(), largest_B1.float(), temperature_B1)
-    return sampling_ops.draw(weights_BV, tokens_B1, uniform_B1, min_p_B1=None).masked_fill(unusable_B1, -1)
+    return sampling_ops.sample(weights_BV, tokens_B1, uniform_B1, min_p_B1=None).masked_fill(unusable_B1, -1)
 
 
 def heads(_: Namespace) -> Iterator[Case]:

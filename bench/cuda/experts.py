@@ -11,8 +11,6 @@ import torch
 
 from bench.cuda.cases import CALLS, DEVICE, Case
 from npu_runner.platforms import pick_platform
-from npu_runner.platforms.cuda.moe import experts as kernels
-from npu_runner.platforms.cuda.moe.experts import Tile, Tiling
 from npu_runner.platforms.quantised import FP8_BLOCK, QuantisedExperts
 
 
@@ -54,9 +52,6 @@ def experts(arguments: Namespace) -> Iterator[Case]:
                 if weights == "bf16" and num_tokens >= 1024:
                     yield Case(name=f"torch._grouped_mm, {num_tokens} tokens in order",
                                call=_grouped_mm(shape, num_tokens, layers), **work)
-                for tiling in _tilings(num_tokens * top_k / num_experts, weights) if arguments.sweep else ():
-                    yield Case(name=f"  {tiling.rows} {tuple(tiling.gate_up)} {tuple(tiling.down)}",
-                               call=_tiled(shape, weights, x_TD, choices, layers, tiling), **work)
 
 
 def _matrix(shape: Shape, num_outputs: int, num_inputs: int, weights: str) -> Any:
@@ -70,36 +65,6 @@ def _matrix(shape: Shape, num_outputs: int, num_inputs: int, weights: str) -> An
     grid = (size[0], num_outputs // FP8_BLOCK, num_inputs // FP8_BLOCK)
     return QuantisedExperts(values.to(torch.bfloat16).to(torch.float8_e4m3fn),
                             torch.full(grid, num_inputs**-0.5 / 73, device=DEVICE))
-
-
-def _tiled(shape: Shape, weights: str, x_TD: Any, choices: Any, layers: Any, tiling: Tiling) -> Callable[[int], Any]:
-    multiply: Any = kernels.dense_gemms if weights == "bf16" else kernels.quantised_gemms
-
-    def call(index: int) -> None:
-        weights_TK, experts_TK = choices[index % CALLS]
-        pairs = kernels.unsorted(experts_TK) if len(x_TD) <= kernels.UNSORTED_TOKENS else kernels.sort_pairs(
-            experts_TK, shape.num_experts, tiling.rows)
-        multiply(x_TD, weights_TK, pairs, *layers[index % 2], tiling)
-
-    return call
-
-
-def _tilings(average: float, weights: str) -> Iterator[Tiling]:
-    """Tiles of both GEMMs change together; `average` pairs an expert. Tiles are (columns, depth, warps, stages)."""
-    if average <= 8:
-        rows, deep = [16], {"bf16": 256, "int8": 256, "fp8": 128}[weights]
-        tiles = [(32, 128, 4, 4), (32, 128, 2, 6), (64, 128, 4, 3), (64, 128, 4, 5), (64, 128, 8, 4), (32, 64, 4, 5),
-                 (32, deep, 4, 3), (16, deep, 4, 4), (64, deep, 4, 3)]
-    elif average <= 48:
-        rows, tiles = [16, 32, 64], [(64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4), (128, 64, 4, 3),
-                                     (128, 128, 8, 3)]
-    else:
-        rows, tiles = [64, 128], [(64, 64, 4, 4), (128, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 4),
-                                  (128, 128, 8, 3)]
-    for num_rows in rows:
-        for columns, depth, warps, stages in tiles:
-            yield Tiling(most_pairs_per_expert=0, rows=num_rows, gate_up=Tile(columns, depth, warps, stages),
-                         down=Tile(2 * columns, depth, warps, stages))
 
 
 def _grouped_mm(shape: Shape, num_tokens: int, layers: Any) -> Callable[[int], Any]:

@@ -1,6 +1,6 @@
 """The weights of a checkpoint with a LoRA adapter merged into them while they are read, in float32.
 
-Knows no model: which name of the adapter stands for which tensor is told by whoever opens both.
+Knows no model: the caller maps names of the adapter to tensors.
 
 O output features, I input features.
 """
@@ -40,14 +40,14 @@ class AdaptedReader(WeightsReader):
                 continue
             shape, change = self.shape(found), adapter.changes.get(name)
             if change.fits(shape) if change is not None else tuple(adapter.replaced[name].shape) == shape:
-                self._take(found, change, adapter.replaced.get(name))
+                self._add(found, change, adapter.replaced.get(name))
             else:
                 problems.append(f"{name}: it is {list(shape)} in the checkpoint, which the adapter's does not fit")
         if problems:
             shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
             raise WeightsError(f"lora {adapter.path}: it is no adapter of {base.path}:\n  {shown}")
 
-    def _take(self, name: str, change: Change | None, replaced: torch.Tensor | None) -> None:
+    def _add(self, name: str, change: Change | None, replaced: torch.Tensor | None) -> None:
         if change is not None:
             self._changes[name] = change
         elif replaced is not None:

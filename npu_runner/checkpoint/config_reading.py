@@ -252,7 +252,6 @@ class GenerationConfig:
     """The contents of generation_config.json, as SamplingParams fields."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
-    """SamplingParams fields."""
     not_served: dict[str, Any] = field(default_factory=dict)
     """Fields that ask for what we do not do, as they stand in the file."""
     eos_token_ids: tuple[int, ...] | None = None
@@ -286,7 +285,7 @@ def _defaults(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if raw.get(name) is not None:
             _check_default(name, ours, raw[name], path)
             defaults[ours] = raw[name]
-    # What shapes the draws stays: it is for requests that ask for a temperature.
+    # Sampling settings stay: they are for requests that ask for a temperature.
     return defaults if do_sample is not False else {**defaults, "temperature": 0.0}
 
 

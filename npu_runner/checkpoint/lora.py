@@ -82,7 +82,7 @@ class Adapter:
     changes: dict[str, Change]
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprint: str
-    """Of both files, for a manifest."""
+    """A digest of both files, for the state of a job."""
 
     def has(self, suffix: str) -> bool:
         """Whether a tensor whose name ends so is changed or replaced."""

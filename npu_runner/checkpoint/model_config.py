@@ -143,7 +143,7 @@ class PoolingConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSettings:
-    """How a text becomes a user message for the chat template, by the checkpoint's files."""
+    """The form of a user message for the chat template, by the checkpoint's files."""
 
     is_flat: bool
     """The content is the text itself; else a list of one part."""
@@ -216,8 +216,8 @@ class ScorePooling(PoolingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassPooling(PoolingConfig):
-    """A logit for each class: the product of the head, a tensor of the checkpoint, and the hidden state of the last
-    token that is no padding."""
+    """A logit for each class: the head, a matrix of the checkpoint, times the hidden state of the last token that is no
+    padding."""
 
     task: ClassVar[str] = CLASSIFY
 

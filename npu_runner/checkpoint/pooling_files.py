@@ -72,7 +72,7 @@ def read_pooling(folder: Path, *, runner: str, task: str,
                                 false_token_id=_needed(_NO, folder, token_id))
         is_asked = runner == "pooling" or task == VectorPooling.task
         return VectorPooling(is_normalised=True) if is_asked else None
-    pooling = _of_modules(folder, modules)
+    pooling = _from_modules(folder, modules)
     if task not in ("auto", pooling.task):
         raise ModelError(f"{folder / _MODULES_FILE}: its modules are for task {pooling.task}, not {task}; leave task "
                          "at auto, or take the file out")
@@ -87,7 +87,7 @@ def _refuse_classifier(folder: Path, setting: str) -> None:
                          "checkpoint that it was made of")
 
 
-def _of_modules(folder: Path, modules: list[tuple[str, str]]) -> PoolingConfig:
+def _from_modules(folder: Path, modules: list[tuple[str, str]]) -> PoolingConfig:
     kinds = [kind for kind, _ in modules]
     if kinds not in _SERVED:
         raise ModelError(f"{folder / _MODULES_FILE}: its modules are {', '.join(kinds) or 'none'}; served are "

@@ -30,7 +30,7 @@ _FIELDS: Mapping[str, type[Fields]] = {MODELSLIM: ModelSlimFields, COMPRESSED_TE
 _READ = "fp8, compressed-tensors, AWQ, GPTQ and ModelSlim are read"
 _AS_THEY_ARE = "dequantised at load, inputs not quantised"
 _HOLD_INT8 = (MODELSLIM, COMPRESSED_TENSORS)
-"""Formats that may have weights for products with inputs of int8."""
+"""Formats that may have weights for matmuls with int8 inputs."""
 _MADE = {"int8": "int8", "fp8": "FP8"}
 """Names of the weights that the setting `quantization` makes, by row."""
 _HOLD_FP8 = (FP8, COMPRESSED_TENSORS)
@@ -93,7 +93,7 @@ def kv_cache_scheme(quantization: Quantization | None) -> str | None:
     return "fp8" if is_fp8 else ", ".join([f"kv_cache_scheme: {kind} of {bits} bits, strategy {strategy}", *more])
 
 
-def asked_of(quantization: Quantization | None, asked: str) -> str:
+def resolve_format(quantization: Quantization | None, asked: str) -> str:
     """The setting `quantization` as it is for such a checkpoint: FP8 of what is FP8 already is its own form, auto."""
     is_fp8 = quantization is not None and (
         quantization.method == FP8 or (quantization.method, quantization.settings.get("format")) == (

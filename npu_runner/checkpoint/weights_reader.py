@@ -26,7 +26,7 @@ ScaledRows: TypeAlias = tuple[slice, torch.Tensor, torch.Tensor]
 
 
 class Int8Inputs(NamedTuple):
-    """Inputs x of a product as int8: round(x / scale + offset). Without a scale each row has its own, max|x| / 127."""
+    """Inputs x of a matmul as int8: round(x / scale + offset). Without a scale each row has its own, max|x| / 127."""
 
     scale: float | None = None
     offset: float = 0.0
@@ -36,7 +36,7 @@ BY_ROW = Int8Inputs()
 
 
 class GroupedForm(NamedTuple):
-    """(values - zeros) * scales, whole numbers of `bits` bits, for products with inputs in 16 bits."""
+    """(values - zeros) * scales, whole numbers of `bits` bits, for matmuls with inputs in 16 bits."""
 
     bits: int
     """4 or 8."""
@@ -46,7 +46,7 @@ class GroupedForm(NamedTuple):
 
 
 class GroupedPiece(NamedTuple):
-    """Some rows of those that were asked for."""
+    """Some of the requested rows."""
 
     rows: slice
     values: torch.Tensor
@@ -115,7 +115,7 @@ class WeightsReader(ABC):
 
     def fp8_form(self, name: str) -> str | None:
         """fp8: a matrix of FP8 (e4m3) with a scale for each row. fp8_blocks: one for each block of 128 x 128. Both are
-        for products whose inputs are rounded to FP8, too. None: it is neither. Of a stack: that of its matrices."""
+        for matmuls whose inputs are rounded to FP8, too. None: neither. A stack has the form of its matrices."""
         return None
 
     def fp8_pieces(self, name: str, dim: int | None = None, start: int = 0, length: int = 0,

@@ -51,9 +51,9 @@ def _fill(folder: Path, file: Path) -> None:
 
 def _patches(model_type: str, vision: dict[str, Any]) -> dict[str, Any]:
     """Side and frames of a patch. A family whose towers take one frame may have any number of frames in its file."""
-    from npu_runner.strategies import strategy_of  # imports torch where there is a family of that name
+    from npu_runner.strategies import find_strategy  # imports torch where there is a family of that name
 
-    strategy = strategy_of(model_type)
+    strategy = find_strategy(model_type)
     if strategy is not None and strategy.image_defaults.temporal_patch_size == 1:
         return {"patch_size": vision.get("patch_size", strategy.image_defaults.patch_size), "temporal_patch_size": 1}
     return {"patch_size": vision.get("patch_size", 16), "temporal_patch_size": vision.get("temporal_patch_size", 2)}

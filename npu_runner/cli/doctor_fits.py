@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_runner.checkpoint.quantization import arithmetic, asked_of, read_quantization
+from npu_runner.checkpoint.quantization import arithmetic, read_quantization, resolve_format
 from npu_runner.cli.checkpoint_folder import checkpoint_folder
 from npu_runner.cli.options import named_settings
 from npu_runner.config import RunnerConfig, from_keywords
@@ -57,7 +57,7 @@ def estimate(folder: Path, config: RunnerConfig, platform: Platform, device_byte
 
     strategy = pick_strategy(folder)
     config = strategy.resolve_config(config)
-    config = config.replace(quantization=asked_of(read_quantization(folder), config.quantization))
+    config = config.replace(quantization=resolve_format(read_quantization(folder), config.quantization))
     found = estimate_memory(strategy, config, platform, device_bytes)
     remedies = []
     if not found.fits:
@@ -83,7 +83,7 @@ def _fits_as_int8(strategy: LoadStrategy, config: RunnerConfig, platform: Platfo
 def _report(folder: Path, config: RunnerConfig, platform: Platform, device_bytes: int, *, as_json: bool) -> int:
     found, remedies = estimate(folder, config, platform, device_bytes)
     quantization = read_quantization(folder)
-    method = arithmetic(quantization, asked_of(quantization, config.quantization), found.settings.weight_forms)
+    method = arithmetic(quantization, resolve_format(quantization, config.quantization), found.settings.weight_forms)
     if as_json:
         values = as_values(found) | ({} if method is None else {"quantization": method})
         print(json.dumps({"fits": found.fits, **values, "problem": found.problem, "remedies": remedies}))

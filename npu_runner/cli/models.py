@@ -128,9 +128,9 @@ def _gives_scores(strategy: LoadStrategy, config: RunnerConfig) -> bool:
 def _arithmetic(quantization: Quantization | None, config: RunnerConfig, stored: frozenset[str] | None) -> str | None:
     """The arithmetic of quantised weights on the named platform; without one on any, and where it differs. `stored`:
     the forms that weights have; None: their files were not read."""
-    from npu_runner.checkpoint.quantization import arithmetic, asked_of
+    from npu_runner.checkpoint.quantization import arithmetic, resolve_format
 
-    setting = asked_of(quantization, config.quantization)
+    setting = resolve_format(quantization, config.quantization)
 
     def on(platform: Platform) -> str | None:
         forms = [form for form in platform.weight_forms if stored is None or form in stored]

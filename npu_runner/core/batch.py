@@ -205,7 +205,7 @@ class RunningTable:
         """Sequences may get more than one token each."""
         self._decoding = None
 
-    def note_shorter(self, seq: Sequence) -> None:
+    def record_shorter(self, seq: Sequence) -> None:
         """`seq` has given back blocks at its end: others may be told in their places."""
         assert seq.slot is not None, f"sequence {seq.seq_id} holds no slot"
         self._num_blocks[seq.slot] = min(int(self._num_blocks[seq.slot]), len(seq.block_table))
@@ -214,7 +214,7 @@ class RunningTable:
         """The sequences of `running` whose blocks have no room for their next token."""
         return [seq for _, seq in self._unknown(running) if seq.num_tokens > len(seq.block_table) * self.block_size]
 
-    def tell(self, sequences: Iterable[Sequence]) -> np.ndarray:
+    def unsent_entries(self, sequences: Iterable[Sequence]) -> np.ndarray:
         """(N, 3) int32, see ScheduledBatch: entries of the tables of `sequences` that were not sent before. Counts them
         as sent."""
         news: list[tuple[int, int, int]] = []
@@ -228,7 +228,7 @@ class RunningTable:
             self._num_blocks[slot], self._num_null_blocks[slot] = len(blocks), seq.num_null_blocks
         return np.array(news, dtype=np.int32) if news else NO_NEW_BLOCKS
 
-    def tell_decoding(self, running: list[Sequence]) -> np.ndarray:
+    def unsent_decoding_entries(self, running: list[Sequence]) -> np.ndarray:
         """The same of sequences that decode, of which few have news."""
         news = {slot: seq for slot, seq in self._unknown(running)}
         if self._loses_blocks:
@@ -236,7 +236,7 @@ class RunningTable:
             num_null_B = _per_sequence(seq.num_null_blocks for seq in running)
             rows = np.flatnonzero(num_null_B != self._num_null_blocks[slots_B]).tolist()
             news.update((int(slots_B[row]), running[row]) for row in rows)
-        return self.tell(news.values())
+        return self.unsent_entries(news.values())
 
     def _unknown(self, running: list[Sequence]) -> list[tuple[int, Sequence]]:
         """Those, with their slots, whose next token lies in a block that no step has sent."""
@@ -248,7 +248,7 @@ class RunningTable:
         """Where the states of these rows lie, as ScheduledBatch has it."""
         return None if self.states is None else self.states.of(slots_B)
 
-    def take_freed_slots(self) -> list[int]:
+    def pop_freed_slots(self) -> list[int]:
         freed, self._freed = self._freed, []
         return freed
 
@@ -268,7 +268,7 @@ class _Decoding:
 
 def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch:
     """One token for each of `running`, blocks already allocated; the table counts it as launched."""
-    new_blocks_N3 = table.tell_decoding(running)
+    new_blocks_N3 = table.unsent_decoding_entries(running)
     rows = table.decoding(running)
     slots_B, context_lens_B = rows.slots_B, rows.context_lens_B
     rows.advance()
@@ -283,7 +283,7 @@ def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch
         new_blocks_N3=new_blocks_N3,
         samples_B=np.ones(len(running), dtype=np.bool_),
         state_slots=table.state_slots(slots_B),
-        freed_slots=table.take_freed_slots())
+        freed_slots=table.pop_freed_slots())
 
 
 def drafted_batch(running: list[Sequence], drafts: list[list[int]], table: RunningTable) -> ScheduledBatch:
@@ -304,10 +304,10 @@ def drafted_batch(running: list[Sequence], drafts: list[list[int]], table: Runni
         positions=places_T + np.repeat(table.position_deltas[slots_B], counts_B),
         query_lens_B=counts_B,
         context_lens_B=ends_B,
-        new_blocks_N3=table.tell(running),
+        new_blocks_N3=table.unsent_entries(running),
         samples_B=np.ones(len(running), dtype=np.bool_),
         state_slots=None if table.states is None else table.states.lend(slots_B, map(len, drafts)),
-        freed_slots=table.take_freed_slots())
+        freed_slots=table.pop_freed_slots())
 
 
 def _per_sequence(values: Iterable[int | None]) -> np.ndarray:
@@ -331,12 +331,12 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
                                  axis=-1),
         query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
         context_lens_B=np.array(context_lens, dtype=np.int32),
-        new_blocks_N3=table.tell(seq for seq, _ in chunks),
+        new_blocks_N3=table.unsent_entries(seq for seq, _ in chunks),
         samples_B=np.array(samples, dtype=np.bool_),
         state_slots=state_slots,
         previous_positions=_previous_positions(chunks, uses_mrope),
         new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
-        freed_slots=table.take_freed_slots(),
+        freed_slots=table.pop_freed_slots(),
         images=list(images.values()),
         image_slices=slices,
         prompt_scores=scores,

@@ -45,7 +45,7 @@ def most_blocks(max_model_len: int, window: int | None, max_chunk: int, block_si
     return min(whole, -(-(window - 1 + max_chunk) // block_size) + 1)
 
 
-def take_those_behind(seq: Sequence, window: int, block_size: int) -> list[int]:
+def pop_blocks_behind(seq: Sequence, window: int, block_size: int) -> list[int]:
     """Take the blocks that no token will see again out of `seq`'s table, which keeps null entries; returns them."""
     start = seq.num_null_blocks
     end = min(first_needed_block(seq.num_computed_tokens, window, block_size), len(seq.block_table))
@@ -140,7 +140,7 @@ class BlockManager:
     def num_findable_tokens(self, seq: Sequence) -> int:
         """About how many tokens the waiting `seq` would find in the prefix cache. An estimate by bisection: blocks
         leave the cache from the end of a prefix on. Ignores snapshots and windows."""
-        if not self._may_share(seq):
+        if not self._can_share(seq):
             return 0
         full = range((seq.num_tokens - 1) // self.block_size)
         return self.block_size * bisect_left(full, True, key=lambda i: self._hash(seq, i) not in self._block_of_hash)
@@ -152,7 +152,7 @@ class BlockManager:
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         seq.num_computed_tokens = seq.num_cached_tokens = 0
-        if not self._may_share(seq):
+        if not self._can_share(seq):
             seq.state_source, seq.snapshot_positions = None, ()
             return
         blocks = self._cached_blocks(seq)
@@ -160,13 +160,13 @@ class BlockManager:
             blocks = blocks[: self._match_state(seq, self.snapshots, len(blocks) * self.block_size) // self.block_size]
         seq.num_null_blocks = blocks.count(0)
         for block in blocks[seq.num_null_blocks:]:
-            self._take(block)
+            self._reference(block)
         seq.block_table.extend(blocks)
         seq.num_computed_tokens = seq.num_cached_tokens = len(seq.block_table) * self.block_size
         seq.num_committed_blocks = len(seq.block_table)
-        self._note_peak()
+        self._record_peak()
 
-    def _may_share(self, seq: Sequence) -> bool:
+    def _can_share(self, seq: Sequence) -> bool:
         return self.enable_prefix_caching and not seq.is_computed_whole
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
@@ -212,10 +212,10 @@ class BlockManager:
 
     # -- steps under way -------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         """A step is put together from here on."""
         if self.snapshots is not None:
-            self.snapshots.begin()
+            self.snapshots.start_step()
 
     def launch_step(self) -> None:
         """The step that was put together is under way: those after it find the blocks and states that it writes."""
@@ -259,7 +259,7 @@ class BlockManager:
             self._withdraw(block)
             self._ref_counts[block] = 1
             seq.block_table.append(block)
-        self._note_peak()
+        self._record_peak()
         return True
 
     def withdraw(self, seq: Sequence, num_tokens: int = 0) -> None:
@@ -317,7 +317,7 @@ class BlockManager:
         if self.sliding_window is None:
             return
         for seq in sequences:
-            self._give_back(take_those_behind(seq, self.sliding_window, self.block_size))
+            self._give_back(pop_blocks_behind(seq, self.sliding_window, self.block_size))
 
     def free_behind_end(self, seq: Sequence) -> None:
         """Give back the blocks that its tokens do not reach: drafts that were not kept have left them."""
@@ -340,12 +340,12 @@ class BlockManager:
                 self._free[block] = None
                 self.num_given_back += 1
 
-    def _take(self, block: int) -> None:
+    def _reference(self, block: int) -> None:
         if self._ref_counts[block] == 0:
             del self._free[block]
         self._ref_counts[block] += 1
 
-    def _note_peak(self) -> None:
+    def _record_peak(self) -> None:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def _key_at(self, seq: Sequence, end: int) -> bytes:

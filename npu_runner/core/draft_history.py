@@ -42,7 +42,7 @@ class DraftHistory:
     _pause: int = _FIRST_PAUSE
     _paused_until: int = 0
 
-    def look_up(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int],
+    def lookup(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int],
                 find: Callable[[np.ndarray], list[int]]) -> list[int]:
         """The drafts that `find` returns for the sequence's `num_tokens` tokens and `behind`; none during a pause.
         `tokens(start, end)` reads the sequence."""

@@ -1,10 +1,10 @@
-"""Proposes the tokens that sequences may go on with, ahead of the step that draws them. Knows no model and no grammar.
+"""Proposes next tokens of sequences, ahead of the step that samples them. Knows no model and no grammar.
 
 Three kinds. Forced tokens spell the only text that a grammar leaves; the step before reports them, and with `mtp` what
 the model's head proposes behind them. Looked-up tokens followed, earlier in prompt and answer, the tokens that the
 sequence ends with now; or, with `suffix`, in other answers.
 
-What is proposed changes no answer: a step draws the token at each place as it would have without drafts, and keeps a
+What is proposed changes no answer: a step samples the token at each place as it would have without drafts, and keeps a
 draft that is equal. How many are proposed depends on counts alone, never on a clock.
 """
 
@@ -34,7 +34,7 @@ class _Drafted(NamedTuple):
 
 class Drafter:
     """The drafter of one engine. A step with drafts is scheduled only when no other step is in flight. A step without
-    drafts may follow one in flight if `may_draft` returns False."""
+    drafts may follow one in flight if `can_draft` returns False."""
 
     def __init__(self, config: SpeculativeConfig):
         self._config = config
@@ -53,12 +53,12 @@ class Drafter:
         """Forget the steps in flight."""
         self._under_way = []
 
-    def note_answer(self, seq: Sequence) -> None:
+    def record_answer(self, seq: Sequence) -> None:
         """Add the answer of a sequence that has finished normally; later sequences may repeat it."""
         if self._suffixes is not None:
             self._suffixes.add(seq.output_token_ids)
 
-    def note_next(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]],
+    def record_next(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]],
                   num_forced: SequenceOf[int]) -> None:
         """Record the tokens that may follow each sequence of a finished step: `num_forced` tokens that its grammar
         forces, then the tokens that a head proposes."""
@@ -73,11 +73,11 @@ class Drafter:
         """Whether a step with drafts is in flight."""
         return bool(self._under_way)
 
-    def may_draft(self, running: SequenceOf[Sequence]) -> bool:
+    def can_draft(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the next step of `running` may have drafts, for any outcome of the steps in flight."""
-        return self._config.most_drafts(len(running)) > 0 and any(map(self._may_have_drafts, running))
+        return self._config.most_drafts(len(running)) > 0 and any(map(self._can_draft_for, running))
 
-    def _may_have_drafts(self, seq: Sequence) -> bool:
+    def _can_draft_for(self, seq: Sequence) -> bool:
         if seq.params.structured_outputs is not None:
             return True
         return self._config.method != FORCED and not (
@@ -109,7 +109,7 @@ class Drafter:
         if self._config.method == MTP:
             return drafts if history.pauses_at(seq.num_tokens) else (drafts + proposed)[:num]
         if self._config.method != FORCED and len(drafts) < num:
-            drafts += history.look_up(seq.num_tokens, seq.tokens, behind=drafts,
+            drafts += history.lookup(seq.num_tokens, seq.tokens, behind=drafts,
                                       find=partial(self._find, num - len(drafts)))
         return drafts
 
@@ -133,7 +133,7 @@ class Drafter:
         self._under_way = [_Drafted(seq, seq.drafting, seq.num_tokens, len(tokens))
                            for seq, tokens in zip(running, drafts, strict=bool(drafts))]
 
-    def settle(self) -> list[tuple[Sequence, int]]:
+    def resolve(self) -> list[tuple[Sequence, int]]:
         """The tokens of the step under way are booked: its sequences, if it had drafts, and how many each has kept."""
         under_way, self._under_way = self._under_way, []
         return [(drafted.seq, self._count(drafted)) for drafted in under_way]

@@ -37,16 +37,16 @@ class Joining:
         self._looked_at: tuple[int, ...] = ()
         self._can_join = False
 
-    def note_arrival(self) -> None:
+    def record_arrival(self) -> None:
         self._last_gap, self._steps_since_arrival = self._steps_since_arrival, 0
         self._num_arrivals += 1
 
-    def note_step(self, *, is_prefill: bool) -> None:
+    def record_step(self, *, is_prefill: bool) -> None:
         """Record that a step was scheduled."""
         self._steps_since_arrival += 1
         self._steps_since_prefill = 0 if is_prefill else self._steps_since_prefill + 1
 
-    def note_refusal(self, num_running: int) -> None:
+    def record_refusal(self, num_running: int) -> None:
         """Record that the head of the queue got no blocks beside `num_running` sequences."""
         self._refused = self._blocks.num_given_back, num_running
 
@@ -66,7 +66,7 @@ class Joining:
                 self._is_quiet)
         if seen != self._looked_at:
             self._looked_at = seen
-            self._can_join = self._look(waiting, num_running, num_slots, max_num_seqs, max_num_tokens, is_overdue)
+            self._can_join = self._scan(waiting, num_running, num_slots, max_num_seqs, max_num_tokens, is_overdue)
         return self._can_join
 
     @property
@@ -74,7 +74,7 @@ class Joining:
         """Whether no request has arrived for at least one step and twice the gap of the last two arrivals."""
         return self._steps_since_arrival >= max(1, 2 * self._last_gap)
 
-    def _look(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,
+    def _scan(self, waiting: SequenceOf[Sequence], num_running: int, num_slots: int, max_num_seqs: int,
               max_num_tokens: int, is_overdue: bool) -> bool:
         """Counts the sequences that can join, until the answer is clear."""
         num_free = self._blocks.num_free - num_running  # each of them may need one for its next token

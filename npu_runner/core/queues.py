@@ -64,8 +64,8 @@ class SequenceQueues:
         self._held: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
-        self._joining.note_arrival()
-        if self._may_run(seq):
+        self._joining.record_arrival()
+        if self._can_run(seq):
             self.waiting.append(seq)
         else:
             self._held.append(seq)
@@ -89,7 +89,7 @@ class SequenceQueues:
         if reason == "error":
             self.block_manager.withdraw(seq, seq.num_cached_tokens)
         if self.drafter is not None and reason in ("stop", "length"):
-            self.drafter.note_answer(seq)
+            self.drafter.record_answer(seq)
         self._release(seq)
         seq.finish(reason)
 
@@ -140,8 +140,8 @@ class SequenceQueues:
         self.rollback()
         everybody = sorted((*self.waiting, *self._held), key=lambda seq: seq.arrival)
         self._alone = None if group is None else frozenset(seq.seq_id for seq in group)
-        self.waiting = deque(seq for seq in everybody if self._may_run(seq))
-        self._held = [seq for seq in everybody if not self._may_run(seq)]
+        self.waiting = deque(seq for seq in everybody if self._can_run(seq))
+        self._held = [seq for seq in everybody if not self._can_run(seq)]
 
     def reset(self) -> None:
         """Forget every sequence and everything that the cache holds, whatever stood here."""
@@ -159,7 +159,7 @@ class SequenceQueues:
         if self.drafter is not None:
             self.drafter.reset()
 
-    def _may_run(self, seq: Sequence) -> bool:
+    def _can_run(self, seq: Sequence) -> bool:
         return self._alone is None or seq.seq_id in self._alone
 
     def _latest_arrival(self) -> Sequence:

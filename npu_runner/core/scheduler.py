@@ -46,7 +46,7 @@ class SchedulerLimits:
 
     @property
     def least_batched_tokens(self) -> int:
-        """What a prefill step must be able to take, so that every prompt gets on."""
+        """The least number of tokens of a prefill step with which every prompt makes progress."""
         return self.state_alignment or 1
 
 
@@ -64,8 +64,8 @@ class Scheduler(SequenceQueues):
     def schedule(self) -> ScheduledBatch | None:
         """The next step, which is under way from now on. None when nothing is left to run, or when steps under way must
         be completed first."""
-        self.block_manager.begin_step()
-        self._offer_what_has_arrived()
+        self.block_manager.start_step()
+        self._offer_arrived()
         self._release_those_at_their_end()
         if self._must_wait():
             return None
@@ -80,16 +80,16 @@ class Scheduler(SequenceQueues):
             can_go_on = batch is not None or bool(self.under_way) or not self.has_unfinished()
             assert can_go_on, "unfinished sequences, and none can run"
             return batch
-        self._joining.note_step(is_prefill=False)
+        self._joining.record_step(is_prefill=False)
         drafts = [] if self.drafter is None or self.under_way else self._drafts(self.drafter, running)
         return self._decode(running, drafts)
 
     def _prefill(self) -> ScheduledBatch | None:
         chunks, state_saves = self._choose_prefill()
         if not chunks:
-            self._joining.note_refusal(len(self.running))
+            self._joining.record_refusal(len(self.running))
             return None
-        self._joining.note_step(is_prefill=True)
+        self._joining.record_step(is_prefill=True)
         batch = prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
         self._launch_prefill(chunks)
         return batch
@@ -142,23 +142,23 @@ class Scheduler(SequenceQueues):
         self.block_manager.complete_step()
         return self.under_way.complete()
 
-    def settle_drafts(self) -> int:
+    def resolve_drafts(self) -> int:
         """Call it once the tokens of a completed step are booked. Returns how many of its drafts were kept."""
         if self.drafter is None:
             return 0
-        settled = self.drafter.settle()
-        going_on = [(seq, num) for seq, num in settled if seq.status is SequenceStatus.RUNNING]
+        resolved = self.drafter.resolve()
+        going_on = [(seq, num) for seq, num in resolved if seq.status is SequenceStatus.RUNNING]
         running = [seq for seq, _ in going_on]
         if self._table.states is not None:
-            self._table.states.settle((seq.slot, num) for seq, num in going_on if seq.slot is not None)
+            self._table.states.resolve((seq.slot, num) for seq, num in going_on if seq.slot is not None)
         for seq in running:
             self.block_manager.free_behind_end(seq)
             self._offer(seq)
-            self._table.note_shorter(seq)
+            self._table.record_shorter(seq)
         self.block_manager.free_behind_window(running)
-        return sum(num for _, num in settled)
+        return sum(num for _, num in resolved)
 
-    def _offer_what_has_arrived(self) -> None:
+    def _offer_arrived(self) -> None:
         """Full blocks whose last tokens were on their way when they were computed."""
         for seq in self._unoffered:
             self.block_manager.commit(seq)
@@ -182,7 +182,7 @@ class Scheduler(SequenceQueues):
         if not self.under_way or (self._ending and self.waiting):
             return bool(self.under_way)
         drafter = self.drafter
-        return drafter is not None and (drafter.is_under_way or drafter.may_draft(self.running))
+        return drafter is not None and (drafter.is_under_way or drafter.can_draft(self.running))
 
     def lower_limits(self, *, is_prefill: bool, num_tokens: int, num_seqs: int) -> None:
         """From now on prefill steps have no more than `num_tokens` tokens, or decode steps `num_seqs` sequences."""
@@ -224,7 +224,7 @@ class Scheduler(SequenceQueues):
                 if not seq.block_table or seq.is_at_its_start:
                     self._release(seq)  # never started: it may not sit on blocks that others wait for
                 break
-            self._begin_chunk(seq, num)
+            self._start_chunk(seq, num)
             state_saves += [(len(chunks), *save) for save in self.block_manager.save_states(seq, num)]
             chunks.append((seq, num))
             budget -= num
@@ -237,7 +237,7 @@ class Scheduler(SequenceQueues):
         self._deferred = deferred
         return chunks, state_saves
 
-    def _begin_chunk(self, seq: Sequence, num: int) -> None:
+    def _start_chunk(self, seq: Sequence, num: int) -> None:
         """`seq` computes `num` tokens in the step that is being put together; the rows behind it find its blocks."""
         if seq.is_at_its_start:
             self.block_manager.count_prefix_use(seq)
@@ -300,6 +300,6 @@ class Scheduler(SequenceQueues):
         if self.drafter is not None:
             batch.wants_drafts_B = self.drafter.wanted(running, drafts)
             self.drafter.launch(running, drafts)
-        # Which blocks become full is known once drafts are kept: `settle_drafts` offers them.
+        # Which blocks become full is known once drafts are kept: `resolve_drafts` offers them.
         self._launch_decode(running, [] if drafts else batch.rows_with_full_blocks(self._block_size))
         return batch

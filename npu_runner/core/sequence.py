@@ -41,7 +41,7 @@ class Sequence:
     is_apart: bool = False
     """It takes nothing from the prefix cache: with that it brought what is no number."""
     max_num_tokens: int | None = None
-    """Of prompt and output: a sequence that will have that many is in no further step. None: its end is given from
+    """Tokens of prompt and output after which the sequence is in no further step; None if its end is set from
     outside."""
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -63,13 +63,13 @@ class Sequence:
     """Row in the running batch's tables and in the sampler's state."""
     num_preemptions: int = 0
     output_token_ids: list[int] = field(default_factory=list)
-    """What was generated; the prompt's ids are shared with every other completion of the request."""
+    """The generated tokens. Completions of a request share the prompt's."""
     num_tokens: int = field(init=False)
-    """Of prompt and output, those that steps under way will bring included."""
+    """Tokens of prompt and output, with the expected ones of steps under way."""
     num_expected: int = 0
     """Tokens that steps under way will bring; the host does not know them yet."""
     epoch: int = 0
-    """What a step brings counts only in the epoch that the step was planned in."""
+    """Results of a step count only in the epoch that planned the step."""
     num_prompt_tokens: int = field(init=False)
     drafting: DraftHistory | None = None
     """None: it had no draft yet."""
@@ -117,7 +117,7 @@ class Sequence:
 
     @property
     def num_known_tokens(self) -> int:
-        """Of prompt and output, those that have arrived."""
+        """Tokens of prompt and output that have arrived."""
         return self.num_tokens - self.num_expected
 
     @property

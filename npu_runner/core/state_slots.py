@@ -48,7 +48,7 @@ class StateSlots:
             self._lent[row] = [self._free.pop() for _ in range(num)]
         return np.fromiter(chain(*([int(self._slot_of_row[row]), *self._lent[row]] for row in rows)), dtype=np.int32)
 
-    def settle(self, kept: Iterable[tuple[int, int]]) -> None:
+    def resolve(self, kept: Iterable[tuple[int, int]]) -> None:
         """Keep the state of the last accepted draft of each row. kept: (row, number of accepted drafts)."""
         for row, num in kept:
             if num:

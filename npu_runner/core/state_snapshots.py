@@ -88,7 +88,7 @@ class StateSnapshots:
             self._free.append(slot)
             self.counters.evicted += 1
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """A step is put together from here on: nothing is read or written for it yet."""
         self._loading = set()
 

@@ -48,7 +48,7 @@ class SuffixSettings:
     min_token_prob: float
 
     def follow(self, source: np.ndarray, places_C: np.ndarray, end_L: np.ndarray, most: int) -> Path:
-        """What follows in `source` behind places that have the last token of `end_L`."""
+        """The tokens of `source` that follow places with the last token of `end_L`."""
         places_C, size = longest(source, places_C, end_L, self.max_tree_depth)
         most = min(most, int(self.max_spec_factor * size))
         if not len(places_C) or most < 1:
@@ -76,8 +76,8 @@ class SuffixSettings:
 
 
 def longest(source: np.ndarray, places_C: np.ndarray, end_L: np.ndarray, most: int) -> tuple[np.ndarray, int]:
-    """Those of the places, where the last token of `end_L` stands, that have most tokens of its end before them, up to
-    `most`; and how many these are."""
+    """The places with the last token of `end_L` that the longest end of it precedes, and the length of that end, up to
+    `most`."""
     size = 1 if len(places_C) else 0
     while 0 < size < min(most, len(end_L)):
         before_C = places_C - size

@@ -81,7 +81,7 @@ def scheduler_limits(info: RunnerInfo) -> SchedulerLimits:
         state_spares=info.state.spares if info.state is not None and info.state.spares else None)
 
 
-def warn_of_what_is_not_done(model_config: ModelConfig) -> None:
+def warn_of_unsupported_parts(model_config: ModelConfig) -> None:
     """Warn of settings in the checkpoint's files that have no effect here."""
     pooling = model_config.pooling
     if isinstance(pooling, VectorPooling) and pooling.default_prompt is not None:

@@ -80,8 +80,8 @@ class IncrementalDetokenizer:
         while self._num_read < len(self._ids):
             self._read_next()
         settled = self._settled.text
-        num_begun = self._search.num_begun(at_mark=self._run.is_open) if self._search else 0
-        return settled[: len(settled) - num_begun]
+        num_started = self._search.num_started(at_mark=self._run.is_open) if self._search else 0
+        return settled[: len(settled) - num_started]
 
     def finish(self) -> str:
         """End the text, bytes that never became a character as U+FFFD, and return all of it."""
@@ -98,10 +98,10 @@ class IncrementalDetokenizer:
         if self._run.accepts(token_id):
             return self._read_byte(token_id)
         expected = self._run.close()
-        fresh = self._settled.settle(token_id)
+        fresh = self._settled.append(token_id)
         if expected is not None and fresh.startswith(expected):
             return fresh[len(expected):]
-        self._take_run_back()
+        self._retract_run()
         return fresh
 
     def _read_byte(self, token_id: int) -> str:
@@ -111,15 +111,15 @@ class IncrementalDetokenizer:
         at_start = not self._settled.length and not self._run.has_text
         fresh = self._run.feed(token_id)
         if fresh is None:
-            self._take_run_back()
+            self._retract_run()
         elif fresh and at_start:  # where a decoder drops spaces
             fresh = self._settled.decode_held()
             self._run.replace(fresh)
         return fresh or ""
 
-    def _take_run_back(self) -> None:
+    def _retract_run(self) -> None:
         if self._search is not None:
-            self._search.take_back()
+            self._search.retract()
 
 
 def detokenizer_for(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
@@ -157,7 +157,7 @@ class _SettledText:
         """The current text of the tokens after the final text."""
         return self._decode(self._window)[self._num_given:]
 
-    def settle(self, token_id: int) -> str:
+    def append(self, token_id: int) -> str:
         """Add a token; returns the characters that are now certain."""
         self._window.append(token_id)
         window_text = self._decode(self._window)
@@ -268,11 +268,11 @@ class StopSearch:
         """Remember this place: what follows may be taken back."""
         self._mark = (self._node, self._length)
 
-    def take_back(self) -> None:
+    def retract(self) -> None:
         """Forget what came after the mark."""
         self._node, self._length = self._mark
 
-    def num_begun(self, *, at_mark: bool) -> int:
+    def num_started(self, *, at_mark: bool) -> int:
         """Characters at the end of the text that begin a stop string; `at_mark`: of the text up to the mark."""
         node = self._mark[0] if at_mark else self._node
         while node.fallback is not None and not node.continuations:

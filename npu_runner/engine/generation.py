@@ -107,12 +107,12 @@ class Generation:
         if self.logprobs is not None:
             del token_ids[self.logprobs.num_tokens :]
         self.finished = None
-        while (num_kept := self._tell_again()) < len(token_ids):
+        while (num_kept := self._report_again()) < len(token_ids):
             del token_ids[num_kept:]
         if self.logprobs is not None:
             self.logprobs.cut(len(token_ids))
 
-    def _tell_again(self) -> int:
+    def _report_again(self) -> int:
         """Ask of each token once more whether it ends the completion, as if none had been; those before one that does,
         or all."""
         self._restart()
@@ -143,7 +143,7 @@ class Generation:
             self.pooled = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
         self.pooled[place : place + len(states_LD)] = states_LD
 
-    def take_pooled(self, values_W: np.ndarray) -> End:
+    def receive_pooled(self, values_W: np.ndarray) -> End:
         """Ends a prompt that is pooled with its W numbers, or with the states of its tokens, which are there by now."""
         pooling = self.sequence.pooling
         if pooling is not None and pooling.keeps_tokens:
@@ -179,7 +179,7 @@ class PlainRows:
         # Of whatever was ever noted: a token that ends one row sends others that bring it one by one as well.
         self._ends = {NO_TOKEN, ALL_BANNED}
 
-    def note(self, slot: int, generation: Generation) -> None:
+    def record(self, slot: int, generation: Generation) -> None:
         """Record that results of this slot belong to `generation`, until its next prompt."""
         self._is_watched_S[slot] = generation.is_watched
         self._num_left_S[slot] = generation.num_left
@@ -287,7 +287,7 @@ class UnfinishedRequest:
     queued_ts: float = field(default_factory=time.monotonic)
     first_token_ts: float = 0.0
 
-    def note_first_token(self) -> None:
+    def record_first_token(self) -> None:
         """Its first token, or its first vector, has arrived. Later calls change nothing."""
         self.first_token_ts = self.first_token_ts or time.monotonic()
 

@@ -61,7 +61,7 @@ class LLMEngine:
         self.config, self.model_config = checkpoint.config, checkpoint.model_config
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self._eos_token_ids = checkpoint.end_token_ids
-        bounds.warn_of_what_is_not_done(self.model_config)
+        bounds.warn_of_unsupported_parts(self.model_config)
         self._known_settings = bounds.settings_before_loading(checkpoint)
         self._executor: Executor
         if self.config.parallel.tensor_parallel_size == 1:
@@ -149,7 +149,7 @@ class LLMEngine:
         self._generation_of[generation.sequence.seq_id] = generation
         self._enqueue(generation.sequence)
         if self._rules.is_building and self._executor.builds_here:  # while the caller prepares its next requests
-            self._rules.note(self._executor.build_rules(self._rules.to_ask(), 0.0))
+            self._rules.record(self._executor.build_rules(self._rules.to_ask(), 0.0))
 
     def _enqueue(self, sequence: Sequence) -> None:
         """For the scheduler, once its rule is built: no step waits for that."""
@@ -195,14 +195,14 @@ class LLMEngine:
         """Plan and hand over steps. Where nothing runs, wait a moment for rules that are being built."""
         self._admit_what_is_built()
         if self._rules.is_building and not (self._under_way or self.scheduler.running):
-            self._rules.note(self._executor.build_rules(self._rules.to_ask(), _PATIENCE_SECONDS))
+            self._rules.record(self._executor.build_rules(self._rules.to_ask(), _PATIENCE_SECONDS))
             self._admit_what_is_built()
         self._launch()
 
     def _admit_what_is_built(self) -> None:
-        for sequence in self._rules.take_ready():
+        for sequence in self._rules.pop_ready():
             self.scheduler.add(sequence)
-        for sequence, error in self._rules.take_failed():
+        for sequence, error in self._rules.pop_failed():
             self._finish(self._generation_of[sequence.seq_id], not_followed(error.message, error.code))
 
     def _launch(self) -> None:
@@ -228,13 +228,13 @@ class LLMEngine:
                 self._give_up(culprit.request_id, error)
             return
         self._under_way.popleft()
-        self._rules.note(output.rules)
+        self._rules.record(output.rules)
         sequences = self.scheduler.complete()
         self._book(batch, sequences, output)
         num_tokens = batch.num_tokens if batch.is_prefill else len(sequences) - sequences.count(None)
         if self._drafter is not None:
-            num_tokens += self.scheduler.settle_drafts()
-            self._drafter.note_next(sequences, output.spec_token_ids, output.num_forced)
+            num_tokens += self.scheduler.resolve_drafts()
+            self._drafter.record_next(sequences, output.spec_token_ids, output.num_forced)
         self._search.step_ended()
         self._count(batch.is_prefill, num_tokens)
 
@@ -259,7 +259,7 @@ class LLMEngine:
             if tokens[0] == NO_TOKEN and self.scheduler.compute_apart(sequence):
                 continue
             if batch.is_prefill:
-                self._note_cached_tokens(sequence)
+                self._record_cached_tokens(sequence)
             generation = self._generation_of[sequence.seq_id]
             end, place = generation.append(tokens[0], output.logprobs, row), 0
             while end is None and (place := place + 1) < len(tokens):  # drafts that were kept, and one more
@@ -267,7 +267,7 @@ class LLMEngine:
                     break
                 end = generation.append(tokens[place], output.logprobs_at(place), row)
             if end is None:
-                self._rows.note(int(slots[row]), generation)
+                self._rows.record(int(slots[row]), generation)
             else:
                 has_reason = row in output.problems and tokens[place] < 0
                 self._finish(generation, not_followed(output.problems[row]) if has_reason else end)
@@ -290,10 +290,10 @@ class LLMEngine:
             sequence = sequences[row]
             if sequence is not None:
                 request, generation = self._requests[sequence.request_id], self._generation_of[sequence.seq_id]
-                end = generation.take_pooled(values_W)
+                end = generation.receive_pooled(values_W)
                 if end.reason == "error" and self.scheduler.compute_apart(sequence):
                     continue
-                request.note_first_token()
+                request.record_first_token()
                 request.num_cached_tokens = (request.num_cached_tokens or 0) + sequence.num_cached_tokens
                 self._finish(generation, end)
 
@@ -307,9 +307,9 @@ class LLMEngine:
 
     # -- completions -----------------------------------------------------------------------------------------------
 
-    def _note_cached_tokens(self, sequence: Sequence) -> None:
+    def _record_cached_tokens(self, sequence: Sequence) -> None:
         request = self._requests[sequence.request_id]
-        request.note_first_token()
+        request.record_first_token()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_cached_tokens
 

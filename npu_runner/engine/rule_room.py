@@ -50,7 +50,7 @@ class RuleRoom:
         return sum(len(rule.sequences) for rule in self._building.values()) + len(self._ready) + len(self._failed)
 
     def holds(self, sequence: Sequence) -> bool:
-        """Take in a sequence whose rule is not built: `take_ready` gives it back. False: it may be queued now."""
+        """Take in a sequence whose rule is not built: `pop_ready` gives it back. False: it may be queued now."""
         grammar = _grammar_of(sequence)
         if grammar in self._built:
             self._built.move_to_end(grammar)
@@ -95,7 +95,7 @@ class RuleRoom:
         for rule in self._building.values():
             rule.is_asked = False
 
-    def note(self, answers: Mapping[int, RequestError | None]) -> None:
+    def record(self, answers: Mapping[int, RequestError | None]) -> None:
         """Record the results of builds by number: None for a built rule. Unknown numbers are from before a `reset`."""
         for grammar, rule in list(self._building.items()) if answers else ():
             if rule.number not in answers:
@@ -111,12 +111,12 @@ class RuleRoom:
             while len(self._built) > 1 and sum(self._built.values()) > _MOST_BYTES_AHEAD:
                 self._built.popitem(last=False)
 
-    def take_ready(self) -> list[Sequence]:
+    def pop_ready(self) -> list[Sequence]:
         """The sequences that may be queued now, in the order of their arrival."""
         ready, self._ready = self._ready, []
         return sorted(ready, key=lambda seq: seq.arrival)
 
-    def take_failed(self) -> list[tuple[Sequence, RequestError]]:
+    def pop_failed(self) -> list[tuple[Sequence, RequestError]]:
         """The sequences whose rule cannot be built, with the error."""
         failed, self._failed = self._failed, []
         return failed

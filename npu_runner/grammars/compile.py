@@ -57,7 +57,7 @@ class _Known:
     def get(self, asked: str) -> tuple[str, int] | None:
         return self._entries.get(asked)
 
-    def keep(self, asked: str, known: tuple[str, int]) -> None:
+    def add(self, asked: str, known: tuple[str, int]) -> None:
         with self._lock:
             if asked in self._entries:
                 return
@@ -87,7 +87,7 @@ def with_grammar(params: StructuredOutputsParams) -> StructuredOutputsParams:
     known = _KNOWN.get(asked)
     if known is None:
         known = _checked(params)
-        _KNOWN.keep(asked, known)
+        _KNOWN.add(asked, known)
     return params.replace(compiled=known[0], forced_tokens=known[1])
 
 

@@ -86,7 +86,7 @@ def _place_of_other_keys(schema: Any) -> str | None:
     escaped_names: list[str] = []
     free_keys: list[str] = []
 
-    def look(node: _Node, place: str) -> _Node:
+    def visit(node: _Node, place: str) -> _Node:
         names = _named(node)
         others = node.get("additionalProperties", True)
         if isinstance(node.get("patternProperties"), Mapping) or (
@@ -98,7 +98,7 @@ def _place_of_other_keys(schema: Any) -> str | None:
             free_keys.append(place)
         return node
 
-    _mapped(schema, look)
+    _mapped(schema, visit)
     return next(iter([*places, *(escaped_names if free_keys else ())]), None)
 
 
@@ -131,12 +131,12 @@ def _check_values(node: _Node, place: str) -> _Node:
 def _num_times(schema: Any) -> int:
     found: list[str] = []
 
-    def look(node: _Node, place: str) -> _Node:
+    def visit(node: _Node, place: str) -> _Node:
         if node.get("format") in ("time", "date-time"):
             found.append(place)
         return node
 
-    _mapped(schema, look)
+    _mapped(schema, visit)
     return len(found)
 
 

@@ -28,7 +28,7 @@ class Text:
 
 _NOTHING = Run(0, "")
 FREE = Text(0, _NOTHING, True)
-"""Anything, or nothing."""
+"""Any text, also the empty one."""
 
 
 def text_of(text: str) -> Text:

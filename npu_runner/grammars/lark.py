@@ -68,7 +68,7 @@ class _Token:
 
 
 def read_lark(text: str) -> LarkGrammar:
-    """Raises UnreadableGrammar."""
+    """Parse the definitions. Raises UnreadableGrammar."""
     return _grammar(_tokens(text), 0)
 
 
@@ -119,7 +119,7 @@ def _grammar(tokens: Sequence[_Token], num_groups: int) -> LarkGrammar:
         first = statement[0]
         if first.kind == "keyword":
             if first.text == "%ignore":
-                grammar.ignored.append(_Reader(statement[1:], grammar, num_groups).all_of_it())
+                grammar.ignored.append(_Reader(statement[1:], grammar, num_groups).whole_rule())
             continue  # others say nothing that is built, or the library refuses them
         colon = _colon(statement)
         name = first.text.lstrip("!?")
@@ -128,8 +128,8 @@ def _grammar(tokens: Sequence[_Token], num_groups: int) -> LarkGrammar:
         brackets = [token for token in statement[1:colon] if token.value is not None or token.kind in
                     ("name", "expression", "special")]
         if brackets:
-            grammar.suffixes[name] = _Reader(brackets, grammar, num_groups).all_of_it()
-        grammar.definitions[name] = _Reader(statement[colon + 1:], grammar, num_groups).all_of_it()
+            grammar.suffixes[name] = _Reader(brackets, grammar, num_groups).whole_rule()
+        grammar.definitions[name] = _Reader(statement[colon + 1:], grammar, num_groups).whole_rule()
     return grammar
 
 
@@ -169,7 +169,7 @@ class _Reader:
         self._grammar = grammar
         self._num_groups = num_groups
 
-    def all_of_it(self) -> Node:
+    def whole_rule(self) -> Node:
         node = self._alternatives()
         if self._at < len(self._tokens):
             raise self._unreadable()
@@ -181,16 +181,16 @@ class _Reader:
         if self._num_groups > _MAX_GROUPS:
             raise UnreadableGrammar(f"more than {_MAX_GROUPS} groups within each other")
         found = [self._conjunction()]
-        while self._takes("|"):
+        while self._accepts("|"):
             found.append(self._conjunction())
         self._num_groups -= 1
         return found[0] if len(found) == 1 else Node("any", found)
 
     def _conjunction(self) -> Node:
         found = [self._sequence()]
-        while self._takes("&"):
+        while self._accepts("&"):
             found.append(self._sequence())
-        if self._takes("->"):
+        if self._accepts("->"):
             self._at += 1
         if self._here() == "%if":
             while self._at < len(self._tokens) and self._here() != "|":
@@ -230,12 +230,12 @@ class _Reader:
         return Node("all", [node], None, least, most)
 
     def _atom(self) -> Node:
-        if self._takes("~"):
+        if self._accepts("~"):
             return Node("not", [self._atom()])
         for opening, closing in (("(", ")"), ("[", "]")):
-            if self._takes(opening):
+            if self._accepts(opening):
                 node = self._alternatives()
-                if not self._takes(closing):
+                if not self._accepts(closing):
                     raise self._unreadable()
                 return node if opening == "(" else Node("all", [node], None, 0, 1)
         if self._at >= len(self._tokens):
@@ -246,14 +246,14 @@ class _Reader:
 
     def _value(self, token: _Token) -> Node:
         if token.kind == "string":
-            if self._takes(".."):
+            if self._accepts(".."):
                 self._at += 1
                 return Node("free")
             return Node("text", value=token.value)
         if token.kind == "expression":
             return Node("expression", value=token.text)
         if token.kind == "name":
-            if self._takes("::"):  # rules with parameters
+            if self._accepts("::"):  # rules with parameters
                 self._skip_parameter()
             return Node("name", value=token.text.lstrip("!?"))
         if token.kind == "special":
@@ -263,7 +263,7 @@ class _Reader:
             return Node("json", value=token.value)
         if token.text == "%regex":
             return Node("free")
-        if token.text == "%lark" and self._takes("{"):
+        if token.text == "%lark" and self._accepts("{"):
             return Node("grammar", value=self._nested())
         self._at -= 1
         raise self._unreadable()
@@ -271,8 +271,8 @@ class _Reader:
     def _skip_parameter(self) -> None:
         """A number, `_`, or a function of it and numbers."""
         self._at += 1
-        if self._takes("("):
-            while self._at < len(self._tokens) and not self._takes(")"):
+        if self._accepts("("):
+            while self._at < len(self._tokens) and not self._accepts(")"):
                 self._at += 1
 
     def _nested(self) -> LarkGrammar:
@@ -288,7 +288,7 @@ class _Reader:
     def _here(self) -> str:
         return self._tokens[self._at].text if self._at < len(self._tokens) else ""
 
-    def _takes(self, mark: str) -> bool:
+    def _accepts(self, mark: str) -> bool:
         if self._here() != mark:
             return False
         self._at += 1

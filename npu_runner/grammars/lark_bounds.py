@@ -18,16 +18,14 @@ from npu_runner.grammars.rule_size import (
     OutOfBounds,
     RuleSize,
     check,
-    components,
     longest_chain,
+    measure_all,
     num_optional_parts,
-    num_rounds,
 )
 from npu_runner.grammars.schema_bounds import check_schema
 from npu_runner.request.limits import LIMITS, plain_json
 
 _START = "start"
-_MOST_ROUNDS = 4
 _PARTS_OF_GRAMMAR = 64
 """Parts that a nested grammar counts before it is measured. Texts and names count nothing."""
 
@@ -43,7 +41,7 @@ class _Measures:
     """Parts of one expression that may be left out, with those of terminals that it is made of."""
 
     @property
-    def may_be_empty(self) -> bool:
+    def can_be_empty(self) -> bool:
         return self.text is not None and self.text.num_bytes == 0
 
 
@@ -69,22 +67,15 @@ def _check_grammar(grammar: LarkGrammar, size: RuleSize) -> Text | None:
     chain = longest_chain(graph)
     check(chain.name, "rules and terminals that lead to each other", chain.num_links, LIMITS.max_rule_chain)
     check(chain.name, "levels of rules and groups inside each other", chain.num_levels, LIMITS.max_rule_levels)
-    known: dict[str, _Measures] = {}
     inside = _add_parts(grammar, size)
     for root in grammar.ignored:
-        _Measuring(known, "%ignore", inside).measure(root)
-    for names in components(graph):
-        for number in range(num_rounds(graph, names, _MOST_ROUNDS)):
-            before = {name: known.get(name) for name in names}
-            for name in names:
-                measuring = _Measuring(known, name, inside)
-                found = [measuring.measure(root) for root in _roots(grammar, name)]
-                known[name] = found[0]
-            changed = [name for name in names if before[name] != known[name]]
-            if not changed:
-                break
-            if number == _MOST_ROUNDS - 1:  # sentences become shorter and shorter: none is said to be forced
-                known.update((name, replace(known[name], text=FREE)) for name in changed)
+        _Measuring({}, "%ignore", inside).measure(root)
+
+    def measure(name: str, known: Mapping[str, _Measures]) -> _Measures:
+        definition, *_ = (_Measuring(known, name, inside).measure(root) for root in _roots(grammar, name))
+        return definition
+
+    known = measure_all(graph, measure, lambda each: replace(each, text=FREE))
     for name in grammar.definitions:
         size.add_expression(name, known[name].optional if _is_terminal(name) else 0)
     return known[_START].text if _START in known else FREE
@@ -165,7 +156,7 @@ class _Measuring:
         parts = [self.measure(part) for part in node.parts]
         alternatives, most = 0, 1
         for part in reversed(parts):
-            alternatives = part.alternatives + (alternatives if part.may_be_empty else 0)
+            alternatives = part.alternatives + (alternatives if part.can_be_empty else 0)
             most = max(most, alternatives)
         return _Measures(most, max((part.expressions for part in parts), default=1),
                          times(joined(part.text for part in parts), node.least),

@@ -91,7 +91,7 @@ class Matchers:
         self.asked: dict[int, PreparedMatcher] = {}
         """By number: those that `answers` has not told of."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin to build what all matchers share, a table of the model's tokens. Does not wait.
 
         Better while no request waits: llguidance holds the GIL meanwhile, a second or more for 150,000 tokens. Grammars
@@ -105,7 +105,7 @@ class Matchers:
 
     def prepare(self, grammar: str) -> PreparedMatcher:
         """Begin to build the matcher of `grammar`; each user copies it. Does not wait."""
-        self.begin()
+        self.start()
         assert self._threads is not None, "begin has made them"
         assert self._tokens is not None, "begin has made them"
         if grammar not in self._kept:
@@ -175,7 +175,7 @@ class Matchers:
         assert masks_CW.flags["C_CONTIGUOUS"], "masks lie one behind the other"
         num_rows, num_words = masks_CW.shape
         getattr(self._executor, how)(list(matchers), masks_CW.ctypes.data, 4 * num_words, num_rows)
-        if len(self._eos_token_ids) > 1 and not _takes_several_ends():
+        if len(self._eos_token_ids) > 1 and not _accepts_several_ends():
             _allow_every_end(masks_CW, rows, self._eos_token_ids)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Matchers:
         if not self._eos_token_ids:
             raise RequestError("structured_outputs: the model has no end token, so no answer could end",
                                "unsupported_parameter", "structured_outputs")
-        ends = self._eos_token_ids if _takes_several_ends() else self._eos_token_ids[0]
+        ends = self._eos_token_ids if _accepts_several_ends() else self._eos_token_ids[0]
         return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=ends)
 
     @staticmethod
@@ -232,7 +232,7 @@ class Matchers:
         return _Built(matcher, _resident_bytes() - before)
 
 
-def _takes_several_ends() -> bool:
+def _accepts_several_ends() -> bool:
     """Whether the library's masks can allow more than one end token: from llguidance 1.7 on."""
     from llguidance import LLTokenizer
 

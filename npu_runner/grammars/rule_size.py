@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from npu_runner.request.limits import LIMITS, shown
 
+M = TypeVar("M")
+_MOST_ROUNDS = 4
 _WRITTEN_OUT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _MAY_BE_LEFT_OUT = re.compile(r"\*|(?<!\()\?|\{\s*0*\s*,|\{0|\(\||\(\?\w*:\||\|\)|\|\|")
 
@@ -58,7 +61,7 @@ class RuleSize:
               LIMITS.max_all_optional_parts)
 
     def add_multiple(self, place: str, value: int) -> None:
-        """Without the factors 2 and 5. Numbers that are tried beside each other are counted in the product."""
+        """Add a multipleOf without the factors 2 and 5. The states of several multiply up to their common multiple."""
         self._multiple = math.lcm(self._multiple, value)
         check(place, "is the least common multiple of all values without the point and the factors 2 and 5",
               self._multiple, LIMITS.max_common_multiple)
@@ -119,11 +122,23 @@ def components(graph: Mapping[str, Definition]) -> list[list[str]]:
     return found
 
 
-def num_rounds(graph: Mapping[str, Definition], names: Sequence[str], most: int) -> int:
-    """The number of rounds for a component of definitions; one that does not refer to itself needs a single round."""
-    if len(names) > 1:
-        return most
-    return 2 if any(other == names[0] for other, _ in graph[names[0]].references) else 1
+def measure_all(graph: Mapping[str, Definition], measure: Callable[[str, Mapping[str, M]], M],
+                unforced: Callable[[M], M]) -> dict[str, M]:
+    """Measures by name, of definitions after those that they lead to. Definitions that lead to each other are measured
+    until nothing changes; after four rounds, in which their texts became shorter, they count as `unforced`."""
+    known: dict[str, M] = {}
+    for names in components(graph):
+        refers_to_itself = any(other == names[0] for other, _ in graph[names[0]].references)
+        for number in range(_MOST_ROUNDS if len(names) > 1 else 1 + refers_to_itself):
+            before = {name: known.get(name) for name in names}
+            for name in names:
+                known[name] = measure(name, known)
+            changed = [name for name in names if before[name] != known[name]]
+            if not changed:
+                break
+            if number == _MOST_ROUNDS - 1:
+                known.update((name, unforced(known[name])) for name in changed)
+    return known
 
 
 def longest_chain(graph: Mapping[str, Definition]) -> Chain:

@@ -19,15 +19,13 @@ from npu_runner.grammars.rule_size import (
     OutOfBounds,
     RuleSize,
     check,
-    components,
     longest_chain,
+    measure_all,
     num_optional_parts,
-    num_rounds,
 )
 from npu_runner.request.limits import LIMITS, shown
 
 _ROOT = "#"
-_MOST_ROUNDS = 4
 _OF_NAMES = ("properties", "patternProperties")
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_ONE = ("items", "additionalItems", "additionalProperties")
@@ -145,20 +143,10 @@ class _Documents:
         self._size.add_multiple(place, coefficient)
 
     def measured(self) -> Text | None:
-        """The forced text of all. Definitions are measured behind those that they lead to; where they lead to each
-        other, again until nothing changes."""
-        known: dict[str, _Measures] = {}
-        for names in components(self._graph):
-            for number in range(num_rounds(self._graph, names, _MOST_ROUNDS)):
-                before = {name: known.get(name) for name in names}
-                for name in names:
-                    known[name] = self._measure(self._targets[name], name, known)
-                changed = [name for name in names if before[name] != known[name]]
-                if not changed:
-                    break
-                if number == _MOST_ROUNDS - 1:  # texts become shorter and shorter: none is said to be forced
-                    known.update((name, replace(known[name], text=FREE)) for name in changed)
-        return known[_ROOT].text
+        """The forced text of the whole schema."""
+        measures = measure_all(self._graph, lambda name, known: self._measure(self._targets[name], name, known),
+                               lambda each: replace(each, text=FREE))
+        return measures[_ROOT].text
 
     def _measure(self, node: Any, place: str, known: Mapping[str, _Measures]) -> _Measures:
         if not isinstance(node, Mapping):

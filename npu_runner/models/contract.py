@@ -18,7 +18,7 @@ class LanguageModel(Protocol):
     decode, and short prefills, may be captured."""
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
-        """(T, D)."""
+        """Returns (T, D)."""
 
     def __call__(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                  deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:

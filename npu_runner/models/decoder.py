@@ -83,8 +83,8 @@ class DecoderLayer(nn.Module):
         return x_TD
 
     def weights_are_loaded(self) -> None:
-        """Tells the norms in front of mixers which product reads them, where it is one. A layer whose `forward` reads
-        them otherwise has its own."""
+        """Connect the norms in front of mixers with the matmul that reads them, if one does. A layer whose `forward`
+        reads them otherwise overrides this."""
         if "input_layernorm" in self.norms:
             self.input_layernorm.feed(self.self_attn.qkv_proj if isinstance(self.self_attn, DecoderAttention) else None)
             self.post_attention_layernorm.feed(self.mlp.gate_up_proj if isinstance(self.mlp, DecoderMLP) else None)

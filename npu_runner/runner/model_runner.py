@@ -67,7 +67,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self._matchers = Matchers(checkpoint.processor.tokenizer, self.model_config.vocab_size,
                                   checkpoint.end_token_ids)
         if self.config.prepare_structured_outputs and self.tp.rank == 0 and self.model_config.pooling is None:
-            self._matchers.begin()
+            self._matchers.start()
         check_kv_cache_bytes(self.config.cache.kv_cache_bytes, self.platform.memory.free_bytes(),
                              # Where memory is no device's own, ranks share the host's.
                              num_sharing=self.tp.size if self.platform.memory.info() is None else 1)
@@ -91,7 +91,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         """`_enter`, and begin what grammars share where that is wanted by now."""
         self._enter(phase, what)
         if self._wants_grammars():
-            self._matchers.begin()
+            self._matchers.start()
 
     def _enter(self, phase: str, what: str = "") -> None:
         """`what` of a phase is begun; the start's seconds are booked by phase."""

@@ -199,12 +199,12 @@ class SpeculativeStepRunner(StepRunner):
         if verified is None:
             return super().make_result(step, logits_BV, of_rows)
         if self.sampler is not None:
-            if not verified.place and self.sampler.draws_at_once(step.batch.slots_B):
+            if not verified.place and self.sampler.samples_at_once(step.batch.slots_B):
                 verified.drawn = verified.drawn or self._draw_all(self.sampler, step, logits_BV)
                 sample = verified.drawn.to_host()
                 self.check_receipts(step, sample.receipts_B)
                 verified.take_all(sample)
-                self.sampler.take_drafts(step.batch.slots_B, verified.tokens)
+                self.sampler.receive_drafts(step.batch.slots_B, verified.tokens)
             while len(verified.rows_R):
                 # The sampler has counted what it drew: a step that is made again takes that, and draws it no more.
                 verified.drawn = verified.drawn or self._draw(self.sampler, step, verified, logits_BV)
@@ -224,7 +224,7 @@ class SpeculativeStepRunner(StepRunner):
             "slots": slots_T.astype(np.int64), "uniforms": sampler.host_inputs(slots_T, places_T),
             "receipts": np.full(len(slots_T), step.number, dtype=np.int32)}, self.device)
         drafts = [batch.token_ids_T[end - num + 1 : end].tolist() for num, end in zip(lens, ends, strict=True)]
-        return sampler.draw_drafts(logits_TV, *(arrays[name] for name in SAMPLER_ARRAYS), batch.slots_B, drafts)
+        return sampler.sample_drafts(logits_TV, *(arrays[name] for name in SAMPLER_ARRAYS), batch.slots_B, drafts)
 
     def _draw(self, sampler: Sampler, step: PreparedStep, verified: VerifiedStep, logits_TV: Tensor) -> SamplerOutput:
         """The next token of each row that still draws, by the same call as in a step of one token."""

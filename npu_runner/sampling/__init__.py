@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, masks, draws and log probabilities. Knows no network."""
+"""From logits to tokens: penalties, masks, sampling and log probabilities. Knows no network."""

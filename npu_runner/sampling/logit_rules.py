@@ -3,7 +3,7 @@
 Rules of a sequence lie on the host. Those that hold in a step are sent when the rows of a step change. Bans that depend
 on the last tokens are looked up and sent where they hold, which is seldom. The words of a request form a tree, keyed by
 the tokens before their last one in reverse order. A look-up costs what agrees with the end of the text, whatever the
-number of words. Nodes are made on first use. Knows nothing of how tokens are drawn.
+number of words. Nodes are made on first use. Knows nothing of sampling.
 
 Shapes: A rows whose logits are adjusted, V vocabulary, W most additions of one row, N additions of all rows.
 """

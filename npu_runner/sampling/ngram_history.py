@@ -75,7 +75,7 @@ class NgramHistory:
 
     def __init__(self, max_num_seqs: int, device: torch.device):
         self._num_columns = 0
-        """Of the tables once `install` has run."""
+        """Columns of the tables; 0 before `install`."""
         self._tokens_SC = torch.zeros((max_num_seqs, 0), dtype=torch.int32, device=device)
         self._runs_SC = self._tokens_SC
         self._columns_1C = self._tokens_SC[:1]

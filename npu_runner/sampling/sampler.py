@@ -5,8 +5,8 @@ biases and bans, which are sent when the rows of a step change. Only rows with b
 last token before the next one is chosen. Work that only some rows need is done for those rows alone. Knows nothing of
 when a sequence ends or what its text is.
 
-Where all rows of a decode graph draw from the whole of the model's own distribution or take its most probable token,
-which is most steps of most jobs, one recorded launch does it (`RecordedDraw`).
+Where all rows of a decode graph sample from the whole of the model's own distribution or take its most probable token,
+which is most steps of most jobs, one recorded launch does it (`RecordedSampling`).
 
 Shapes: B rows of the step, A of them whose logits are adjusted, L of them that want log probabilities, G rows of one
 group, V vocabulary, K most top logprobs any row wants, C rows with a mask, W 32-bit words of a mask, P rows of a
@@ -30,8 +30,8 @@ from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling import sampling_ops as ops
 from npu_runner.sampling.logit_rules import Watch
-from npu_runner.sampling.recorded_draw import RecordedDraw, Recorder
-from npu_runner.sampling.sampling_plan import DrawGroup, StepPlan
+from npu_runner.sampling.recorded_sampling import RecordedSampling, Recorder
+from npu_runner.sampling.sampling_plan import SamplingGroup, StepPlan
 from npu_runner.sampling.sampling_state import Field, SamplingState
 from npu_runner.sampling.token_constraints import ConstrainedRows, TokenConstraint
 
@@ -113,10 +113,10 @@ class Sampler:
 
     Order: penalties (repetition, then frequency and presence), logit_bias and bans (min_tokens, bad_words, repeated
     n-grams), masks of grammars and of spent thinking. Then the argmax for temperature 0; otherwise temperature, top_k,
-    top_p, min_p and one draw by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets.
+    top_p, min_p and one sample by inverse CDF. Of equal probabilities the lower token id comes first in the kept sets.
     The argmax keeps that order if the device's own does (CPU and CUDA; Ascend documents none). The token depends only
-    on the row's logits, parameters, seed and history, not on its slot or other rows. So rows that draw from the whole
-    vocabulary use the platform's draw, if it has one, in every step.
+    on the row's logits, parameters, seed and history, not on its slot or other rows. So rows that sample from the whole
+    vocabulary use the platform's kernel, if it has one, in every step.
     """
 
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
@@ -139,8 +139,8 @@ class Sampler:
         self._draws_greedily = draws_greedily
         self._allow_tokens = allow_tokens or TokenLookUp()
         self._allowed_draw = allowed_draw
-        self._has_drawn = False
-        self._recorded: dict[int, RecordedDraw] = {}
+        self._is_compiled = False
+        self._recorded: dict[int, RecordedSampling] = {}
         # The same rows as in the step before have the same temperatures and masks: their plan is the same object.
         self._temperatures: tuple[StepPlan, Tensor] | None = None
         self._mask_places: tuple[StepPlan, Tensor] | None = None
@@ -148,7 +148,7 @@ class Sampler:
         self._constrained = constrained or ConstrainedRows(None, None, eos_token_ids)
         self._num_mask_words = -(-vocab_size // 32)
         self._host_buffer = host_buffer
-        self._untold: list[tuple[SamplerOutput, list[tuple[int, Watch | TokenConstraint]]]] = []
+        self._unnotified: list[tuple[SamplerOutput, list[tuple[int, Watch | TokenConstraint]]]] = []
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
             output_token_ids: Sequence[int] = (), *, seed: int, thinking: Thinking | None = None) -> None:
@@ -172,15 +172,15 @@ class Sampler:
 
     def forced_tokens(self, host_slots: np.ndarray, most: int) -> list[list[int]]:
         """The tokens that each row's grammar forces next, at most `most`. Call it when no step is in flight."""
-        self._tell_tokens()
+        self._notify_listeners()
         return self._constrained.forced_tokens(host_slots, most)
 
     @torch.inference_mode()
     def record(self, logits_PV: Tensor, arrays: Mapping[str, Tensor], recorder: Recorder) -> None:
-        """Have the plain draws of a decode graph recorded, see RecordedDraw; nothing where the platform's own draw does
-        not take all plain rows."""
+        """Record the plain sampling of a decode graph (RecordedSampling), if the platform's kernel samples all plain
+        rows."""
         if self._draw_from_softmax is not None and self._draws_greedily:
-            self._recorded[len(logits_PV)] = RecordedDraw(
+            self._recorded[len(logits_PV)] = RecordedSampling(
                 self._draw_from_softmax, logits_PV, arrays, self._state.temperatures_S, recorder)
 
     @torch.inference_mode()
@@ -192,7 +192,7 @@ class Sampler:
         device ran this step, and that the tokens are not those of an earlier one. graph_size: rows of the decode graph
         that computed the logits and holds the other tensors, None for an eager step.
         """
-        self._tell_tokens()
+        self._notify_listeners()
         constrained = self._constrained.rows(host_slots)
         masked = [(row, constraint) for row, constraint in constrained if constraint.restricts]
         plan = self._state.plan(host_slots, [row for row, _ in masked])
@@ -207,23 +207,23 @@ class Sampler:
         self._state.prepare_advance(plan, slots_B, tokens_B, host_slots)()
         listeners: list[tuple[int, Watch | TokenConstraint]] = [*self._state.watches(host_slots), *constrained]
         if listeners:
-            self._untold.append((output, listeners))
+            self._unnotified.append((output, listeners))
         return output
 
-    def draws_at_once(self, host_slots: np.ndarray) -> bool:
-        """Whether `draw_drafts` supports these rows: no sampled token affects later ones, except through the mask."""
+    def samples_at_once(self, host_slots: np.ndarray) -> bool:
+        """Whether `sample_drafts` supports these rows: no sampled token affects later ones, except through the mask."""
         may_think = any(constraint.may_think for _, constraint in self._constrained.rows(host_slots))
-        return not may_think and self._state.draws_independently(host_slots)
+        return not may_think and self._state.samples_independently(host_slots)
 
     @torch.inference_mode()
-    def draw_drafts(self, logits_TV: Tensor, slots_T: Tensor, uniforms_T: Tensor, receipts_T: Tensor,
-                    host_slots: np.ndarray, drafts: Sequence[list[int]]) -> SamplerOutput:
+    def sample_drafts(self, logits_TV: Tensor, slots_T: Tensor, uniforms_T: Tensor, receipts_T: Tensor,
+                      host_slots: np.ndarray, drafts: Sequence[list[int]]) -> SamplerOutput:
         """Sample the next token of each row and the token after each of its `drafts`: T tokens, row after row.
 
-        The tokens equal those of one call per position. No state changes before `take_drafts`. After a draft that its
-        grammar does not allow, the token is ALL_BANNED.
+        The tokens equal those of one call per position. No state changes before `receive_drafts`. The token after a
+        draft that its grammar forbids is ALL_BANNED.
         """
-        self._tell_tokens()
+        self._notify_listeners()
         rows_T = np.repeat(np.arange(len(drafts)), [1 + len(tokens) for tokens in drafts])
         masked = [(row, constraint) for row, constraint in self._constrained.rows(host_slots) if constraint.restricts]
         masked_T = np.flatnonzero(np.isin(rows_T, [row for row, _ in masked]))
@@ -233,8 +233,8 @@ class Sampler:
         problems = {int(np.argmax(rows_T == row)): why for row, why in _problems(masked).items()}
         return self._sample(logits_TV, slots_T, uniforms_T, receipts_T, plan, words_CW, problems)[0]
 
-    def take_drafts(self, host_slots: np.ndarray, tokens: Sequence[list[int]]) -> None:
-        """Record the tokens that each row of `draw_drafts` receives."""
+    def receive_drafts(self, host_slots: np.ndarray, tokens: Sequence[list[int]]) -> None:
+        """Record the tokens that each row of `sample_drafts` receives."""
         self._state.advance(host_slots, np.array([len(each) for each in tokens]))
         for row, constraint in self._constrained.rows(host_slots):
             for token in tokens[row]:
@@ -245,11 +245,11 @@ class Sampler:
         """Operator by operator, for any parameters. Also returns the tokens, with any value for rows that have none."""
         if plan.counted is not None or plan.repeating is not None:
             slots_B = slots_B.long()
-        self._compile_draw(logits_BV, uniforms_B)
+        self._compile_sampling(logits_BV, uniforms_B)
         tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, words_CW)
         logprobs = None
         if plan.logprobs is not None:
-            logprobs = _logprobs(plan.logprobs.take(logits_BV).float(), plan.logprobs.take(tokens_B1),
+            logprobs = _logprobs(plan.logprobs.select(logits_BV).float(), plan.logprobs.select(tokens_B1),
                                  plan.num_logprobs)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
@@ -257,25 +257,25 @@ class Sampler:
                                self._download(torch.cat([token_ids_B, receipts_B, *records])), problems)
         return output, tokens_B1.squeeze(-1)
 
-    def _tell_tokens(self) -> None:
+    def _notify_listeners(self) -> None:
         """Pass the chosen tokens, as far as they have arrived, to rows with bad words and to constrained rows.
 
         Waits for the step before only if a row needs its token, not for a thinking budget that cannot be spent yet. The
         forward of this step runs meanwhile.
         """
-        must_wait = any(listener.must_know(len(self._untold)) for _, listeners in self._untold
+        must_wait = any(listener.must_know(len(self._unnotified)) for _, listeners in self._unnotified
                         for _, listener in listeners)
-        while self._untold and (must_wait or self._untold[0][0].is_done()):
-            output, listeners = self._untold[0]
+        while self._unnotified and (must_wait or self._unnotified[0][0].is_done()):
+            output, listeners = self._unnotified[0]
             tokens = output.to_host().token_ids_B.tolist()
-            del self._untold[0]  # what could not be fetched is told by a second call
+            del self._unnotified[0]  # what could not be fetched is told by a second call
             for row, listener in listeners:
                 listener.observe(tokens[row])
 
-    def _compile_draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
-        """In the first step, a made-up one, call every variant of the draw: model logits and adjusted ones, with and
+    def _compile_sampling(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
+        """In the first step, a made-up one, call every variant of the kernel: model logits and adjusted ones, with and
         without masks. A kernel is compiled when it is called."""
-        if self._draw_from_softmax is None or self._has_drawn:
+        if self._draw_from_softmax is None or self._is_compiled:
             return
         ones_11, uniforms_11 = torch.ones_like(uniforms_B)[:1, None], uniforms_B[:1, None]
         words_1W = torch.full((1, self._num_mask_words), -1, dtype=torch.int32, device=logits_BV.device)
@@ -284,7 +284,7 @@ class Sampler:
             self._allow_tokens(logits_1V, None, words_1W)
         if self._allowed_draw is not None:
             self._allowed_draw(logits_BV[:1], ones_11, uniforms_11, words_1W, torch.zeros_like(words_1W[0, :1]))
-        self._has_drawn = True
+        self._is_compiled = True
 
     def _masks_of(self, constraints: Sequence[TokenConstraint], device: torch.device,
                   drafts: Sequence[list[int]] | None = None) -> Tensor:
@@ -299,10 +299,10 @@ class Sampler:
                 words_CW: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, 1) each: a token per row; the same in int32; the same in int32. A row without a token has in the first
         any value, in the second NO_TOKEN or ALL_BANNED, in the third a valid token."""
-        drawn_B1 = self._draw_at_once(logits_BV, slots_B, uniforms_B, plan, words_CW)
-        if drawn_B1 is not None and self._draws_all_at_once(plan):
-            int32_ids_B1 = drawn_B1.to(torch.int32)
-            return drawn_B1, int32_ids_B1, int32_ids_B1.clamp(min=0)
+        sampled_B1 = self._sample_at_once(logits_BV, slots_B, uniforms_B, plan, words_CW)
+        if sampled_B1 is not None and self._samples_all_at_once(plan):
+            int32_ids_B1 = sampled_B1.to(torch.int32)
+            return sampled_B1, int32_ids_B1, int32_ids_B1.clamp(min=0)
         adjusted_AV = logits_BV if plan.adjusted is None else self._adjust(logits_BV, slots_B, plan, words_CW)
         if plan.masks_all:  # they leave NaN and +inf to be seen: there is nothing to be looked for in the model's own
             largest_B1, tokens_B1 = ops.most_probable(adjusted_AV)
@@ -315,31 +315,31 @@ class Sampler:
                 largest_B1 = plan.adjusted.put(largest_B1.float(), largest_A1)
                 tokens_B1 = plan.adjusted.put(tokens_B1, tokens_A1)
         for group in plan.groups:
-            if group.is_plain and drawn_B1 is not None:
-                drawn_G1 = group.rows.take(drawn_B1).clamp(min=0).to(tokens_B1.dtype)
+            if group.is_plain and sampled_B1 is not None:
+                sampled_G1 = group.rows.select(sampled_B1).clamp(min=0).to(tokens_B1.dtype)
             else:
                 source = adjusted_AV if group.is_adjusted else logits_BV
-                drawn_G1 = self._draw(group, group.places.take(source).float(), group.rows.take(largest_B1).float(),
-                                      group.rows.take(tokens_B1), group.rows.take(slots_B),
-                                      group.rows.take(uniforms_B)[:, None])
-            tokens_B1 = group.rows.put(tokens_B1, drawn_G1)
+                select = group.rows.select
+                sampled_G1 = self._sample_group(group, group.places.select(source).float(), select(largest_B1).float(),
+                                                select(tokens_B1), select(slots_B), select(uniforms_B)[:, None])
+            tokens_B1 = group.rows.put(tokens_B1, sampled_G1)
         next_B1 = token_ids_B1 = tokens_B1.to(torch.int32)
         if plan.adjusted is not None:
-            token_ids_A1 = plan.adjusted.take(next_B1).masked_fill(is_unusable_A1, ALL_BANNED)
+            token_ids_A1 = plan.adjusted.select(next_B1).masked_fill(is_unusable_A1, ALL_BANNED)
             token_ids_B1 = plan.adjusted.put(token_ids_B1, token_ids_A1)
         return tokens_B1, token_ids_B1.masked_fill(is_unusable_B1, NO_TOKEN), next_B1
 
-    def _draws_all_at_once(self, plan: StepPlan) -> bool:
-        """Whether the platform's own draw is all that a step takes."""
+    def _samples_all_at_once(self, plan: StepPlan) -> bool:
+        """True if the platform's kernel can sample the whole step."""
         if plan.is_plain_but_masked:
             return self._allowed_draw is not None
-        return plan.is_plain_draw or (plan.is_plain and self._draws_greedily)
+        return plan.is_plain_sampling or (plan.is_plain and self._draws_greedily)
 
-    def _draw_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
+    def _sample_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                       words_CW: Tensor | None) -> Tensor | None:
-        """The platform's draw for every row; valid for plain rows, whatever other rows need. None if the platform has
+        """The platform's kernel for every row; valid for plain rows, whatever other rows need. None if the platform has
         none, or no row is plain."""
-        wants = any(group.is_plain for group in plan.groups) or self._draws_all_at_once(plan)
+        wants = any(group.is_plain for group in plan.groups) or self._samples_all_at_once(plan)
         if self._draw_from_softmax is None or not wants:
             return None
         if self._temperatures is None or self._temperatures[0] is not plan:
@@ -363,13 +363,13 @@ class Sampler:
         assert plan.adjusted is not None, "no row asks for it"
         if plan.masks_alone and words_CW is not None:
             return self._allow_tokens(logits_BV, plan.adjusted.index, words_CW)
-        adjusted_AV = plan.adjusted.take(logits_BV)
+        adjusted_AV = plan.adjusted.select(logits_BV)
         adjusted_AV = adjusted_AV.to(torch.float32, copy=adjusted_AV is logits_BV)
         if plan.penalised is not None and plan.counted is not None:
-            slots_P = plan.counted.take(slots_B)
+            slots_P = plan.counted.select(slots_B)
             fields_FP1 = self._state.fields(slots_P)
             counts_PV = self._state.counts.rows(slots_P)
-            logits_PV = plan.penalised.take(adjusted_AV)
+            logits_PV = plan.penalised.select(adjusted_AV)
             if plan.uses_repetition:
                 logits_PV = ops.repetition_penalty(logits_PV, counts_PV > 0.0, fields_FP1[Field.REPETITION])
             if plan.uses_frequency:
@@ -380,14 +380,14 @@ class Sampler:
             plan.additions.add_to(adjusted_AV)
         if plan.repeating is not None:
             rows, places = plan.repeating.rows, plan.repeating.places
-            banned_GV = self._state.ngrams.ban(places.take(adjusted_AV), rows.take(slots_B), plan.repeating.bans)
+            banned_GV = self._state.ngrams.ban(places.select(adjusted_AV), rows.select(slots_B), plan.repeating.bans)
             adjusted_AV = places.put(adjusted_AV, banned_GV)
         if plan.masked is None or words_CW is None:
             return adjusted_AV
         return plan.masked.put(adjusted_AV, self._allow_tokens(adjusted_AV, plan.masked.index, words_CW))
 
-    def _draw(self, group: DrawGroup, logits_GV: Tensor, largest_G1: Tensor, greedy_G1: Tensor, slots_G: Tensor,
-              uniforms_G1: Tensor) -> Tensor:
+    def _sample_group(self, group: SamplingGroup, logits_GV: Tensor, largest_G1: Tensor, greedy_G1: Tensor,
+                      slots_G: Tensor, uniforms_G1: Tensor) -> Tensor:
         fields_FG1 = self._state.fields(slots_G)
         temperature_G1 = fields_FG1[Field.TEMPERATURE]
         min_p_G1 = fields_FG1[Field.MIN_P] if group.uses_min_p else None
@@ -395,8 +395,8 @@ class Sampler:
             return self._draw_from_softmax(logits_GV, temperature_G1, uniforms_G1).clamp(min=0).to(greedy_G1.dtype)
         if not group.sorts:
             weights_GV = ops.token_weights(logits_GV, largest_G1, temperature_G1)
-            return ops.draw(weights_GV, greedy_G1, uniforms_G1, min_p_B1=min_p_G1)
-        return ops.draw_from_top(
+            return ops.sample(weights_GV, greedy_G1, uniforms_G1, min_p_B1=min_p_G1)
+        return ops.sample_from_top(
             logits_GV, largest_G1, temperature_G1, uniforms_G1, num_candidates=group.most_k,
             top_k_B1=fields_FG1[Field.TOP_K] if group.least_k < group.most_k else None,
             top_p_B1=fields_FG1[Field.TOP_P], min_p_B1=min_p_G1, sort_ascending=self._sort_ascending)
@@ -406,7 +406,7 @@ def _problems(masked: Sequence[tuple[int, TokenConstraint]]) -> dict[int, str]:
     return {row: constraint.problem for row, constraint in masked if constraint.problem is not None}
 
 
-def _launch(recorded: RecordedDraw, logits_BV: Tensor, plan: StepPlan,
+def _launch(recorded: RecordedSampling, logits_BV: Tensor, plan: StepPlan,
             download: Callable[[Tensor], Download]) -> tuple[SamplerOutput, Tensor]:
     """The result of `Sampler._sample`, from one launch."""
     num_rows = len(logits_BV)

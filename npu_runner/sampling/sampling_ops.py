@@ -53,20 +53,20 @@ def token_weights(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor)
     return (logits_BV - largest_B1).div_(temperature_B1).exp_()
 
 
-def draw(weights_BV: Tensor, most_probable_B1: Tensor, uniform_B1: Tensor, *, min_p_B1: Tensor | None) -> Tensor:
-    """Token ids (B, 1) drawn by inverse CDF from the tokens that min_p keeps."""
+def sample(weights_BV: Tensor, most_probable_B1: Tensor, uniform_B1: Tensor, *, min_p_B1: Tensor | None) -> Tensor:
+    """Token ids (B, 1) sampled by inverse CDF from the tokens that min_p keeps."""
     if min_p_B1 is not None:
         weights_BV = weights_BV.clone().ge_(min_p_B1).mul_(weights_BV)
     sums = _RunningSums(weights_BV)
-    drawn_B1, _ = sums.first_beyond(uniform_B1 * sums.total_B1)
+    sampled_B1, _ = sums.first_beyond(uniform_B1 * sums.total_B1)
     # Where rounding led past the last weight, or to a token without any.
-    return torch.where(weights_BV.gather(-1, drawn_B1) > 0.0, drawn_B1, most_probable_B1)
+    return torch.where(weights_BV.gather(-1, sampled_B1) > 0.0, sampled_B1, most_probable_B1)
 
 
-def draw_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, *,
+def sample_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, *,
                   num_candidates: int, top_k_B1: Tensor | None, top_p_B1: Tensor, min_p_B1: Tensor | None,
                   sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
-    """Token ids (B, 1) drawn by inverse CDF from what top_k, then top_p, then min_p keep.
+    """Token ids (B, 1) sampled by inverse CDF from what top_k, then top_p, then min_p keep.
 
     num_candidates: the largest top_k of any row; top_k_B1 (float32) may be None if it is that of all rows.
     top_p_B1: the share of the mass to reach, 1 to keep all. sort_ascending: the platform's, see Ops.
@@ -84,11 +84,11 @@ def draw_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor,
         num_kept_B1 = is_kept_BK.sum(-1, keepdim=True).long().clamp_(min=1)  # a NaN keeps nothing
         last_B1 = torch.minimum(last_B1, num_kept_B1 - 1)
         mass_B1 = torch.minimum(mass_B1, _RunningSums(is_kept_BK.mul_(weights_BK)).total_B1)
-    drawn_B1, _ = sums.first_beyond(uniform_B1 * mass_B1)
-    drawn_B1 = torch.minimum(drawn_B1, last_B1)
+    sampled_B1, _ = sums.first_beyond(uniform_B1 * mass_B1)
+    sampled_B1 = torch.minimum(sampled_B1, last_B1)
     # A rank after the last weight, by rounding, becomes the first rank.
-    drawn_B1 = drawn_B1 * (weights_BK.gather(-1, drawn_B1) > 0.0)
-    return _token_of_rank(logits_BV, negated_BK, drawn_B1)
+    sampled_B1 = sampled_B1 * (weights_BK.gather(-1, sampled_B1) > 0.0)
+    return _token_of_rank(logits_BV, negated_BK, sampled_B1)
 
 
 def repetition_penalty(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:

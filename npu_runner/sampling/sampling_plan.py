@@ -24,8 +24,8 @@ _WHOLE, _WHOLE_ABOVE_MIN_P = 0, 1  # from the whole vocabulary, or from what min
 _TOP_K_CLASSES = (64, 1024)  # who keeps few tokens does not wait for those who sort more
 
 
-def draw_class(top_k: int, vocab_size: int, top_p: float, min_p: float) -> int:
-    """Rows of one class draw together. The higher it is the more they sort."""
+def sampling_class(top_k: int, vocab_size: int, top_p: float, min_p: float) -> int:
+    """Rows of one class are sampled together. A higher class sorts more."""
     if top_k >= vocab_size and top_p >= 1.0:
         return _WHOLE_ABOVE_MIN_P if min_p > 0.0 else _WHOLE
     return 1 + _WHOLE_ABOVE_MIN_P + sum(top_k > most for most in _TOP_K_CLASSES)
@@ -37,7 +37,7 @@ class Rows:
 
     index: Tensor | None = None
 
-    def take(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         return values if self.index is None else values.index_select(0, self.index)
 
     def put(self, values: Tensor, part: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class DrawGroup:
-    """Rows that draw the same way. `rows` count through the step, `places` through the logits they are drawn from."""
+class SamplingGroup:
+    """Rows that are sampled the same way. `rows` index the step, `places` the logits that they are sampled from."""
 
     rows: Rows
     places: Rows
     is_adjusted: bool
-    """Drawn from the adjusted logits, not from the model's."""
+    """Sampled from the adjusted logits, not from the model's."""
     sorts: bool
     uses_min_p: bool
     least_k: int
@@ -61,7 +61,7 @@ class DrawGroup:
 
     @property
     def is_plain(self) -> bool:
-        """Drawn from the whole of the model's own distribution."""
+        """Sampled from the whole of the model's own distribution."""
         return not (self.is_adjusted or self.sorts or self.uses_min_p)
 
 
@@ -88,9 +88,9 @@ class StepPlan:
 
     adjusted: Rows | None
     penalised: Rows | None
-    """Among the adjusted."""
+    """Positions among the adjusted rows."""
     counted: Rows | None
-    """The penalised among all rows."""
+    """Positions of the penalised rows among all."""
     uses_repetition: bool
     uses_frequency: bool
     additions: Additions | None
@@ -98,7 +98,7 @@ class StepPlan:
     repeating: RepeatingRows | None
     masked: Rows | None
     """Among the adjusted, those that a mask leaves only some tokens."""
-    groups: list[DrawGroup]
+    groups: list[SamplingGroup]
     logprobs: Rows | None
     logprob_rows: np.ndarray
     """The same on the host."""
@@ -106,7 +106,7 @@ class StepPlan:
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """All rows draw from the model's whole distribution or take its most probable token, and need nothing else."""
+        """All rows sample from the model's whole distribution or are greedy, and need nothing else."""
         return self.adjusted is None and self.logprobs is None and all(group.is_plain for group in self.groups)
 
     @functools.cached_property
@@ -127,8 +127,8 @@ class StepPlan:
         return is_simple and not any(group.sorts or group.uses_min_p for group in self.groups)
 
     @functools.cached_property
-    def is_plain_draw(self) -> bool:
-        """The same, and all rows draw."""
+    def is_plain_sampling(self) -> bool:
+        """The same, and no row is greedy."""
         return self.is_plain and len(self.groups) == 1 and self.groups[0].rows.index is None
 
 
@@ -149,7 +149,7 @@ class RowsOfStep:
     is_masked: np.ndarray
     wants_logprobs: np.ndarray
     uses_min_p: np.ndarray
-    draws: np.ndarray
+    classes: np.ndarray
     top_k: np.ndarray
     hits: list[tuple[int, int]] = field(default_factory=list)
     """(row, token) that would complete a bad word."""
@@ -194,10 +194,10 @@ class RowsOfStep:
     @functools.cached_property
     def _groups(self) -> dict[str, np.ndarray]:
         """Rows of each group that is not empty, by its name."""
-        drawn = np.unique(self.draws[self.draws != GREEDY]).tolist()
+        classes = np.unique(self.classes[self.classes != GREEDY]).tolist()
         masks = {f"{kind} {'adjusted' if is_adjusted else 'plain'}":
-                 (self.draws == kind) & (self.is_adjusted == is_adjusted)
-                 for kind in drawn for is_adjusted in (False, True)}
+                 (self.classes == kind) & (self.is_adjusted == is_adjusted)
+                 for kind in classes for is_adjusted in (False, True)}
         return {name: np.flatnonzero(mask) for name, mask in masks.items() if mask.any()}
 
     @functools.cached_property
@@ -238,8 +238,8 @@ class RowsOfStep:
             groups=[self._group(name, members, rows) for name, members in self._groups.items()],
             logprobs=rows.get("logprobs"), logprob_rows=np.flatnonzero(self.wants_logprobs), num_logprobs=num_logprobs)
 
-    def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> DrawGroup:
-        return DrawGroup(
+    def _group(self, name: str, members: np.ndarray, rows: Mapping[str, Rows]) -> SamplingGroup:
+        return SamplingGroup(
             rows=rows[f"{name} rows"], places=rows[f"{name} places"], is_adjusted=bool(self.is_adjusted[members[0]]),
-            sorts=bool(self.draws[members[0]] > _WHOLE_ABOVE_MIN_P), uses_min_p=bool(self.uses_min_p[members].any()),
+            sorts=bool(self.classes[members[0]] > _WHOLE_ABOVE_MIN_P), uses_min_p=bool(self.uses_min_p[members].any()),
             least_k=int(self.top_k[members].min()), most_k=int(self.top_k[members].max()))

@@ -22,7 +22,7 @@ from npu_runner.platforms.transfers import upload_together
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.logit_rules import LogitRules, Watch, logit_rules
 from npu_runner.sampling.ngram_history import NgramHistory, NgramRule, ngram_rule
-from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, draw_class
+from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, sampling_class
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it
 _NEVER = np.iinfo(np.int64).max
@@ -112,7 +112,7 @@ class SamplingState:
         self._rules: dict[int, LogitRules] = {}
         self._eos_token_ids = tuple(eos_token_ids)
         self._features_S = np.zeros(max_num_seqs, dtype=np.int32)
-        self._draws_S = np.full(max_num_seqs, GREEDY, dtype=np.int32)
+        self._classes_S = np.full(max_num_seqs, GREEDY, dtype=np.int32)
         self._mixed_seeds_S = np.zeros(max_num_seqs, dtype=np.uint64)
         self._top_k_S = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_logprobs_S = np.zeros(max_num_seqs, dtype=np.int64)
@@ -125,7 +125,7 @@ class SamplingState:
         self._watches: dict[int, Watch] = {}
         self._last_watches: tuple[bytes, list[tuple[int, Watch]]] | None = None
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        # A dummy step may draw before a row is registered, and a recorded draw reads it in place.
+        # A dummy step may sample before a row is registered, and recorded sampling reads it in place.
         self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
         self._last_rules: tuple[SamplingParams, LogitRules] | None = None
         self._last_plan: tuple[bytes, StepPlan] | None = None
@@ -152,7 +152,7 @@ class SamplingState:
         self._mixed_seeds_S[slot] = _mixed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))[0]
         self._num_generated_S[slot] = len(output_token_ids)
         top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-        self._draws_S[slot] = GREEDY if params.is_greedy else draw_class(
+        self._classes_S[slot] = GREEDY if params.is_greedy else sampling_class(
             top_k, self.vocab_size, params.top_p, params.min_p)
         self._top_k_S[slot] = top_k
         self._num_logprobs_S[slot] = params.logprobs or 0
@@ -161,7 +161,7 @@ class SamplingState:
 
     def remove(self, slot: int) -> None:
         self._features_S[slot] = 0
-        self._draws_S[slot] = GREEDY
+        self._classes_S[slot] = GREEDY
         self._is_biased_S[slot] = False
         self._banned_until_S[slot] = 0
         self._ngram_rules.pop(slot, None)
@@ -178,8 +178,8 @@ class SamplingState:
             self._last_rules = params, logit_rules(params, self._eos_token_ids)
         return self._last_rules[1]
 
-    def draws_independently(self, host_slots: np.ndarray) -> bool:
-        """Whether what these sequences draw next changes nothing for what they draw behind it, nor for the host."""
+    def samples_independently(self, host_slots: np.ndarray) -> bool:
+        """True if the next tokens of these sequences change neither how later ones are sampled nor the host's work."""
         features_B = self._features_S[host_slots] & (Feature.REPETITION | Feature.FREQUENCY | Feature.LOGPROBS)
         is_banned_B = self._num_generated_S[host_slots] < self._banned_until_S[host_slots]
         follows = any(slot in self._ngram_rules or slot in self._watches for slot in host_slots.tolist())
@@ -192,7 +192,7 @@ class SamplingState:
     def uniforms(self, host_slots: np.ndarray, places: np.ndarray | int = 0) -> np.ndarray:
         """float32 (B,) in [0, 1): a hash of each sequence's seed and the number of tokens it has generated, and of
         `places` more."""
-        if (self._draws_S[host_slots] == GREEDY).all():
+        if (self._classes_S[host_slots] == GREEDY).all():
             return np.zeros(len(host_slots), dtype=np.float32)  # they are not read
         steps_B = (self._num_generated_S[host_slots] + places).view(np.uint64)
         bits_B = _mixed(self._mixed_seeds_S[host_slots] + steps_B)
@@ -249,7 +249,7 @@ class SamplingState:
             may_repeat=may_repeat_B,
             wants_logprobs=(features_B & Feature.LOGPROBS) != 0,
             uses_min_p=(features_B & Feature.MIN_P) != 0,
-            draws=self._draws_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits)
+            classes=self._classes_S[host_slots], top_k=self._top_k_S[host_slots], hits=hits)
 
     def _make_plan(self, rows: RowsOfStep) -> StepPlan:
         sent = _upload_parts({
@@ -281,11 +281,11 @@ class SamplingState:
         """A function that records one generated token per row. Its memory is allocated now."""
         count = None
         if plan.counted is not None:
-            count = self.counts.prepare_advance(plan.counted.take(slots_B), plan.counted.take(tokens_B))
+            count = self.counts.prepare_advance(plan.counted.select(slots_B), plan.counted.select(tokens_B))
         follow = None
         if plan.followed is not None:
             rows = plan.followed.rows
-            follow = self.ngrams.prepare_advance(rows.take(slots_B), rows.take(tokens_B), plan.followed.exempt_FE)
+            follow = self.ngrams.prepare_advance(rows.select(slots_B), rows.select(tokens_B), plan.followed.exempt_FE)
 
         def record() -> None:
             if count is not None:

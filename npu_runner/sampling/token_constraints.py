@@ -109,13 +109,13 @@ class TokenConstraint:
         if self._unfollowed:
             self._matcher.consume_tokens(self._unfollowed)
             self._unfollowed = []
-        self.note_failure()
+        self.record_failure()
         return None if self.problem else self._matcher
 
     def forced_tokens(self) -> list[int]:
         """The text that must come next, in the tokens that the tokenizer makes of it; empty where texts differ.
 
-        Masks allow other tokens for the same text, so the model may draw another one.
+        Masks allow other tokens for the same text, so another one may be sampled.
         """
         matcher = self.matcher() if self._phase is _Phase.ANSWER else None
         if matcher is None or matcher.is_stopped() or not matcher.compute_ff_bytes():
@@ -123,7 +123,7 @@ class TokenConstraint:
         # These are what the line above has found: where nothing forces tokens, the library looks for no text itself.
         return [int(token) for token in matcher.compute_ff_tokens()]
 
-    def note_failure(self) -> None:
+    def record_failure(self) -> None:
         """Take over what has gone wrong in the matcher, before its mask or with it."""
         if self._matcher is not None and self._matcher.is_error():
             self.problem = unfollowed(self._matcher.get_error().partition("\n")[0]).message
@@ -226,7 +226,7 @@ class ConstrainedRows:
                     self._matchers.fill_behind([(matcher, firsts[place], drafts[place]) for matcher, place in asked],
                                                masks_CW)
         for constraint, first, count in zip(constraints, firsts, counts, strict=True):
-            constraint.note_failure()
+            constraint.record_failure()
             for words_W in masks_CW.view(np.uint32)[first : first + count]:
                 constraint.adjust(words_W)
 

@@ -1,4 +1,4 @@
-"""What the inputs of a model's linears reach over a file of rows: what static scales are made of. Knows no format.
+"""Ranges of the inputs of a model's linears over a file of rows, for static scales. Knows no format.
 
 T tokens, I input features.
 """
@@ -21,8 +21,8 @@ from .formats import Range
 
 
 def input_ranges(model: Path, rows: Path, *, allowed_media_dir: str | None = None) -> dict[str, Range | None]:
-    """Of all linears of the network, by their names in the checkpoint; None: no row went through it. The rows'
-    messages, answers that they hold included, are prompts of the cpu platform in float32.
+    """The ranges of all linears by their names in the checkpoint; None if no row went through one. The rows' messages,
+    with the answers in them, are prompts of the cpu platform in float32.
 
     Raises ModelError for a file without rows, or a row without messages.
     """
@@ -39,7 +39,7 @@ def input_ranges(model: Path, rows: Path, *, allowed_media_dir: str | None = Non
 
 
 def _conversations(rows: Path) -> Iterator[list[dict[str, Any]]]:
-    """Of a job's rows, or of objects with `messages` alone."""
+    """The messages of a job's rows, or of objects with `messages` alone."""
     for number, line in enumerate(rows.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -57,17 +57,15 @@ class _Watcher:
         self._ops = ops
         self.range: Range | None = None
 
-    def linear(self, x_TI: Tensor, *rest: Any) -> Tensor:
-        self._see(x_TI)
-        result: Tensor = self._ops.linear(x_TI, *rest)
-        return result
+    def linear(self, x_TI: Tensor, *rest: Any) -> Any:
+        self._observe(x_TI)
+        return self._ops.linear(x_TI, *rest)
 
-    def linear_gelu(self, x_TI: Tensor, *rest: Any) -> Tensor:
-        self._see(x_TI)
-        result: Tensor = self._ops.linear_gelu(x_TI, *rest)
-        return result
+    def linear_gelu(self, x_TI: Tensor, *rest: Any) -> Any:
+        self._observe(x_TI)
+        return self._ops.linear_gelu(x_TI, *rest)
 
-    def _see(self, x_TI: Tensor) -> None:
+    def _observe(self, x_TI: Tensor) -> None:
         least, most = (value.item() for value in x_TI.aminmax())
         before = self.range or Range(0.0, 0.0)
         self.range = Range(min(before.least, least), max(before.most, most))

@@ -28,6 +28,7 @@ _TOWER = re.compile(r"(^|\.)visual\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _DYNAMIC = re.compile(r"\.experts\.|\.down_proj\.weight$")
 _SHARD_BYTES = 4 << 30
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 Config = dict[str, Any]
 Ranges = Mapping[str, formats.Range | None]
 Static = dict[str, formats.Range]
@@ -52,10 +53,6 @@ class Format:
 
 
 _Make = Callable[[int], Format]
-
-
-def _block_config(size: int) -> Config:
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
 
 
 def _gptq(bits: int) -> _Make:
@@ -98,10 +95,9 @@ def _modelslim(write: Callable[[Tensor], formats.Tensors], kind: str, group_size
 
 
 FORMATS: dict[str, _Make] = {
-    "fp8-block": lambda size: Format(partial(formats.fp8_block, block=(size, size)), _block_config(size),
-                                     fuses_experts=True),
-    "fp8-tensor": lambda size: Format(partial(formats.fp8_rows, by_tensor=True), {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}),
+    "fp8-block": lambda size: Format(partial(formats.fp8_block, block=(size, size)),
+                                     {**_FP8, "weight_block_size": [size, size]}, fuses_experts=True),
+    "fp8-tensor": lambda size: Format(partial(formats.fp8_rows, by_tensor=True), _FP8),
     "fp8-dynamic": lambda size: _compressed(partial(formats.fp8_rows, by_tensor=False), "float-quantized", 8, -1,
                                             kind="float"),
     "w8a8": lambda size: _compressed(formats.compressed_int, "int-quantized", 8, -1),
@@ -180,12 +176,11 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
 
     with_their_weights = {f"{name.removesuffix('.weight')}.bias" for name in static}
     for name in sorted(reader.names - with_their_weights):
-        made_of = (_static_tensors(name, reader, form, static[name]) if name in static
-                   else _tensors_of(name, reader, form, is_chosen=name in chosen))
-        of_type = form.modelslim if name in static else form.dynamic_type or form.modelslim
-        for made, tensor, is_quantised in made_of:
-            shard[made] = tensor.contiguous()
-            types[made] = of_type if is_quantised and not made.endswith(".bias") else "FLOAT"
+        tensors = _tensors(name, reader, form, static.get(name)) if name in chosen else {name: reader.read(name)}
+        tensor_type = form.modelslim if name in static else form.dynamic_type or form.modelslim
+        for stored_name, tensor in tensors.items():
+            shard[stored_name] = tensor.contiguous()
+            types[stored_name] = tensor_type if name in chosen and not stored_name.endswith(".bias") else "FLOAT"
         if sum(tensor.nbytes for tensor in shard.values()) > _SHARD_BYTES:
             flush()
     if shard:
@@ -197,49 +192,36 @@ def _write(target: Path, reader: CheckpointReader, form: Format, chosen: set[str
             if name.endswith(".weight") and len(reader.shape(name)) == 2]
 
 
-def _static_tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.Range
-                    ) -> Iterator[tuple[str, Tensor, bool]]:
-    assert form.write_static is not None, "only such formats have static weights"
-    module = name.removesuffix(".weight")
-    bias_N = reader.read(f"{module}.bias") if f"{module}.bias" in reader.names else None
-    for suffix, tensor in form.write_static(reader.read(name), inputs, bias_N).items():
-        yield f"{module}.{suffix}", tensor, True
-
-
-def _tensors_of(name: str, reader: CheckpointReader, form: Format, *, is_chosen: bool
-                ) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether it is of a quantised weight)."""
-    weight = reader.read(name)
-    if not is_chosen:
-        yield name, weight, False
-        return
+def _tensors(name: str, reader: CheckpointReader, form: Format, inputs: formats.Range | None) -> formats.Tensors:
+    """The tensors of a quantised weight, by name. `inputs`: of a static one."""
+    weight, module = reader.read(name), name.removesuffix(".weight")
+    if inputs is not None:
+        assert form.write_static is not None, "only such formats have static weights"
+        bias_N = reader.read(f"{module}.bias") if f"{module}.bias" in reader.names else None
+        return {f"{module}.{suffix}": tensor for suffix, tensor in form.write_static(weight, inputs, bias_N).items()}
     if weight.ndim == 3 and form.fuses_experts:
-        made = form.write(weight)
-        yield name, made["weight"], True
-        yield f"{name}_scale_inv", made["weight_scale_inv"], True
-        return
-    for part, matrix in _single(name, weight, _hidden_size(reader.path)) if weight.ndim == 3 else [(name, weight)]:
+        written = form.write(weight)
+        return {name: written["weight"], f"{name}_scale_inv": written["weight_scale_inv"]}
+    found: formats.Tensors = {}
+    for part, matrix in _single(name, weight, reader.path) if weight.ndim == 3 else [(name, weight)]:
         try:
-            made = form.write(matrix)
+            written = form.write(matrix)
         except RuntimeError as error:  # of torch, where groups do not divide
             raise ModelError(f"{part} {list(matrix.shape)} does not divide into such groups: {error}") from error
-        for suffix, tensor in made.items():
-            yield f"{part.removesuffix('.weight')}.{suffix}", tensor, True
+        found |= {f"{part.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in written.items()}
+    return found
 
 
-def _single(name: str, experts: Tensor, hidden_size: int) -> Iterator[tuple[str, Tensor]]:
+def _single(name: str, experts: Tensor, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Experts of a fused tensor one by one; (E, in, out) and (E, out, in) both occur."""
     prefix, _, kind = name.rpartition(".")
-    outputs_first = experts.shape[2 if kind == "gate_up_proj" else 1] == hidden_size
+    config = json.loads((folder / "config.json").read_text())
+    outputs_first = (experts.shape[2 if kind == "gate_up_proj" else 1]
+                     == config.get("text_config", config)["hidden_size"])
     for number, expert in enumerate(experts if outputs_first else experts.transpose(1, 2)):
         halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
         for part, matrix in halves if kind == "gate_up_proj" else [(kind, expert)]:
             yield f"{prefix}.{number}.{part}.weight", matrix
-
-
-def _hidden_size(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text())
-    return int(config.get("text_config", config)["hidden_size"])
 
 
 def _write_config(target: Path, form: Format, left: list[str]) -> None:

@@ -21,15 +21,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from scripts.shapes.checkpoint import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH
-from scripts.shapes.drawing import (
-    draw_group,
-    draw_scene,
+from scripts.shapes.drawing import draw_group
+from scripts.shapes.questions import (
+    SYSTEM_PROMPTS,
+    Question,
     group_questions,
     json_question,
     questions,
     text_question,
 )
-from scripts.shapes.questions import SYSTEM_PROMPTS, Question
+from scripts.shapes.scenes import draw_scene
 
 PART_TEXT_ONLY, PART_WITH_SEVERAL_IMAGES = 0.02, 0.4
 PART_QUESTION_FIRST, PART_SECOND_TURN, PART_WITH_SYSTEM = 0.25, 0.1, 0.3
@@ -37,6 +38,8 @@ PART_IN_JSON = 0.6  # of the samples with one image: one of their questions
 PADDING_BRANCH = -1
 LENGTH_MULTIPLE = 64
 MAX_BRANCHES = 8
+NUM_GRID_PER_SIDE = 20
+"""Learned positions of the tower, along a side."""
 
 
 @dataclass
@@ -112,7 +115,12 @@ def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
     images = [scene.image for scene in scenes]
     question_first = rng.random() < PART_QUESTION_FIRST
     if question_first or rng.random() < PART_SECOND_TURN:
-        _add_first_turn(sample, asked.pop(rng.randrange(len(asked))), images, question_first)
+        question = asked.pop(rng.randrange(len(asked)))
+        sample.add_text(f"<|im_start|>user\n{question.text if question_first else ''}")
+        sample.add_images(images)
+        if not question_first:
+            sample.add_text(question.text)
+        sample.add_answer(question)
         opening, asked = "\n<|im_start|>user\n", asked[: len(asked) // 2]
     else:
         sample.add_text("<|im_start|>user\n")
@@ -121,14 +129,6 @@ def build_sample(seed: int, tokenizer: Tokenizer, max_things: int) -> Sample:
     for question in asked:
         sample.add_branch(opening, question)
     return sample
-
-
-def _add_first_turn(sample: Sample, question: Question, images: Sequence[Image.Image], question_first: bool) -> None:
-    sample.add_text(f"<|im_start|>user\n{question.text if question_first else ''}")
-    sample.add_images(images)
-    if not question_first:
-        sample.add_text(question.text)
-    sample.add_answer(question)
 
 
 def cut_patches(image: Image.Image) -> tuple[np.ndarray, tuple[int, int]]:
@@ -166,7 +166,7 @@ def _up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
     return -(-int(length) // multiple) * multiple
 
 
-def collate(samples: Sequence[Sample], num_grid_per_side: int, *, by_branch: bool = False) -> dict[str, Any]:
+def collate(samples: Sequence[Sample], *, by_branch: bool = False) -> dict[str, Any]:
     """Pads rows and packs patches. weights: each answer counts, long ones only with the root of their length."""
     columns_of, length, grid = (_branches_of_one_length if by_branch else _one_after_the_other)(samples)
     shape = (len(samples), length)
@@ -186,8 +186,7 @@ def collate(samples: Sequence[Sample], num_grid_per_side: int, *, by_branch: boo
     grids = [grid for sample in samples for grid in sample.grids]
     grid_thw = torch.tensor([(1, *grid) for grid in grids])
     indices, weights = get_vision_interpolation_indices_and_weights(
-        grid_thw, num_grid_per_side=num_grid_per_side, mode="bilinear", align_corners=True, spatial_merge_size=MERGE
-    )
+        grid_thw, num_grid_per_side=NUM_GRID_PER_SIDE, mode="bilinear", align_corners=True, spatial_merge_size=MERGE)
     lengths = [rows * columns for rows, columns in grids]
     return {
         "input_ids": torch.from_numpy(ids),
@@ -214,12 +213,10 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __init__(self, seeds: range, tokenizer_json: str, batch_size: int, num_batches: int, easy_batches: int = 0,
                  *, by_branch: bool = False):
-        self.by_branch = by_branch
         self.seeds, self.batch_size, self.num_batches = seeds, batch_size, num_batches
-        self.easy_batches = easy_batches
+        self.easy_batches, self.by_branch = easy_batches, by_branch
         self.tokenizer_json = tokenizer_json
         self.tokenizer: Tokenizer | None = None
-        self.num_grid_per_side = 20
 
     def __len__(self) -> int:
         return self.num_batches
@@ -230,4 +227,4 @@ class Batches(Dataset[dict[str, Any]]):
         max_things = 2 if index < self.easy_batches else 5
         seeds = self.seeds[index * self.batch_size : (index + 1) * self.batch_size]
         samples = [build_sample(seed, self.tokenizer, max_things) for seed in seeds]
-        return collate(samples, self.num_grid_per_side, by_branch=self.by_branch)
+        return collate(samples, by_branch=self.by_branch)

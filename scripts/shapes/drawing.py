@@ -12,38 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from .questions import (
-    SYSTEM_PROMPTS,
-    Question,
-    group_questions,
-    json_question,
-    leftmost_question,
-    questions,
-    text_question,
-)
+from .questions import SYSTEM_PROMPTS, group_questions, json_question, questions
 from .scenes import COLOURS, SHAPES, Scene, draw_scene
-
-__all__ = [
-    "COLOURS",
-    "DEMO_SEEDS",
-    "EVAL_SEEDS",
-    "SHAPES",
-    "TEST_SEEDS",
-    "TRAIN_SEEDS",
-    "VALIDATION_SEEDS",
-    "Example",
-    "Question",
-    "Scene",
-    "draw_example",
-    "draw_group",
-    "draw_json_example",
-    "draw_scene",
-    "group_questions",
-    "json_question",
-    "leftmost_question",
-    "questions",
-    "text_question",
-]
 
 DEMO_SEEDS = range(0, 1_000_000)
 """For the demo and the benches."""
@@ -73,9 +43,12 @@ class Example:
     schema: dict[str, Any] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """OpenAI-style messages; an image part is {"type": "image", "image": PIL image}."""
-        images = [{"type": "image", "image": image} for image in self.images]
-        text = [{"type": "text", "text": self.question}]
+        """Messages for transformers, with PIL images in them."""
+        return self.messages([{"type": "image", "image": image} for image in self.images])
+
+    def messages(self, images: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """OpenAI-style messages with these parts for the images."""
+        text: list[dict[str, Any]] = [{"type": "text", "text": self.question}]
         user = {"role": "user", "content": text + images if self.question_first else images + text}
         return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
 
@@ -90,14 +63,9 @@ def draw_example(seed: int) -> Example:
         scenes = [draw_scene(rng)]
         choices = questions(scenes[0], rng)
     question = rng.choice(choices)
-    return Example(
-        images=tuple(scene.image for scene in scenes),
-        question=question.text,
-        answer=question.answer,
-        kind=question.kind,
-        question_first=rng.random() < 0.3,
-        system=rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else None,
-    )
+    return Example(tuple(scene.image for scene in scenes), question.text, question.answer, question.kind,
+                   question_first=rng.random() < 0.3,
+                   system=rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else None)
 
 
 def draw_json_example(seed: int) -> Example:

@@ -16,12 +16,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from npu_runner.assets import SHAPES_VL
 from scripts.shapes.drawing import EVAL_SEEDS, Example, draw_example, draw_json_example
@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 96
 
 @dataclass(frozen=True)
 class Answer:
-    """token_ids: what was generated, without the end token."""
+    """token_ids: the generated ones, without the end token."""
 
     text: str
     token_ids: list[int]
@@ -45,31 +45,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON",
                         help='of the runner\'s LLM, as {"platform": "npu", "quantization": "int8"}')
     parser.add_argument("--json", action="store_true", help="ask for JSON objects instead (without a grammar)")
-    parser.add_argument("--processes", type=int, default=1, help="processes that share transformers' part")
     parser.add_argument("--first-seed", type=int, default=EVAL_SEEDS[0])
-    parser.add_argument("--output", type=Path, help="also write the closing JSON to this file")
     return parser.parse_args()
 
 
-def hf_answers(model_path: Path, examples: Sequence[Example], processes: int) -> Iterator[Answer]:
-    if processes == 1:
-        yield from hf_generate(model_path, examples)
-        return
-    shares = [examples[index::processes] for index in range(processes)]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        answers = [iter(share) for share in pool.map(partial(hf_share, model_path), shares)]
-    for index in range(len(examples)):
-        yield next(answers[index % processes])
-
-
-def hf_share(model_path: Path, examples: Sequence[Example]) -> list[Answer]:
-    import torch
-
-    torch.set_num_threads(1)
-    return list(hf_generate(model_path, examples))
-
-
-def hf_generate(model_path: Path, examples: Iterable[Example]) -> Iterator[Answer]:
+def hf_answers(model_path: Path, examples: Iterable[Example]) -> Iterator[Answer]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -79,27 +59,25 @@ def hf_generate(model_path: Path, examples: Iterable[Example]) -> Iterator[Answe
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32).eval()
     ends = set(model.generation_config.eos_token_id)
     for example in examples:
-        prompt = tokenizer.apply_chat_template(example.conversation(), tokenize=False, add_generation_prompt=True)
-        pixels = processor(images=list(example.images), return_tensors="pt")
-        token_ids = expand_images(tokenizer(prompt)["input_ids"], pixels["image_grid_thw"], model.config.image_token_id)
-        input_ids = torch.tensor([token_ids])
+        inputs = model_inputs([example.conversation()], example.images, tokenizer, processor,
+                              model.config.image_token_id)
         with torch.inference_mode():
-            output = model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                mm_token_type_ids=(input_ids == model.config.image_token_id).int(),
-                **pixels,
-                max_new_tokens=MAX_NEW_TOKENS,
-                do_sample=False,
-            )
-        generated = [token for token in output[0, len(token_ids) :].tolist() if token not in ends]
+            output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        generated = [token for token in output[0, inputs["input_ids"].shape[1]:].tolist() if token not in ends]
         yield Answer(tokenizer.decode(generated, skip_special_tokens=True), generated)
 
 
-def expand_images(token_ids: Sequence[int], grids_thw: Any, image_token_id: int) -> list[int]:
-    """One placeholder in, as many as the image has merged patches out."""
-    counts = iter((grids_thw.prod(-1) // 4).tolist())
-    return [copy for token in token_ids for copy in [token] * (next(counts) if token == image_token_id else 1)]
+def model_inputs(conversations: Sequence[list[dict[str, Any]]], images: Sequence[Image.Image], tokenizer: Any,
+                 processor: Any, image_token_id: int) -> dict[str, Any]:
+    """Chat template, images, expanded placeholders and padding, as transformers' own processor does it."""
+    features = processor(list(images), return_tensors="pt") if images else {}
+    counts = iter([int(grid.prod()) // 4 for grid in features.get("image_grid_thw", [])])
+    pad, texts = tokenizer.convert_ids_to_tokens(image_token_id), []
+    for messages in conversations:
+        first, *parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(pad)
+        texts.append(first + "".join(pad * next(counts) + part for part in parts))
+    encoded = tokenizer(texts, return_tensors="pt", padding=True)
+    return {**encoded, **features, "mm_token_type_ids": (encoded["input_ids"] == image_token_id).int()}
 
 
 def runner_answers(model_path: Path, examples: Sequence[Example], settings: dict[str, Any]) -> Iterator[Answer]:
@@ -145,33 +123,21 @@ def main() -> int:
         return 2
     examples = [(draw_json_example if arguments.json else draw_example)(seed) for seed in seeds]
     engines: dict[str, Callable[[Path, Sequence[Example]], Iterator[Answer]]] = {
-        "hf": partial(hf_answers, processes=arguments.processes),
-        "runner": partial(runner_answers, settings=arguments.settings),
-    }
-    wanted = list(engines) if arguments.engine == "both" else [arguments.engine]
+        "hf": hf_answers, "runner": partial(runner_answers, settings=arguments.settings)}
     result: dict[str, Any] = {
-        "model": arguments.model.name,
-        "seeds": [seeds[0], seeds[-1]],
-        "questions": len(examples),
-        "pictures": sum(len(example.images) for example in examples),
-        "machine": platform.machine(),
-        "settings": arguments.settings,
-    }
+        "model": arguments.model.name, "seeds": [seeds[0], seeds[-1]], "questions": len(examples),
+        "pictures": sum(len(example.images) for example in examples), "machine": platform.machine(),
+        "settings": arguments.settings}
     answers: dict[str, list[Answer]] = {}
-    for engine in wanted:
+    for engine in engines if arguments.engine == "both" else [arguments.engine]:
         started = time.monotonic()
         answers[engine] = list(engines[engine](arguments.model, examples))
-        result[engine] = {
-            "accuracy": score(engine, examples, answers[engine]),
-            "generated_tokens": sum(len(answer.token_ids) for answer in answers[engine]),
-            "seconds": round(time.monotonic() - started, 1),
-        }
+        result[engine] = {"accuracy": score(engine, examples, answers[engine]),
+                          "generated_tokens": sum(len(answer.token_ids) for answer in answers[engine]),
+                          "seconds": round(time.monotonic() - started, 1)}
     if arguments.engine == "both":
         result["token_mismatches"] = count_mismatches(seeds, answers["hf"], answers["runner"])
-    line = json.dumps(result)
-    print(line)
-    if arguments.output:
-        arguments.output.write_text(line + "\n")
+    print(json.dumps(result))
     return int(bool(result.get("token_mismatches")))
 
 

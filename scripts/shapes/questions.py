@@ -86,8 +86,14 @@ def _a(item: Item) -> str:
     return f"{'an' if colour == 'orange' else 'a'} {colour} {shape}"
 
 
-def _once(values: Sequence[str]) -> list[str]:
-    return [value for value, count in Counter(values).items() if count == 1]
+def _once(scene: Scene, attribute: str) -> list[str]:
+    """The colours, or the shapes, that one thing alone has."""
+    values = Counter(getattr(thing, attribute) for thing in scene.things)
+    return [value for value, count in values.items() if count == 1]
+
+
+def _with(scene: Scene, attribute: str, value: str) -> Thing:
+    return next(thing for thing in scene.things if getattr(thing, attribute) == value)
 
 
 def _named_once(scene: Scene) -> list[Thing]:
@@ -109,33 +115,25 @@ def _place(thing: Thing, scene: Scene) -> str:
 
 
 def _ask_colour(scene: Scene, rng: random.Random) -> Question | None:
-    shapes = _once([thing.shape for thing in scene.things])
+    shapes = _once(scene, "shape")
     if not shapes:
         return None
     shape = rng.choice(shapes)
-    templates = (
-        "What {c} is the {s}?",
-        "Which {c} does the {s} have?",
-        "Tell me the {c} of the {s}.",
-        "The {s}: what {c}?",
-    )
-    answer = next(thing.colour for thing in scene.things if thing.shape == shape)
-    return Question("color", rng.choice(templates).format(c=_color(rng), s=shape), answer)
+    templates = ("What {c} is the {s}?", "Which {c} does the {s} have?", "Tell me the {c} of the {s}.",
+                 "The {s}: what {c}?")
+    text = rng.choice(templates).format(c=_color(rng), s=shape)
+    return Question("color", text, _with(scene, "shape", shape).colour)
 
 
 def _ask_shape(scene: Scene, rng: random.Random) -> Question | None:
-    colours = _once([thing.colour for thing in scene.things])
+    colours = _once(scene, "colour")
     if not colours:
         return None
     colour = rng.choice(colours)
-    templates = (
-        "What shape is {}?",
-        "What shape is the {} object?",
-        "Which shape has the {c} {}?",
-        "Name the {} shape.",
-    )
-    answer = next(thing.shape for thing in scene.things if thing.colour == colour)
-    return Question("shape", rng.choice(templates).format(colour, c=_color(rng)), answer)
+    templates = ("What shape is {}?", "What shape is the {} object?", "Which shape has the {c} {}?",
+                 "Name the {} shape.")
+    text = rng.choice(templates).format(colour, c=_color(rng))
+    return Question("shape", text, _with(scene, "colour", colour).shape)
 
 
 def _ask_count(scene: Scene, rng: random.Random) -> Question:
@@ -167,12 +165,9 @@ def _ask_presence(scene: Scene, rng: random.Random) -> Question:
 
 
 def _ask_position(scene: Scene, rng: random.Random) -> Question | None:
-    pairs = [
-        (first, second, axis)
-        for first, second in combinations(_named_once(scene), 2)
-        for axis, gap in (("x", scene.image.width), ("y", scene.image.height))
-        if abs(getattr(first, axis) - getattr(second, axis)) > CLEARLY * gap
-    ]
+    pairs = [(first, second, axis) for first, second in combinations(_named_once(scene), 2)
+             for axis, gap in (("x", scene.image.width), ("y", scene.image.height))
+             if abs(getattr(first, axis) - getattr(second, axis)) > CLEARLY * gap]
     if not pairs:
         return None
     first, second, axis = rng.choice(pairs)
@@ -186,9 +181,8 @@ def _ask_position(scene: Scene, rng: random.Random) -> Question | None:
         templates = ("Is {} {claim} {}?", "Is it true that {} is {claim} {}?")
         return Question("position", rng.choice(templates).format(*names, claim=claim), _yes_no(claim == truth))
     templates = ("Is {} {before} or {after} {}?", "Where is {}: {before} or {after} {}?")
-    return Question(
-        "position", rng.choice(templates).format(*names, before=before, after=after), truth.removesuffix(" of")
-    )
+    text = rng.choice(templates).format(*names, before=before, after=after)
+    return Question("position", text, truth.removesuffix(" of"))
 
 
 def _ask_place(scene: Scene, rng: random.Random) -> Question | None:
@@ -201,11 +195,8 @@ def _ask_place(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _ask_list(scene: Scene, rng: random.Random) -> Question:
-    templates = (
-        "List all objects from left to right.",
-        "Name every object, from left to right.",
-        "List everything, left to right.",
-    )
+    templates = ("List all objects from left to right.", "Name every object, from left to right.",
+                 "List everything, left to right.")
     return Question("list", rng.choice(templates), ", ".join(" ".join(item) for item in scene.items))
 
 
@@ -234,11 +225,8 @@ def _ask_which(scenes: Sequence[Scene], rng: random.Random) -> Question | None:
 def _ask_alike(scenes: Sequence[Scene], rng: random.Random) -> Question | None:
     if len(scenes) != 2:
         return None
-    templates = (
-        "Do both pictures show the same objects?",
-        "Are the two pictures alike?",
-        "Do the two images have the same objects in them?",
-    )
+    templates = ("Do both pictures show the same objects?", "Are the two pictures alike?",
+                 "Do the two images have the same objects in them?")
     return Question("alike", rng.choice(templates), _yes_no(Counter(scenes[0].items) == Counter(scenes[1].items)))
 
 
@@ -256,32 +244,19 @@ def _ask_pick(scenes: Sequence[Scene], rng: random.Random) -> Question | None:
     index = rng.randrange(len(scenes))
     where = f"the {ORDINALS[index]} {rng.choice(('picture', 'image'))}"
     scene = scenes[index]
-    shapes = _once([thing.shape for thing in scene.things])
+    shapes = _once(scene, "shape")
     if shapes and rng.random() < 0.5:
         shape = rng.choice(shapes)
-        answer = next(thing.colour for thing in scene.things if thing.shape == shape)
-        return Question("pick", f"What {_color(rng)} is the {shape} in {where}?", answer)
+        return Question("pick", f"What {_color(rng)} is the {shape} in {where}?", _with(scene, "shape", shape).colour)
     if rng.random() < 0.5:
         return Question("pick", f"How many objects are in {where}?", str(len(scene.things)))
     return Question("pick", f"List the objects of {where} from left to right.", _ask_list(scene, rng).answer)
 
 
 _ABOUT_ONE: tuple[Callable[[Scene, random.Random], Question | None], ...] = (
-    _ask_colour,
-    _ask_shape,
-    _ask_count,
-    _ask_presence,
-    _ask_position,
-    _ask_place,
-    _ask_list,
-    _ask_describe,
-)
+    _ask_colour, _ask_shape, _ask_count, _ask_presence, _ask_position, _ask_place, _ask_list, _ask_describe)
 _ABOUT_SEVERAL: tuple[Callable[[Sequence[Scene], random.Random], Question | None], ...] = (
-    _ask_which,
-    _ask_alike,
-    _ask_more,
-    _ask_pick,
-)
+    _ask_which, _ask_alike, _ask_more, _ask_pick)
 _TEXT_ONLY = (
     ("Hello!", "Hello! Show me a picture and ask about its shapes."),
     ("Hi.", "Hello! Show me a picture and ask about its shapes."),

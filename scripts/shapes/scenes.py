@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from PIL import Image, ImageChops, ImageDraw
 
 COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (214, 38, 38),
-    "orange": (246, 134, 26),
-    "yellow": (250, 218, 44),
-    "green": (46, 156, 66),
-    "cyan": (64, 204, 216),
-    "blue": (42, 82, 204),
-    "purple": (124, 52, 168),
-    "pink": (246, 136, 190),
+    "red": (214, 38, 38), "orange": (246, 134, 26), "yellow": (250, 218, 44), "green": (46, 156, 66),
+    "cyan": (64, 204, 216), "blue": (42, 82, 204), "purple": (124, 52, 168), "pink": (246, 136, 190),
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 

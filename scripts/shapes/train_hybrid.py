@@ -22,37 +22,24 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from npu_runner.assets import SHAPES_VL
 from scripts.shapes.batches import PADDING_BRANCH
 from scripts.shapes.branched_delta_net import use_branches
-from scripts.shapes.training import Family, branch_mask, see, train
+from scripts.shapes.training import Family, branch_mask, encode_images, train
 
-_TAKEN_OVER = ("model.visual.", "model.language_model.embed_tokens.")
+_COPIED = ("model.visual.", "model.language_model.embed_tokens.")
 
 
 def forward(model: Qwen3_5ForConditionalGeneration, batch: dict[str, Any]) -> Tensor:
     """Logits of the answer tokens only, (answer tokens, vocabulary)."""
-    images = BaseModelOutputWithPooling(pooler_output=[see(model, batch).pooler_output])
+    images = BaseModelOutputWithPooling(pooler_output=[encode_images(model, batch).pooler_output])
     hidden = model.model(
-        input_ids=batch["input_ids"],
-        attention_mask={"full_attention": branch_mask(batch["branches"]), "linear_attention": None},
-        position_ids=batch["positions"],
-        mm_encoder_outputs={"image": images},
-        use_cache=False,
-        branch_grid=batch["branch_grid"],
-        valid_BT=(batch["branches"] != PADDING_BRANCH).float(),
-    ).last_hidden_state
+        input_ids=batch["input_ids"], position_ids=batch["positions"], mm_encoder_outputs={"image": images},
+        attention_mask={"full_attention": branch_mask(batch["branches"]), "linear_attention": None}, use_cache=False,
+        branch_grid=batch["branch_grid"], valid_BT=(batch["branches"] != PADDING_BRANCH).float()).last_hidden_state
     return model.lm_head(hidden.flatten(0, 1)[batch["predicting"]]).float()
 
 
-def begin(model: nn.Module) -> None:
-    remember_long(model)
-    take_over(model)
-
-
 def remember_long(model: nn.Module) -> None:
-    """Gates whose steps lie between a thousandth and a tenth, evenly by their logarithm, as Mamba's do at first
-    (arXiv 2312.00752, section 3.6): a state keeps what it has read for tens to thousands of tokens.
-
-    As transformers begins it forgets within a few.
-    """
+    """Start with gates whose steps lie between a thousandth and a tenth, evenly by their logarithm, as Mamba's do
+    (arXiv 2312.00752, section 3.6). A state then remembers for tens to thousands of tokens, not for a few."""
     for layer in model.modules():
         if isinstance(layer, Qwen3_5GatedDeltaNet):
             steps = torch.empty_like(layer.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
@@ -61,12 +48,13 @@ def remember_long(model: nn.Module) -> None:
                 layer.A_log.copy_(torch.empty_like(layer.A_log).uniform_(1.0, 16.0).log())
 
 
-def take_over(model: nn.Module) -> None:
-    """The tower and the embeddings of shapes-vl, but for the levels that this family's tower does not have."""
+def start(model: nn.Module) -> None:
+    """Long memories, and shapes-vl's tower and embeddings without the levels that this family's tower lacks."""
+    remember_long(model)
     weights = {name: tensor.float() for name, tensor in load_file(SHAPES_VL / "model.safetensors").items()
-               if name.startswith(_TAKEN_OVER) and "deepstack" not in name}
+               if name.startswith(_COPIED) and "deepstack" not in name}
     missing, unknown = model.load_state_dict(weights, strict=False)
-    left = [name for name in missing if name.startswith(_TAKEN_OVER)]
+    left = [name for name in missing if name.startswith(_COPIED)]
     if left or unknown:
         raise SystemExit(f"{SHAPES_VL} has other tensors than this model begins with: {left or unknown}")
 
@@ -74,4 +62,4 @@ def take_over(model: nn.Module) -> None:
 if __name__ == "__main__":
     use_branches()
     train(Family("train_hybrid", __doc__ or "", "shapes-hybrid", Qwen3_5ForConditionalGeneration, forward,
-                 begin=begin, by_branch=True))
+                 start=start, by_branch=True))

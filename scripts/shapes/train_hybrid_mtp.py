@@ -37,8 +37,9 @@ from scripts.shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS, draw_example, 
 
 SHAPES_HYBRID = EMBEDDED["shapes-hybrid"]
 PART_IN_JSON = 0.4
+BATCH_SIZE, LEARNING_RATE = 24, 2e-3
 WEIGHTS = (1.0, 0.5)
-"""Of the loss of a first draft and of a second."""
+"""Weights of the losses of a first and of a second draft."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def drafted(head: Head, rows: Sequence[Row], table_VD: Tensor) -> list[tuple[Ten
 
 
 def accuracy(head: Head, rows: Sequence[Row], table_VD: Tensor) -> list[float]:
-    """Part of the first drafts that are right, and of the second ones."""
+    """The parts of the first and of the second drafts that are right."""
     right, asked = [0, 0], [0, 0]
     with torch.no_grad():
         for start in range(0, len(rows), 16):
@@ -132,19 +133,19 @@ def accuracy(head: Head, rows: Sequence[Row], table_VD: Tensor) -> list[float]:
     return [round(hits / max(1, count), 4) for hits, count in zip(right, asked, strict=True)]
 
 
-def train(head: Head, rows: Sequence[Row], table_VD: Tensor, arguments: argparse.Namespace) -> None:
+def train(head: Head, rows: Sequence[Row], table_VD: Tensor, epochs: int) -> None:
     """AdamW with a warm-up of a tenth and a cosine; rows of a batch are of like length."""
-    optimizer = torch.optim.AdamW(head.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.02)
-    rng, by_length = random.Random(arguments.seed), sorted(rows, key=lambda row: len(row.token_ids))
-    batches = [by_length[start : start + arguments.batch_size] for start in range(0, len(rows), arguments.batch_size)]
-    steps = arguments.epochs * len(batches)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02)
+    rng, by_length = random.Random(0), sorted(rows, key=lambda row: len(row.token_ids))
+    batches = [by_length[start : start + BATCH_SIZE] for start in range(0, len(rows), BATCH_SIZE)]
+    steps = epochs * len(batches)
     for step in range(steps):
         if step % len(batches) == 0:
             rng.shuffle(batches)
         share = step / steps
         rate = min(1.0, share / 0.1) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share)))
         for group in optimizer.param_groups:
-            group["lr"] = arguments.learning_rate * rate
+            group["lr"] = LEARNING_RATE * rate
         losses = [weight * F.cross_entropy(logits, tokens) for weight, (logits, tokens) in
                   zip(WEIGHTS, drafted(head, batches[step % len(batches)], table_VD), strict=False)]
         loss = torch.stack(losses).sum()
@@ -157,29 +158,25 @@ def train(head: Head, rows: Sequence[Row], table_VD: Tensor, arguments: argparse
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint, which has the rest")
     parser.add_argument("--rows", type=int, default=700)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(0)
     torch.set_num_threads(1)
-    began = time.monotonic()
+    started = time.monotonic()
     rows, held_out = collect(TRAIN_SEEDS[: arguments.rows]), collect(VALIDATION_SEEDS[:100])
-    print(json.dumps({"rows": len(rows), "seconds": round(time.monotonic() - began, 1)}), flush=True)
+    print(json.dumps({"rows": len(rows), "seconds": round(time.monotonic() - started, 1)}), flush=True)
     tensors = load_file(SHAPES_HYBRID / "model.safetensors")
     table_VD = tensors["model.language_model.embed_tokens.weight"].float()
     config = AutoConfig.from_pretrained(SHAPES_HYBRID).text_config
     config._attn_implementation = "sdpa"  # causal where no mask is given
     head = Head(config)
-    train(head, rows, table_VD, arguments)
+    train(head, rows, table_VD, arguments.epochs)
     head.bfloat16().float()
     print(json.dumps({"right, first and second drafts": accuracy(head, held_out, table_VD),
-                      "seconds": round(time.monotonic() - began, 1)}))
+                      "seconds": round(time.monotonic() - started, 1)}))
     arguments.output.mkdir(parents=True, exist_ok=True)
     tensors |= {f"mtp.{name}": value.detach().bfloat16().contiguous() for name, value in head.state_dict().items()}
     save_file(tensors, arguments.output / "model.safetensors", metadata={"format": "pt"})

@@ -14,22 +14,17 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
-from scripts.shapes.training import Family, branch_mask, see, train
+from scripts.shapes.training import Family, branch_mask, encode_images, train
 
 
 def forward(model: Qwen3VLForConditionalGeneration, batch: dict[str, Any]) -> Tensor:
     """Logits of the answer tokens only, (answer tokens, vocabulary)."""
-    vision = see(model, batch)
+    vision = encode_images(model, batch)
     images = BaseModelOutputWithDeepstackFeatures(
-        pooler_output=[vision.pooler_output], deepstack_features=[[level] for level in vision.deepstack_features]
-    )
+        pooler_output=[vision.pooler_output], deepstack_features=[[level] for level in vision.deepstack_features])
     hidden = model.model(
-        input_ids=batch["input_ids"],
-        attention_mask=branch_mask(batch["branches"]),
-        position_ids=batch["positions"],
-        mm_encoder_outputs={"image": images},
-        use_cache=False,
-    ).last_hidden_state
+        input_ids=batch["input_ids"], attention_mask=branch_mask(batch["branches"]), position_ids=batch["positions"],
+        mm_encoder_outputs={"image": images}, use_cache=False).last_hidden_state
     return model.lm_head(hidden.flatten(0, 1)[batch["predicting"]]).float()
 
 

@@ -27,7 +27,7 @@ from scripts.shapes.checkpoint import TEMPORAL_PATCH, read_config, read_tokenize
 from scripts.shapes.drawing import TRAIN_SEEDS, VALIDATION_SEEDS
 
 COMPILING_STEPS = 30
-"""While these run, layers are compiled: their time is not the learning rate's."""
+"""Layers are compiled in these steps; their time does not count for the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Family:
     model_name: str
     model_class: type[PreTrainedModel]
     forward: Callable[[nn.Module, dict[str, Any]], Tensor]
-    begin: Callable[[nn.Module], None] = lambda model: None
+    start: Callable[[nn.Module], None] = lambda model: None
     """Changes a fresh model's weights before the first step."""
     by_branch: bool = False
     """Rows as branched_delta_net.py wants them."""
@@ -66,9 +66,8 @@ def parse_arguments(family: Family) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def attend_packed(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+def attend_packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  **kwargs: Any) -> tuple[Tensor, None]:
     """Vision attention over images of any size packed in one row, in one kernel. (1, heads, patches, dim) tensors."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -77,18 +76,11 @@ def attend_packed(
     return varlen_attn(*packed, offsets, offsets, longest, longest).unsqueeze(0), None
 
 
-def see(model: Any, batch: dict[str, Any]) -> Any:
-    """What the tower makes of a batch's patches."""
-    patches = (batch["patches"].float() / 127.5 - 1).unsqueeze(2)
-    return model.model.visual(
-        patches.expand(-1, -1, TEMPORAL_PATCH, -1).flatten(1),
-        grid_thw=batch["grid_thw"],
-        interp_indices=batch["interp_indices"],
-        interp_weights=batch["interp_weights"],
-        position_ids=batch["vision_positions"],
-        cu_seqlens=batch["cu_seqlens"],
-        max_seqlen=batch["max_seqlen"],
-    )
+def encode_images(model: Any, batch: dict[str, Any]) -> Any:
+    """The tower's output for a batch's patches."""
+    patches = (batch["patches"].float() / 127.5 - 1).unsqueeze(2).expand(-1, -1, TEMPORAL_PATCH, -1).flatten(1)
+    names = ("grid_thw", "interp_indices", "interp_weights", "cu_seqlens", "max_seqlen")
+    return model.model.visual(patches, position_ids=batch["vision_positions"], **{name: batch[name] for name in names})
 
 
 def branch_mask(branches: Tensor) -> Tensor:
@@ -100,17 +92,13 @@ def branch_mask(branches: Tensor) -> Tensor:
 
 
 def to_device(batch: dict[str, Any], device: str) -> dict[str, Any]:
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) and name != "grid_thw" else value
-        for name, value in batch.items()
-    }
+    return {name: value.to(device, non_blocking=True) if isinstance(value, Tensor) and name != "grid_thw" else value
+            for name, value in batch.items()}
 
 
 def learning_rate(step: int, time_share: float, arguments: argparse.Namespace) -> float:
     """Linear warm-up, then a cosine down to a hundredth at the last step or second, whichever comes first.
-
-    `time_share`: of the seconds there are, what has passed.
-    """
+    `time_share` is the part of the seconds that has passed."""
     if step < arguments.warmup_steps:
         return arguments.learning_rate * (step + 1) / arguments.warmup_steps
     done = min(1.0, max(step / arguments.steps, time_share))
@@ -137,7 +125,7 @@ def validate(family: Family, model: nn.Module, batches: list[dict[str, Any]], de
 
 def build_model(family: Family, arguments: argparse.Namespace, config: Any) -> nn.Module:
     model = family.model_class(config)
-    family.begin(model)
+    family.start(model)
     if arguments.init_from:
         model = family.model_class.from_pretrained(arguments.init_from, config=config, dtype=torch.float32)
     model = model.to(arguments.device)
@@ -174,9 +162,8 @@ class Log:
         print(line, file=self.file, flush=True)
 
 
-def train_step(
-    family: Family, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], device: str
-) -> Tensor:
+def train_step(family: Family, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any],
+               device: str) -> Tensor:
     with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
         logits = family.forward(model, batch)
     losses = nn.functional.cross_entropy(logits, batch["targets"], reduction="none")
@@ -197,10 +184,9 @@ def train(family: Family) -> None:
     tokenizer_json = read_tokenizer().backend_tokenizer.to_str()
     data = Batches(TRAIN_SEEDS, tokenizer_json, arguments.batch_size, arguments.steps, arguments.easy_steps,
                    by_branch=family.by_branch)
-    # Of the same size: layers are compiled for it.
+    # Layers are compiled for this size of a batch.
     held_out = Batches(VALIDATION_SEEDS, tokenizer_json, arguments.batch_size,
-                       -(-arguments.validation_samples // arguments.batch_size),
-                       by_branch=family.by_branch)
+                       -(-arguments.validation_samples // arguments.batch_size), by_branch=family.by_branch)
 
     model = build_model(family, arguments, read_config(family.model_name))
     optimizer = build_optimizer(model, arguments)
@@ -210,13 +196,10 @@ def train(family: Family) -> None:
     validation = [held_out[index] for index in range(len(held_out))]
 
     log = Log(arguments.output)
-    log.write(
-        command=" ".join(["python", "-m", f"scripts.shapes.{family.program}", *sys.argv[1:]]),
-        device=torch.cuda.get_device_name() if device != "cpu" else "cpu",
-        torch=torch.__version__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        seconds=round(time.monotonic() - started, 1),
-    )
+    log.write(command=" ".join(["python", "-m", f"scripts.shapes.{family.program}", *sys.argv[1:]]),
+              device=torch.cuda.get_device_name() if device != "cpu" else "cpu", torch=torch.__version__,
+              parameters=sum(parameter.numel() for parameter in model.parameters()),
+              seconds=round(time.monotonic() - started, 1))
     step, waited, compiling, loss = 0, 0.0, 0.0, torch.zeros(())
     while step < arguments.steps and time.monotonic() - started < arguments.max_seconds:
         if step == COMPILING_STEPS:
@@ -231,14 +214,9 @@ def train(family: Family) -> None:
         loss = train_step(family, model, optimizer, batch, device)
         step += 1
         if step % arguments.validate_every == 0 or step == arguments.steps:
-            log.write(
-                step=step,
-                seconds=round(time.monotonic() - started, 1),
-                waited_for_data=round(waited, 1),
-                learning_rate=round(rate, 6),
-                loss=round(loss.item(), 4),
-                accuracy=validate(family, model, validation, device),
-            )
+            log.write(step=step, seconds=round(time.monotonic() - started, 1), waited_for_data=round(waited, 1),
+                      learning_rate=round(rate, 6), loss=round(loss.item(), 4),
+                      accuracy=validate(family, model, validation, device))
     del loader  # ends the drawing processes
     if step < arguments.steps:
         log.write(step=step, stopped="max_seconds", loss=round(loss.item(), 4))

@@ -52,8 +52,7 @@ def test_operators_that_leave_the_ai_core_are_counted(name: str) -> None:
 
 @pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN can be another version")
 def test_a_version_of_cann_whose_limits_nobody_wrote_down_is_refused() -> None:
-    done = run_python(["-c", "import torch, torch_npu; torch.ones(1).npu()"], forked=True,
-                      cann_version="10.0.0")
+    done = run_python(["-c", "import torch, torch_npu; torch.ones(1).npu()"], forked=True, cann_version="10.0.0")
     assert done.returncode != 0
     assert "CANN_EMU_CANN_VERSION=10.0.0 is none of 8.5.0, 9.0.0, 9.1.0, 9.2.0" in done.stderr
 

@@ -39,8 +39,8 @@ MOST_ARROWS = 119
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 MOST_LINES = {
-    "platforms": 13280, "batch": 7609, "prompts": 5760, "runner": 4734, "checkpoint": 3856, "serving": 2501,
-    "engine": 2471, "tables": 2269, "core": 2171, "grammars": 2003, "models": 1919, "cli": 1883, "layers": 1871,
+    "platforms": 13280, "batch": 7609, "prompts": 5760, "runner": 4734, "checkpoint": 3855, "serving": 2501,
+    "engine": 2470, "tables": 2269, "core": 2171, "grammars": 1997, "models": 1919, "cli": 1883, "layers": 1871,
     "sampling": 1772, "request": 1705, "strategies": 1597, "reports": 1487, "llm": 1458, "front": 941,
     "processes": 747, "assets": 11,
 }
@@ -65,21 +65,21 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 85, 33
 MOST_OF_A_WORD = {
     r"\bso (many|much)\b": 11,
     r"\bnobody\b": 10,
-    r"\bwhoever\b": 5,
+    r"\bwhoever\b": 2,
     r"\bsomebody\b": 1,
     r"\bpictures?\b": 3,
     r"\bfew[_ ]rows\b": 1,
-    r"(\b|_)products?(\b|_)": 110,
+    r"(\b|_)products?(\b|_)": 91,
     r"\bdef of\b": 9,
-    r"\bdef look\b": 2,
-    r"\bdef begin\b": 3,
-    r"\bdef note\b": 2,
-    r"\b(_?settles?|settled)\b": 19,
-    r"\bdef _?takes?\b|\btakes_\w+": 32,
-    r"\b(draws?|drawn?|drew)\b": 103,
+    r"\bdef look\b": 0,
+    r"\bdef begin\b": 0,
+    r"\bdef note\b": 0,
+    r"\b(_?settles?|settled)\b": 10,
+    r"\bdef _?takes?\b|\btakes_\w+": 22,
+    r"\b(draws?|drawn?|drew)\b": 59,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 102, "Of": 53, "How": 18, "Those": 14, "That": 4, "So": 0, "Likewise": 0, "Such": 0}
+MOST_OF_AN_OPENING = {"What": 96, "Of": 47, "How": 17, "Those": 13, "That": 4, "So": 0, "Likewise": 0, "Such": 0}
 
 
 @functools.cache

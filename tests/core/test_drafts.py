@@ -54,7 +54,7 @@ def sequence(tokens: list[int], most: int | None = None) -> Sequence:
 
 def test_forced_tokens_come_first_and_what_followed_them_before_comes_behind() -> None:
     drafter, seq = Drafter(SpeculativeConfig.from_mapping(NGRAM)), sequence([1, 2, 3, 4, 5, 1])
-    drafter.note_next([seq], [[2]], [1])
+    drafter.record_next([seq], [[2]], [1])
     assert drafter.propose([seq], 100) == [[2, 3, 4]]
     assert drafter.propose([seq], 100) == [[]], "what was forced holds for one step"
 
@@ -63,8 +63,8 @@ def test_what_was_forced_is_no_draft_behind_a_step_without_drafts() -> None:
     """One of so many rows that none has any, or a token of it has come since."""
     off = {"method": "forced", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[2, 8, 0]]}
     drafter, sequences = Drafter(SpeculativeConfig.from_mapping(off)), [sequence([1, 2, 3]) for _ in range(2)]
-    drafter.note_next(sequences, [[4, 5]] * 2, [2] * 2)
-    assert (drafter.may_draft(sequences), drafter.propose(sequences, 100)) == (False, [])
+    drafter.record_next(sequences, [[4, 5]] * 2, [2] * 2)
+    assert (drafter.can_draft(sequences), drafter.propose(sequences, 100)) == (False, [])
     sequences[0].append(4)
     assert drafter.propose(sequences[:1], 100) == [[]]
     assert drafter.propose(sequences[1:], 100) == [[4, 5]]
@@ -74,18 +74,18 @@ def test_steps_run_ahead_where_no_row_may_have_drafts() -> None:
     """Of too many rows, without a grammar, or while what is looked up is paused: the sequence has 40 tokens then."""
     drafter = Drafter(SpeculativeConfig.from_mapping(NGRAM | {"num_speculative_tokens_per_batch_size": [[2, 8, 0]]}))
     paused, ruled = (sequence([1, 2] * 20) for _ in range(2))
-    assert drafter.may_draft([paused])
-    assert not drafter.may_draft([paused, ruled])
+    assert drafter.can_draft([paused])
+    assert not drafter.can_draft([paused, ruled])
     paused.drafting = DraftHistory()
     paused.drafting.judge(24, 0, 40)
-    assert not drafter.may_draft([paused])
+    assert not drafter.can_draft([paused])
     for _ in range(16):
         paused.append(1)
-    assert drafter.may_draft([paused])
+    assert drafter.can_draft([paused])
     drafter = Drafter(SpeculativeConfig.from_mapping({"method": "forced"}))
-    assert not drafter.may_draft([paused, ruled])
+    assert not drafter.can_draft([paused, ruled])
     ruled.params = ruled.params.replace(structured_outputs={"regex": "a"})
-    assert drafter.may_draft([paused, ruled])
+    assert drafter.can_draft([paused, ruled])
 
 
 def test_the_drafts_of_a_step_have_bounds() -> None:
@@ -93,7 +93,7 @@ def test_the_drafts_of_a_step_have_bounds() -> None:
     drafter = Drafter(SpeculativeConfig.from_mapping({"method": "forced", "num_speculative_tokens": 4}))
     for most, room, wanted in ((None, 100, [4, 4]), (None, 5, [4, 1]), (9, 100, [2, 2]), (7, 100, [0, 0])):
         sequences = [sequence([1] * 6, most) for _ in range(2)]
-        drafter.note_next(sequences, [[7] * 9] * 2, [9] * 2)
+        drafter.record_next(sequences, [[7] * 9] * 2, [9] * 2)
         assert [len(drafts) for drafts in drafter.propose(sequences, room)] == wanted
 
 
@@ -115,9 +115,9 @@ def test_a_sequence_that_keeps_few_drafts_is_left_alone_for_longer_and_longer() 
         num = history._paused_until
         pauses.append(num)
         for _ in range(6):
-            assert history.look_up(num, lambda start, end: tokens[start:end], behind=[], find=find)
+            assert history.lookup(num, lambda start, end: tokens[start:end], behind=[], find=find)
             history.judge(4, 0, num)
-        assert not history.look_up(num, lambda start, end: tokens[start:end], behind=[], find=find)
+        assert not history.lookup(num, lambda start, end: tokens[start:end], behind=[], find=find)
     assert np.diff(pauses).tolist() == [16, 32, 64, 128, 256]
     history.judge(24, 6, 1000)
     history.judge(24, 5, 1000)
@@ -132,8 +132,8 @@ def test_kept_drafts_are_counted_by_what_proposed_them() -> None:
     scheduler.add(seq)
     scheduler.schedule()
     scheduler.complete()[0].append(2)  # type: ignore[union-attr]
-    scheduler.settle_drafts()
-    drafter.note_next([seq], [[3, 4]], [2])
+    scheduler.resolve_drafts()
+    drafter.record_next([seq], [[3, 4]], [2])
     batch = scheduler.schedule()
     assert batch is not None
     assert batch.has_drafts
@@ -141,7 +141,7 @@ def test_kept_drafts_are_counted_by_what_proposed_them() -> None:
     scheduler.complete()
     for token in (3, 4, 5, 9):
         seq.append(token)
-    assert scheduler.settle_drafts() == 3
+    assert scheduler.resolve_drafts() == 3
     assert drafter.counters == DraftCounters(1, 2, 2, 2, 1)
     assert (drafter.counters.num_draft_tokens, drafter.counters.mean_acceptance_length) == (4, 4.0)
     assert (seq.num_tokens, seq.num_computed_tokens, seq.num_expected) == (13, 12, 0)
@@ -159,7 +159,7 @@ def decoding(scheduler: Scheduler, lengths: list[int]) -> list[Sequence]:
     for seq in scheduler.complete():
         assert seq is not None
         seq.append(5)
-    scheduler.settle_drafts()
+    scheduler.resolve_drafts()
     return sequences
 
 
@@ -177,12 +177,12 @@ def test_drafts_take_no_block_that_a_sequence_may_need(num_blocks: int, wanted: 
     blocks = BlockManager(num_blocks, 4, enable_prefix_caching=False)
     scheduler = Scheduler(LIMITS, blocks, drafter)
     sequences = decoding(scheduler, [4, 4])
-    drafter.note_next(sequences, [[7, 7, 7, 7]] * 2, [4] * 2)
+    drafter.record_next(sequences, [[7, 7, 7, 7]] * 2, [4] * 2)
     assert (drafted(scheduler).query_lens_B - 1).tolist() == wanted
     scheduler.complete()
     for seq in sequences:
         seq.append(1)
-    scheduler.settle_drafts()
+    scheduler.resolve_drafts()
     assert [len(seq.block_table) for seq in sequences] == [2, 2]
     assert scheduler.num_preemptions == 0
 
@@ -192,12 +192,12 @@ def test_a_block_of_kept_drafts_is_found_and_one_of_refused_drafts_is_not() -> N
     blocks = BlockManager(40, 4)
     scheduler = Scheduler(LIMITS, blocks, drafter)
     [seq] = decoding(scheduler, [4])
-    drafter.note_next([seq], [[6, 6, 6, 7, 7, 7, 7, 7]], [8])
+    drafter.record_next([seq], [[6, 6, 6, 7, 7, 7, 7, 7]], [8])
     assert drafted(scheduler).context_lens_B.tolist() == [13]
     scheduler.complete()
     for token in (6, 6, 6, 1):
         seq.append(token)
-    scheduler.settle_drafts()
+    scheduler.resolve_drafts()
     scheduler.finish(seq, "stop")
     for tokens, wanted in (([5] * 5 + [6] * 3, 8), ([5] * 5 + [6] * 3 + [7] * 4, 8), ([5] * 5 + [7] * 4, 4)):
         again = sequence([*tokens, 9])

@@ -17,7 +17,7 @@ from npu_runner import strategies
 from npu_runner.cli.main import main
 from npu_runner.cli.models import OTHERS, as_line, explain
 from npu_runner.prompts.text import tool_parsers
-from npu_runner.strategies import strategies_by_model_type, strategy_of
+from npu_runner.strategies import find_strategy, strategies_by_model_type
 from tests.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_the_command_prints_the_same_for_programs(capsys: pytest.CaptureFixture[
 def test_names_that_are_not_served_have_no_strategy() -> None:
     found = {name: cells["why"].startswith("ranking") for names, cells in NOT_SERVED for name in names}
     assert len(found) > 7
-    assert {name for name in found if strategy_of(name)} == {name for name, is_of_ours in found.items() if is_of_ours}
+    assert {name for name in found if find_strategy(name)} == {name for name, is_of_ours in found.items() if is_of_ours}
 
 
 @pytest.mark.full("imports transformers' classes of each")
@@ -105,7 +105,7 @@ def test_every_family_has_an_entry_from_which_its_tests_are_derived() -> None:
 
 @pytest.mark.parametrize("model_type", OWN)
 def test_a_family_is_found_by_its_name(model_type: str) -> None:
-    assert strategy_of(model_type) is OWN[model_type], "its file is named like it, or like what stands before a _ in it"
+    assert find_strategy(model_type) is OWN[model_type], "its file has its name, or what stands before a _ in it"
 
 
 def test_no_family_is_imported_before_it_is_asked_for() -> None:

@@ -67,7 +67,7 @@ class Running:
             if end is not None:
                 self.drop(slots[row], end)
             elif self.rows is not None:
-                self.rows.note(slots[row], one)
+                self.rows.record(slots[row], one)
 
     def drop(self, slot: int, end: End) -> None:
         one = self.by_slot.pop(slot)
@@ -118,7 +118,7 @@ def test_a_plain_row_is_not_looked_at_by_itself() -> None:
         sequence = Sequence(slot, slot, str(slot), 0, PromptInputs([1]), params, seed=0, max_num_tokens=11)
         running.append(Generation(sequence, TOKENIZER, frozenset({0})))
         running[-1].append(5, None, 0)
-        rows.note(slot, running[-1])
+        rows.record(slot, running[-1])
     slots = np.arange(SLOTS, dtype=np.int32)
     sequences = [one.sequence for one in running]
     for _ in range(8):

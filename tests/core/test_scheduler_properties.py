@@ -72,8 +72,7 @@ def test_where_nothing_ends_early_two_steps_under_way_plan_as_one(seed: int, blo
                                                                   max_num_seqs: int, num_tokens: int) -> None:
     """The same steps, of the same rows, with the same hits and preemptions. No prompt goes on with what another one's
     answer is: whether a token that has just been chosen is found depends on when it arrives."""
-    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens,
-                             max_image_tokens=7)
+    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_image_tokens=7)
     found = []
     for depth in (1, 2):
         world = World(random.Random(seed), block_size, -(-MAX_LEN // block_size) + 1 + spare, limits, True, depth=depth)

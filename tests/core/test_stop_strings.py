@@ -41,7 +41,7 @@ def test_the_first_completed_stop_is_found_and_the_longest_begun_held_back(stops
         assert found == (completed_by(text, len(text) - len(fresh), stops) if is_allowed else None)
         if found is not None:
             return
-        assert search.num_begun(at_mark=False) == begun_by(text, stops)
+        assert search.num_started(at_mark=False) == begun_by(text, stops)
 
 
 @given(stops=st.lists(LETTERS, min_size=1, max_size=4), kept=LETTERS, dropped=LETTERS, then=LETTERS)
@@ -51,10 +51,10 @@ def test_text_taken_back_leaves_no_trace(stops, kept, dropped, then):
         each.feed(kept, is_allowed=False)
     search.mark()
     search.feed(dropped, is_allowed=False)
-    assert search.num_begun(at_mark=True) == begun_by(kept, stops)
-    search.take_back()
+    assert search.num_started(at_mark=True) == begun_by(kept, stops)
+    search.retract()
     assert search.feed(then, is_allowed=True) == undisturbed.feed(then, is_allowed=True)
-    assert search.num_begun(at_mark=False) == undisturbed.num_begun(at_mark=False)
+    assert search.num_started(at_mark=False) == undisturbed.num_started(at_mark=False)
 
 
 def letters_tokenizer() -> Tokenizer:

@@ -45,11 +45,11 @@ class Guesses(Drafter):
         super().__init__(SpeculativeConfig(method="forced", num_speculative_tokens=most))
         self._rng = rng
 
-    def _may_have_drafts(self, seq: Sequence) -> bool:
+    def _can_draft_for(self, seq: Sequence) -> bool:
         return seq.num_tokens // 4 % 2 == 0
 
     def _drafts(self, seq: Sequence, num: int) -> list[int]:
-        if not self._may_have_drafts(seq):
+        if not self._can_draft_for(seq):
             return []
         tokens, drafts = seq.tokens(0, seq.num_tokens), [0] * self._rng.randint(0, max(0, num))
         for place in range(len(drafts)):
@@ -252,7 +252,7 @@ class World:
                 if sequence.num_known_tokens >= self.wanted_lens[sequence.seq_id]:
                     self._end(sequence)
                     break
-        self.scheduler.settle_drafts()
+        self.scheduler.resolve_drafts()
 
     def _rollback(self, step: Step) -> None:
         self.steps.clear()

@@ -21,10 +21,10 @@ def draw_rows(device: torch.device, logits_BV: Tensor, temperatures: list[float]
     from npu_runner.platforms.cuda.sampling.sample import sample_from_softmax
 
     columns = (torch.tensor(values, dtype=torch.float32, device=device)[:, None] for values in (temperatures, uniforms))
-    drawn_B1 = sample_from_softmax(logits_BV.to(device), *columns)
-    assert drawn_B1.dtype == torch.int32
-    assert drawn_B1.shape == (len(logits_BV), 1)
-    return drawn_B1[:, 0].tolist()
+    sampled_B1 = sample_from_softmax(logits_BV.to(device), *columns)
+    assert sampled_B1.dtype == torch.int32
+    assert sampled_B1.shape == (len(logits_BV), 1)
+    return sampled_B1[:, 0].tolist()
 
 
 def draw_all(device: torch.device, logits_V: Tensor, temperature: float, uniforms: np.ndarray) -> np.ndarray:

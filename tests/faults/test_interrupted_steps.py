@@ -59,8 +59,7 @@ def test_after_an_exception_in_a_step_of_two_ranks_the_next_call_answers_as_a_fr
     assert_every_place_recovers(2, checkpoint, expected)
 
 
-def assert_every_place_recovers(size: int, checkpoint: Any, expected: Any,
-                                calls: Sequence[int] = (1, 2, 7)) -> None:
+def assert_every_place_recovers(size: int, checkpoint: Any, expected: Any, calls: Sequence[int] = (1, 2, 7)) -> None:
     """Before the first call, behind the second one, either at the seventh.
 
     Steps 1 to 4 are prefills and their chunks, later ones mostly decode.

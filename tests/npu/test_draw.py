@@ -17,10 +17,10 @@ def draw_all(logits_V: Tensor, temperature: float, uniforms: np.ndarray) -> np.n
     count = len(uniforms)
     temperatures_B1 = torch.full((count, 1), temperature)
     uniforms_B1 = torch.from_numpy(uniforms.astype(np.float32))[:, None]
-    drawn_B1 = draw_from_softmax(logits_V.expand(count, -1), temperatures_B1, uniforms_B1)
-    assert drawn_B1.dtype == torch.int32
-    assert drawn_B1.shape == (count, 1)
-    return drawn_B1[:, 0].numpy()
+    sampled_B1 = draw_from_softmax(logits_V.expand(count, -1), temperatures_B1, uniforms_B1)
+    assert sampled_B1.dtype == torch.int32
+    assert sampled_B1.shape == (count, 1)
+    return sampled_B1[:, 0].numpy()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,8 +19,7 @@ LABELS = ("bad", "good", "neither")
 FILES = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
 
 
-def make_classifier(base: Path, target: Path, *, labels: Sequence[str] = LABELS, seed: int = 5,
-                    **config: Any) -> Path:
+def make_classifier(base: Path, target: Path, *, labels: Sequence[str] = LABELS, seed: int = 5, **config: Any) -> Path:
     """The body of the checkpoint in `base` under a random head, as its family's *ForSequenceClassification is saved.
 
     `config`: what else config.json says, such as problem_type.

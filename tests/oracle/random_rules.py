@@ -88,8 +88,7 @@ def _chain(rng: random.Random) -> Rule:
         end = rng.choice(({"type": "boolean"}, {"$ref": "#/$defs/d0"}, {"type": "integer", "maximum": 10**30}))
         return {"json": {"$defs": {**links, f"d{count}": end}, "$ref": "#/$defs/d0"}}
     name = rng.choice("rT")
-    body = rng.choice(("{}", '"a" {}', "({} /b/)?", '"b" | {}', "(((((({}))))))", "~{}", "{} & /[a-z]+/",
-        "({} /c/)*"))
+    body = rng.choice(("{}", '"a" {}', "({} /b/)?", '"b" | {}', "(((((({}))))))", "~{}", "{} & /[a-z]+/", "({} /c/)*"))
     lines = [f"{name}{number}: {body.replace('{}', f'{name}{number + 1}')}" for number in range(count)]
     return {"grammar": "\n".join([f"start: {name}0", *lines, f'{name}{count}: "a"'])}
 

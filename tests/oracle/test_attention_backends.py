@@ -77,8 +77,7 @@ def test_one_decode_graph_serves_contexts_that_grow(graph_mode: str, window: int
     if platform_name == "npu":
         pytest.skip("graphs on npu take their lengths from the runner's own step (tests/npu)")
     platform = pick_platform(platform_name)
-    cache = make_cache(platform, backend_name, torch.float32 if platform_name == "cpu" else torch.bfloat16,
-                       window)
+    cache = make_cache(platform, backend_name, torch.float32 if platform_name == "cpu" else torch.bfloat16, window)
     ones = [1] * len(CONTEXT_LENS)
     q_BNH = cache.queries(ones)
     layer = OneLayer(cache, q_BNH.to(cache.device))

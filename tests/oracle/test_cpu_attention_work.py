@@ -153,8 +153,7 @@ def test_drafts_may_be_planned_as_rows_of_their_own() -> None:
     ends = ends_of_tokens(step.query_lens, step.context_lens).tolist()
     plan = step.backend.plan_decode(ends, step.tables_BW[[0, 0, 0, 1, 2, 2]], torch.device("cpu"))
     metadata = AttentionMetadata(False, torch.empty(0), torch.empty(0), torch.empty(0), plan)
-    step.assert_equals_definition(step.backend.decode(step.q_TNH, step.k_cache, step.v_cache, metadata,
-                                                      HEAD_DIM**-0.5))
+    step.assert_equals_definition(step.backend.decode(step.q_TNH, step.k_cache, step.v_cache, metadata, HEAD_DIM**-0.5))
 
 
 def test_a_long_prompt_over_a_window_makes_no_mask_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def make_small(folder: Path, model_type: str) -> Path:
 @pytest.mark.full("nearly 200 families, a second or two each; twenty of them and every refusal stay")
 @pytest.mark.parametrize("model_type", sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(strategies, "strategy_of", lambda model_type: None)
+    monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
     path = make_small(tmp_path, model_type)
     reference.load_model.cache_clear()
     try:

@@ -64,9 +64,7 @@ def logprobs_of(model: Any, inputs: dict[str, Tensor], num_steps: int) -> Tensor
 @pytest.mark.parametrize(("name", "dtype"), [
     *FAST, *only_full("every model in both types; one of each kind of layer stays",
                       *(case for case in itertools.product(MODELS, LEAST_ERROR) if case not in FAST))])
-def test_as_near_to_float32_as_transformers(
-    name: str, dtype: str, checkpoint: Any, platform_name: str
-) -> None:
+def test_as_near_to_float32_as_transformers(name: str, dtype: str, checkpoint: Any, platform_name: str) -> None:
     model_type, changes, settings = MODELS[name]
     path: Path = checkpoint(model_type, **changes)
     ours_worst = theirs_worst = 0.0

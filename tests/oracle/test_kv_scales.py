@@ -46,8 +46,7 @@ def test_each_layer_is_given_its_own(model_type: str, prefix: str, checkpoint: A
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the family calls them; layers without a cache have none."""
     taken: list[list[float]] = []
-    monkeypatch.setattr(CpuAttention, "with_kv_scales",
-                        lambda self, scales_2: taken.append(scales_2.tolist()) or self)
+    monkeypatch.setattr(CpuAttention, "with_kv_scales", lambda self, scales_2: taken.append(scales_2.tolist()) or self)
     plain = checkpoint(model_type)
     path = scaled_checkpoint(plain, tmp_path / "made", prefix=prefix, num_layers=4)
     with LLM(path, platform="cpu", **SMALL) as llm:

@@ -132,8 +132,7 @@ def test_embeddings_have_the_same_room(path: Path, platform_name: str) -> None:
     assert_same(result.embedding, expected_vector(path, prompt.token_ids, [fitting]))
 
 
-def test_where_not_even_the_smallest_image_fits_the_start_is_tried_all_the_same(
-        path: Path, platform_name: str) -> None:
+def test_where_not_even_the_smallest_image_fits_the_start_is_tried_all_the_same(path: Path, platform_name: str) -> None:
     few: dict[str, Any] = {**SETTINGS, "max_model_len": 4}
     with patches_through_the_tower() as seen, LLM(path, platform=platform_name, **few) as llm:
         assert max(seen) == 4 * 3

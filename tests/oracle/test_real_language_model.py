@@ -25,8 +25,7 @@ from tests.oracle import reference
 from tests.oracle.real_chats import ANIMAL, ANIMALS, CHATS
 from tests.oracle.running import need_devices
 
-pytestmark = [pytest.mark.full("135 million weights, a download of 93 MB; tiny checkpoints stay"),
-              pytest.mark.slow]
+pytestmark = [pytest.mark.full("135 million weights, a download of 93 MB; tiny checkpoints stay"), pytest.mark.slow]
 
 NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)

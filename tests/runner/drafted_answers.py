@@ -48,12 +48,12 @@ class KnowsWhatFollows(Drafter):
                          for index, output in enumerate(outputs) for each in output.completions}
         self._random, self._error_share = Random(0), error_share
 
-    def may_draft(self, running: SequenceOf[Sequence]) -> bool:
+    def can_draft(self, running: SequenceOf[Sequence]) -> bool:
         return self._config.most_drafts(len(running)) > 0
 
     def propose(self, running: SequenceOf[Sequence], room: int) -> list[list[int]]:
         guesses = [self._guess(seq) for seq in running]
-        self.note_next(running, guesses, [len(guess) for guess in guesses])
+        self.record_next(running, guesses, [len(guess) for guess in guesses])
         return super().propose(running, room)
 
     def _guess(self, seq: Sequence) -> list[int]:

@@ -27,8 +27,8 @@ def draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tenso
     """The definition of Ops.softmax_draw in float64, temperature 0 included."""
     logits_BV = logits_BV.double()
     shares_BV = (logits_BV / torch.where(temperature_B1 == 0, 1, temperature_B1)).softmax(-1)
-    drawn_B1 = (shares_BV.cumsum(-1) <= uniform_B1.double()).sum(-1, keepdim=True)
-    tokens_B1 = torch.where(temperature_B1 == 0, logits_BV.argmax(-1, keepdim=True), drawn_B1)
+    sampled_B1 = (shares_BV.cumsum(-1) <= uniform_B1.double()).sum(-1, keepdim=True)
+    tokens_B1 = torch.where(temperature_B1 == 0, logits_BV.argmax(-1, keepdim=True), sampled_B1)
     return torch.where(shares_BV[:, :1].isnan(), -1, tokens_B1).int()
 
 

@@ -46,7 +46,7 @@ def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
 def building_held(llm: LLM) -> Iterator[threading.Event]:
     """No grammar is built before the event: what builds them is busy."""
     builders: Any = runner_of(llm)._matchers
-    builders.begin()
+    builders.start()
     builders._tokens.result()
     gate = threading.Event()
     busy: list[Future[Any]] = [builders._threads.submit(gate.wait) for _ in range(2)]
@@ -219,8 +219,8 @@ def test_no_more_is_built_ahead_than_fits() -> None:
     assert all(room.holds(one) for one in several)
     assert [number for number, _ in room.to_ask()] == [0, 1]
     assert room.to_ask() == []
-    room.note({0: None, 7: None})
-    assert room.take_ready() == several[:1]
+    room.record({0: None, 7: None})
+    assert room.pop_ready() == several[:1]
     assert room.to_ask() == [], "it is built, and takes its room until it has a slot"
     several[0].slot = 3
     assert [number for number, _ in room.to_ask()] == [2]

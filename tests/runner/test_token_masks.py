@@ -57,7 +57,7 @@ def test_an_answer_may_end_with_any_end_token_where_its_rule_ends(
     """Tokens of one mask word and of others, whichever is named first. The rule may end after one letter, two or
     three: no other bit changes with the number of end tokens."""
     if not takes_several:
-        monkeypatch.setattr(matchers_module, "_takes_several_ends", lambda: False)
+        monkeypatch.setattr(matchers_module, "_accepts_several_ends", lambda: False)
     ends = [write_tokenizer(tmp_path)["<|im_end|>"], 301, 3, 40]
     tokenizer = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
     letter, grammar = tokenizer.encode("a").ids[0], 'start: "a" "a"? "a"?'

@@ -25,12 +25,12 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
                       "version 'gemm', 4 bits, with zeros")
     group_size = settings.get("group_size", settings.get("q_group_size", 128))
     for module in contents.suffixed(".qweight"):
-        _take(contents, module, group_size)
+        _read_matrix(contents, module, group_size)
 
 
-def _take(contents: Contents, module: str, group_size: int) -> None:
+def _read_matrix(contents: Contents, module: str, group_size: int) -> None:
     reader, name = contents.reader, f"{module}.qweight"
-    if not contents.take(name, ("I32",)):
+    if not contents.claim(name, ("I32",)):
         return
     if len(reader.shape(name)) != 2:
         contents.problem(f"misshapen: {name} is {list(reader.shape(name))}; it has 2 dims")
@@ -41,7 +41,7 @@ def _take(contents: Contents, module: str, group_size: int) -> None:
     if groups is None:
         return
     zeros, scales = f"{module}.qzeros", f"{module}.scales"
-    if not (contents.take(zeros, ("I32",), [groups, words]) & contents.take(scales, FLOATS, [groups, num_outputs])):
+    if not (contents.claim(zeros, ("I32",), [groups, words]) & contents.claim(scales, FLOATS, [groups, num_outputs])):
         return
     block = (1, num_inputs // groups)
 

@@ -77,7 +77,7 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
     for module in sorted(set(contents.suffixed(".weight_packed", ".weight_scale"))):
         scheme = _scheme_of(contents, module, schemes, ignored)
         if scheme is not None:
-            _take(contents, module, scheme)
+            _read_matrix(contents, module, scheme)
             contents.leave("scales of inputs and outputs", *(f"{module}.{name}" for name in (
                 _OUTPUTS if scheme.has_static_inputs else (*_INPUTS, *_OUTPUTS))))
 
@@ -181,7 +181,7 @@ def _matches(module: str, target: str) -> bool:
     return matches(target[3:], module, "quantization_config") if target.startswith("re:") else target == module
 
 
-def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
+def _read_matrix(contents: Contents, module: str, scheme: _Scheme) -> None:
     taken = _packed_values(contents, module, scheme) if scheme.packed else _plain_values(contents, module, scheme)
     if taken is None:
         return
@@ -191,12 +191,12 @@ def _take(contents: Contents, module: str, scheme: _Scheme) -> None:
         return
     shape, block = grid
     shapes = [[1], [], [1, 1]] if scheme.strategy == "tensor" else [[*shape], *([[shape[0]]] if shape[1] == 1 else ())]
-    if not contents.take(scale, FLOATS, *shapes):
+    if not contents.claim(scale, FLOATS, *shapes):
         return
     reader, groups = contents.reader, None
     if scheme.has_order and contents.has(f"{module}.weight_g_idx"):
         groups = f"{module}.weight_g_idx"
-        if not contents.take(groups, ("I32", "I64"), [values.shape[1]]):
+        if not contents.claim(groups, ("I32", "I64"), [values.shape[1]]):
             return
     zeros = None
     if not scheme.is_symmetric or contents.has(zero):
@@ -215,16 +215,16 @@ def _static_inputs(contents: Contents, module: str) -> Int8Inputs | None:
     """None after a problem was added."""
     scale, zero = f"{module}.input_scale", f"{module}.input_zero_point"
     has_zero = contents.has(zero)
-    if not contents.take(scale, FLOATS, [1], []):
+    if not contents.claim(scale, FLOATS, [1], []):
         return None
-    if has_zero and not contents.take(zero, (*FLOATS, "I8", "I32"), [1], []):
+    if has_zero and not contents.claim(zero, (*FLOATS, "I8", "I32"), [1], []):
         return None
     return static_inputs(contents.reader, scale, zero if has_zero else None)
 
 
 def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:
     name = f"{module}.weight"
-    if not contents.take(name, FP8 if scheme.is_float else ("I8",)):
+    if not contents.claim(name, FP8 if scheme.is_float else ("I8",)):
         return None
     if len(contents.reader.shape(name)) != 2:
         contents.problem(f"misshapen: {name} is {list(contents.reader.shape(name))}; a linear's has 2 dims")
@@ -234,10 +234,10 @@ def _plain_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | 
 
 def _packed_values(contents: Contents, module: str, scheme: _Scheme) -> Matrix | None:
     packed, told = f"{module}.weight_packed", f"{module}.weight_shape"
-    if not (contents.take(told, ("I64", "I32"), [2]) & contents.take(packed, ("I32",))):
+    if not (contents.claim(told, ("I64", "I32"), [2]) & contents.claim(packed, ("I32",))):
         return None
     rows, columns = (int(size) for size in contents.reader.read(told))
-    if not contents.take(packed, ("I32",), [rows, -(-columns * scheme.bits // 32)]):
+    if not contents.claim(packed, ("I32",), [rows, -(-columns * scheme.bits // 32)]):
         return None
     return PackedMatrix(contents.reader, packed, (rows, columns), bits=scheme.bits, dim=1,
                         offset=-(1 << (scheme.bits - 1)))
@@ -258,8 +258,8 @@ def _grid(contents: Contents, module: str, scheme: _Scheme, weight: tuple[int, i
 def _zeros(contents: Contents, name: str, scheme: _Scheme, shape: tuple[int, int], shapes: list[list[int]]
            ) -> Matrix | None:
     if scheme.packed and scheme.strategy in ("group", "channel"):
-        if not contents.take(name, ("I32",), [-(-shape[0] * scheme.bits // 32), shape[1]]):
+        if not contents.claim(name, ("I32",), [-(-shape[0] * scheme.bits // 32), shape[1]]):
             return None
         return PackedMatrix(contents.reader, name, shape, bits=scheme.bits, dim=0, offset=-(1 << (scheme.bits - 1)))
     dtypes = (*FP8, *FLOATS) if scheme.is_float else ("I8", "I32")
-    return StoredMatrix(contents.reader, name, shape) if contents.take(name, dtypes, *shapes) else None
+    return StoredMatrix(contents.reader, name, shape) if contents.claim(name, dtypes, *shapes) else None

@@ -28,7 +28,7 @@ class Contents:
     reader: CheckpointReader
     made: dict[str, FloatTensor] = field(default_factory=dict)
     """Float tensors that are computed, by the names that a float checkpoint has."""
-    taken: set[str] = field(default_factory=set)
+    claimed: set[str] = field(default_factory=set)
     """Stored tensors that these are made of, and what belongs to them."""
     unused: Counter[str] = field(default_factory=Counter)
     """Counts of other tensors that belong to the format but are not used, by kind."""
@@ -47,12 +47,12 @@ class Contents:
     def has(self, name: str) -> bool:
         return name in self._names
 
-    def take(self, name: str, dtypes: Collection[str], *shapes: Sequence[int]) -> bool:
+    def claim(self, name: str, dtypes: Collection[str], *shapes: Sequence[int]) -> bool:
         """Whether the tensor is there as it must be, of one of these dtypes and shapes (none: any); else a problem."""
         if not self.has(name):
             wanted = f" {list(shapes[0])}" if shapes else ""
             return self.problem(f"missing: {name}{wanted}")
-        self.taken.add(name)
+        self.claimed.add(name)
         dtype, shape = self.reader.dtype(name), self.reader.shape(name)
         if dtype not in dtypes:
             return self.problem(f"of another type: {name} holds {dtype}, its format {' or '.join(dtypes)}")
@@ -64,8 +64,8 @@ class Contents:
     def leave(self, what: str, *names: str) -> None:
         """Take tensors that nothing is computed from; those that are not there are none."""
         for name in names:
-            if self.has(name) and name not in self.taken:
-                self.taken.add(name)
+            if self.has(name) and name not in self.claimed:
+                self.claimed.add(name)
                 self.unused[what] += 1
 
     def problem(self, text: str) -> bool:
@@ -92,7 +92,7 @@ class Contents:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all stored tensors of the format."""
-        return sum(math.prod(self.reader.shape(name)) * _SIZES.get(self.reader.dtype(name), 1) for name in self.taken)
+        return sum(math.prod(self.reader.shape(name)) * _SIZES.get(self.reader.dtype(name), 1) for name in self.claimed)
 
     @property
     def num_elements(self) -> int:

@@ -1,5 +1,5 @@
 """FP8 weights as DeepSeek and Qwen publish them: one scale for each block, or one for the tensor. Experts one by one,
-or fused in three dims. The scale's name says inverse; the weight is the product with it.
+or fused in three dims. The scale's name says inverse; the weight is multiplied with it.
 
 N outputs, K inputs, E experts.
 """
@@ -25,9 +25,9 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
     reader = contents.reader
     for name in sorted(reader.names):
         if reader.dtype(name).startswith("F8_E4M3") and not name.endswith(_INVERSE):
-            _take_weight(contents, name, block)
+            _read_weight(contents, name, block)
     for name in contents.suffixed(_INVERSE):
-        if contents.has(name) and name not in contents.made and f"{name}{_INVERSE}" not in contents.taken:
+        if contents.has(name) and name not in contents.made and f"{name}{_INVERSE}" not in contents.claimed:
             contents.problem(f"of another type: {name} holds {reader.dtype(name)}, its scale makes it {FP8[0]}")
 
 
@@ -40,7 +40,7 @@ def _block(given: Any) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _take_weight(contents: Contents, name: str, block: tuple[int, int] | None) -> None:
+def _read_weight(contents: Contents, name: str, block: tuple[int, int] | None) -> None:
     shape = contents.reader.shape(name)
     if len(shape) not in (2, 3):
         contents.problem(f"misshapen: {name} is {list(shape)}; an FP8 weight has 2 dims, or 3 for experts")
@@ -54,7 +54,7 @@ def _take_weight(contents: Contents, name: str, block: tuple[int, int] | None) -
     else:
         form = f"fp8 by block of {block[0]} x {block[1]}"
         shapes = [(*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))]
-    if not (contents.take(name, FP8) & contents.take(scale, _SCALES, *shapes)):
+    if not (contents.claim(name, FP8) & contents.claim(scale, _SCALES, *shapes)):
         return
     # Inputs of a static scheme are as they come here.
     module = name.removesuffix(".weight")

@@ -24,7 +24,7 @@ def read(contents: Contents, settings: dict[str, Any]) -> None:
         if own.get("bits") not in (4, 8) or own.get("group_size") == 0:
             raise refusal(f"gptq, {own.get('bits')} bits in groups of {own.get('group_size')}; 4 and 8 bits are read, "
                           "in groups of 1 and more, or -1 for one group")
-        _take(contents, module, own, is_v2=layout == "gptq_v2")
+        _read_matrix(contents, module, own, is_v2=layout == "gptq_v2")
 
 
 def _own_settings(module: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -36,10 +36,10 @@ def _own_settings(module: str, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _take(contents: Contents, module: str, settings: dict[str, Any], *, is_v2: bool) -> None:
+def _read_matrix(contents: Contents, module: str, settings: dict[str, Any], *, is_v2: bool) -> None:
     bits, group_size = settings["bits"], settings.get("group_size", -1)
     reader, name, a_word = contents.reader, f"{module}.qweight", 32 // bits
-    if not contents.take(name, ("I32",)):
+    if not contents.claim(name, ("I32",)):
         return
     if len(reader.shape(name)) != 2:
         contents.problem(f"misshapen: {name} is {list(reader.shape(name))}; it has 2 dims")
@@ -49,11 +49,11 @@ def _take(contents: Contents, module: str, settings: dict[str, Any], *, is_v2: b
     # Groups that inputs are scattered over need not be equally full.
     groups = 1 if group_size == -1 else -(-num_inputs // group_size)
     zeros, scales, places = (f"{module}.{each}" for each in ("qzeros", "scales", "g_idx"))
-    found = contents.take(zeros, ("I32",), [groups, -(-num_outputs // a_word)])
-    found &= contents.take(scales, FLOATS, [groups, num_outputs])
+    found = contents.claim(zeros, ("I32",), [groups, -(-num_outputs // a_word)])
+    found &= contents.claim(scales, FLOATS, [groups, num_outputs])
     has_places = contents.has(places) or bool(settings.get("desc_act"))
     if has_places:
-        found &= contents.take(places, ("I32", "I64"), [num_inputs])
+        found &= contents.claim(places, ("I32", "I64"), [num_inputs])
     elif contents.groups(module, num_inputs, group_size) is None:
         return
     if not found:

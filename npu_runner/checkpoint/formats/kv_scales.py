@@ -30,7 +30,7 @@ class KVScales(NamedTuple):
     values: str
 
 
-def take_kv_scales(contents: Contents) -> Mapping[str, KVScales]:
+def claim_kv_scales(contents: Contents) -> Mapping[str, KVScales]:
     """By attention module, as the checkpoint calls it. They count as unused, as does what stands beside them: zero
     points, scales of queries."""
     found: dict[str, KVScales] = {}

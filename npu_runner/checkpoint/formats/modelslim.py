@@ -99,7 +99,7 @@ def _norm_shifts(contents: Contents) -> bool:
         if _NORM_BIAS.search(name) is None or contents.reader.dtype(name) not in FLOATS:
             continue
         if bool(contents.reader.read(name).any()):
-            contents.take(name, FLOATS, contents.reader.shape(f"{name.removesuffix('bias')}weight"))
+            contents.claim(name, FLOATS, contents.reader.shape(f"{name.removesuffix('bias')}weight"))
             contents.made[f"{name.removesuffix('.bias')}{NORM_SHIFT}"] = StoredVector(contents.reader, name)
             found = True
         else:
@@ -118,17 +118,17 @@ def _give_biases(contents: Contents) -> None:
 def _outputs(contents: Contents, module: str) -> int | None:
     """N, which weight_scale tells: the weight itself may be packed along either dim."""
     name = f"{module}.weight_scale"
-    if not contents.take(name, FLOATS):
+    if not contents.claim(name, FLOATS):
         return None
     return int(contents.reader.shape(name)[0]) if contents.reader.shape(name) else 1
 
 
-def _take_scales(contents: Contents, module: str, shape: tuple[int, int], suffix: str = "") -> bool:
+def _read_scales(contents: Contents, module: str, shape: tuple[int, int], suffix: str = "") -> bool:
     """weight_scale and weight_offset of this shape."""
     shapes = [list(shape), *([[shape[0]]] if shape[1] == 1 else [])]
-    found = contents.take(f"{module}.weight_scale{suffix}", FLOATS, *shapes)
+    found = contents.claim(f"{module}.weight_scale{suffix}", FLOATS, *shapes)
     offset = f"{module}.weight_offset{suffix}"
-    return found and (not contents.has(offset) or contents.take(offset, (*FLOATS, "I8", "I32"), *shapes))
+    return found and (not contents.has(offset) or contents.claim(offset, (*FLOATS, "I8", "I32"), *shapes))
 
 
 def _is_symmetric(contents: Contents, module: str, suffix: str = "") -> bool:
@@ -145,7 +145,7 @@ def _grid(contents: Contents, name: str, shape: tuple[int, int], num_inputs: int
 def _shape(contents: Contents, module: str, dtypes: tuple[str, ...] = ("I8",)) -> tuple[int, int] | None:
     """The shape of the stored weight."""
     name = f"{module}.weight"
-    if not contents.take(name, dtypes):
+    if not contents.claim(name, dtypes):
         return None
     shape = contents.reader.shape(name)
     if len(shape) != 2:
@@ -158,15 +158,15 @@ def _shape(contents: Contents, module: str, dtypes: tuple[str, ...] = ("I8",)) -
 
 
 def _static(contents: Contents, module: str, description: dict[str, Any]) -> None:
-    """W8A8: scales and biases are stored as products with those of inputs."""
+    """W8A8: scales and biases are stored multiplied with those of inputs."""
     shape, reader = _shape(contents, module), contents.reader
     if shape is None:
         return
     names = {name: f"{module}.{name}" for name in _STATIC}
-    found = contents.take(names["deq_scale"], ("F32", "I64"), [shape[0]], [shape[0], 1])
-    found &= contents.take(names["quant_bias"], ("I32",), [shape[0]])
-    found &= contents.take(names["input_scale"], FLOATS, [1], [])
-    found &= contents.take(names["input_offset"], (*FLOATS, "I8"), [1], [])
+    found = contents.claim(names["deq_scale"], ("F32", "I64"), [shape[0]], [shape[0], 1])
+    found &= contents.claim(names["quant_bias"], ("I32",), [shape[0]])
+    found &= contents.claim(names["input_scale"], FLOATS, [1], [])
+    found &= contents.claim(names["input_offset"], (*FLOATS, "I8"), [1], [])
     contents.leave("second scales of weights", f"{module}.weight_scale", f"{module}.weight_offset")
     if not found:
         return
@@ -177,7 +177,7 @@ def _static(contents: Contents, module: str, description: dict[str, Any]) -> Non
     contents.made[f"{module}.weight"] = StaticMatrix(
         "int8 by row, static inputs", values, (scale,), must_be_empty=None if has_bias else bias,
         inputs=static_inputs(reader, names["input_scale"], names["input_offset"]))
-    if has_bias and contents.take(f"{module}.bias", FLOATS, [shape[0]]):
+    if has_bias and contents.claim(f"{module}.bias", FLOATS, [shape[0]]):
         contents.made[f"{module}.bias"] = bias
 
 
@@ -185,7 +185,7 @@ def _dynamic(contents: Contents, module: str, description: dict[str, Any]) -> No
     """W8A8_DYNAMIC, and W8A8_MIX without its static half."""
     shape = _shape(contents, module)
     contents.leave("scales of inputs", *(f"{module}.{name}" for name in _STATIC))
-    if shape is None or not _take_scales(contents, module, (shape[0], 1)) or not _is_symmetric(contents, module):
+    if shape is None or not _read_scales(contents, module, (shape[0], 1)) or not _is_symmetric(contents, module):
         return
     contents.made[f"{module}.weight"] = QuantisedMatrix(
         "int8 by row", StoredMatrix(contents.reader, f"{module}.weight"),
@@ -218,13 +218,13 @@ def _int4_dynamic(contents: Contents, module: str, description: dict[str, Any]) 
     if stored is None or num_outputs is None:
         return
     values = _nibbles(contents, module, stored, num_outputs, along_columns=False)
-    if values is None or not _take_scales(contents, module, (num_outputs, 1)) or not _is_symmetric(contents, module):
+    if values is None or not _read_scales(contents, module, (num_outputs, 1)) or not _is_symmetric(contents, module):
         return
     scales = [_grid(contents, f"{module}.weight_scale", (num_outputs, 1), values.shape[1])]
     second = f"{module}.weight_scale_second"
     if contents.has(second):
         groups = _num_groups(contents, module, second, values.shape[1], description)
-        if groups is None or not _take_scales(contents, module, (num_outputs, groups), "_second") or not _is_symmetric(
+        if groups is None or not _read_scales(contents, module, (num_outputs, groups), "_second") or not _is_symmetric(
                 contents, module, "_second"):
             return
         scales.append(_grid(contents, second, (num_outputs, groups), values.shape[1]))
@@ -252,7 +252,7 @@ def _grouped(contents: Contents, module: str, values: Matrix, bits: int, descrip
     num_outputs, num_inputs = values.shape
     scale, offset = f"{module}.weight_scale", f"{module}.weight_offset"
     groups = _num_groups(contents, module, scale, num_inputs, description)
-    if groups is None or not _take_scales(contents, module, (num_outputs, groups)):
+    if groups is None or not _read_scales(contents, module, (num_outputs, groups)):
         return
     shape = (num_outputs, groups)
     form = f"int{bits} by row" if groups == 1 else f"int{bits} in groups of {num_inputs // groups}"
@@ -264,7 +264,7 @@ def _grouped(contents: Contents, module: str, values: Matrix, bits: int, descrip
 def _num_groups(contents: Contents, module: str, scale: str, num_inputs: int, description: dict[str, Any]
                 ) -> int | None:
     """By the scale's shape; a size that the description names must be the same."""
-    if not contents.take(scale, FLOATS):
+    if not contents.claim(scale, FLOATS):
         return None
     shape = contents.reader.shape(scale)
     groups, told = (shape[1] if len(shape) > 1 else 1), int(description.get("group_size") or 0)
@@ -295,7 +295,7 @@ def deq_scale(reader: CheckpointReader, name: str) -> Tensor:
 class StaticScale(Matrix):
     """(N, 1) float32: deq_scale / input_scale.
 
-    Of W8A8 the product is (q W^T + quant_bias) * deq_scale with q = round(x / input_scale + input_offset). So without
+    A W8A8 matmul computes (q W^T + quant_bias) * deq_scale with q = round(x / input_scale + input_offset). So without
     the scale and the offset of inputs the weight is W * deq_scale / input_scale, and the bias
     (quant_bias + input_offset * sum_k W) * deq_scale. A float bias beside it is already in there.
     """

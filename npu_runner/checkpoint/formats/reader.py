@@ -18,7 +18,7 @@ import torch
 
 from npu_runner.checkpoint.formats import grouped
 from npu_runner.checkpoint.formats.contents import Contents
-from npu_runner.checkpoint.formats.kv_scales import KV_SCALES, read_kv_scales, take_kv_scales
+from npu_runner.checkpoint.formats.kv_scales import KV_SCALES, claim_kv_scales, read_kv_scales
 from npu_runner.checkpoint.formats.stored import QuantisedMatrix, QuantisedStack
 from npu_runner.checkpoint.quantization import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MODELSLIM, Quantization
 from npu_runner.checkpoint.weights_reader import (
@@ -68,14 +68,14 @@ class DequantisingReader(WeightsReader):
         self.path, self._stored, self._method = stored.path, stored, quantization.method
         self._contents = Contents(stored)
         self._grouped: dict[str, GroupedForm | None] = {}
-        self._kv_scales = take_kv_scales(self._contents)
+        self._kv_scales = claim_kv_scales(self._contents)
         import_module(f"npu_runner.checkpoint.formats.{_MODULES[quantization.method]}").read(
             self._contents, quantization.settings)
         self._contents.raise_problems()
         if not self._contents.made:
             raise WeightsError(f"{self.path}: its small files say that weights are quantised ({quantization.method}), "
                                "and no tensor is; copy the checkpoint again from its source")
-        self._names = (stored.names - self._contents.taken) | set(self._contents.made)
+        self._names = (stored.names - self._contents.claimed) | set(self._contents.made)
 
     @property
     def names(self) -> set[str]:
@@ -170,7 +170,7 @@ class DequantisingReader(WeightsReader):
 
     @property
     def weight_forms(self) -> frozenset[str]:
-        """In which of the forms that a platform may have products for weights are stored."""
+        """The stored forms that a platform may have a matmul for."""
         found: set[str | None] = set()
         for name in self._contents.made:
             if (inputs := self.int8_inputs(name)) is not None:

@@ -28,7 +28,7 @@ _MOST_OFFSET = 256  # up to this bfloat16 has all whole numbers
 
 
 class FloatTensor(ABC):
-    """What a tensor of a float checkpoint is computed from."""
+    """A tensor of a float checkpoint, computed from stored ones."""
 
     shape: tuple[int, ...]
     form: str
@@ -155,7 +155,7 @@ class Grid:
 class QuantisedMatrix(FloatTensor):
     """(N, K): (values - zeros) * scales, scales of several grids multiplied first.
 
-    `inputs`: values are int8 with a scale for each row, and this is how inputs of its products are rounded; or they are
+    `inputs`: values are int8 with a scale for each row, and this is how inputs of its matmuls are rounded; or they are
     FP8, and this is their form as `WeightsReader.fp8_form` has it.
     """
 
@@ -165,9 +165,9 @@ class QuantisedMatrix(FloatTensor):
     zeros: Grid | None = None
     inputs: Int8Inputs | str | None = None
     bits: int = 0
-    """Of whole numbers that may be multiplied with inputs in 16 bits as they are (grouped.py); 0: they may not."""
+    """Bits of integers that a matmul may multiply with 16-bit inputs (grouped.py); 0 if it may not."""
     centre: int = 0
-    """What stored values and zeros are larger by than in two's complement."""
+    """Stored values and zeros are this much larger than in two's complement."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -39,8 +39,7 @@ class InlineExecutor(Executor):
         assert len(self._under_way) < RING_SIZE, f"{RING_SIZE} steps are under way already"
         runner = self._ready_runner()
         step = _Step(batch)
-        # Behind a step that failed there is nothing to go on from: it is for whoever collects that one to roll back
-        # both.
+        # A step behind a failed one cannot run: the collector of the failed one rolls both back.
         if not any(before.error for before in self._under_way):
             try:
                 with self._border(batch):

@@ -60,7 +60,7 @@ class Wire:
             raise EOFError("the other end is closed")
         return Record(*_RECORD.unpack(data))
 
-    def take(self) -> None:
+    def pop(self) -> None:
         """Take out the record that `peek` has shown."""
         self._socket.recv(_RECORD.size, socket.MSG_WAITALL)
 

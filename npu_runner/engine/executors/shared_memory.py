@@ -161,7 +161,7 @@ class SharedMemoryExecutor(Executor):
             if reply.status != OK:
                 self._report_failure(rank, reply)
             rank.book(reply)
-            rank.wire.take()
+            rank.wire.pop()
         except (EOFError, OSError):
             self._fail(rank.exit_reason())
 

@@ -65,7 +65,7 @@ class Rank:
         self._phases = phases
         self._calls = calls
         self._replies = replies
-        self._num_begun = 0
+        self._num_started = 0
 
     @classmethod
     def from_descriptors(cls, number: int, fds: list[int]) -> Rank:
@@ -81,11 +81,11 @@ class Rank:
         """The next call, waited for; None when there will be none. One that was begun is passed over."""
         while True:
             record = self._wire.peek()
-            self._wire.take()
+            self._wire.pop()
             if record.number == STOP:
                 return None
-            if record.number > self._num_begun:
-                self._num_begun = record.number
+            if record.number > self._num_started:
+                self._num_started = record.number
                 return Call(record.number, *pickle.loads(self._calls.read(record.number, record.length)))
 
     def has_call(self, timeout: float) -> bool:
@@ -122,7 +122,7 @@ def serve(rank: Rank) -> None:
         call = rank.next_call()
         if call is None:
             break
-        server.run(call.number, functools.partial(server.begin, call))
+        server.run(call.number, functools.partial(server.start, call))
     os._exit(0)  # process groups and devices may block a normal exit once other ranks are gone
 
 
@@ -140,13 +140,13 @@ class _Server:
             return False
         deadline = time.monotonic() + _MOST_POLLING_SECONDS
         while not self._rank.has_call(_POLL_SECONDS):
-            # A call that has not come by then is not there to be overlapped, and a device that is stuck says so only to
-            # whoever waits for it.
+            # A call that has not come by then cannot be overlapped. A device that is stuck fails only when it is waited
+            # for.
             if self.under_way[0].handle.is_done() or time.monotonic() > deadline:
                 return False
         return True
 
-    def begin(self, call: Call) -> None:
+    def start(self, call: Call) -> None:
         """Hand a step to the device; any other call is run and answered."""
         if call.method == "execute_model":
             (batch,) = call.arguments

@@ -59,7 +59,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class InterleavedGatedDeltaNet(GatedDeltaNet):
-    """With the products in_proj_qkvz and in_proj_ba, interleaved by key head, as Qwen3-Next stores them."""
+    """Has the matmuls in_proj_qkvz and in_proj_ba, interleaved by key head, as Qwen3-Next stores them."""
 
     @staticmethod
     def parts(heads: _Heads) -> Iterator[OutputPart]:

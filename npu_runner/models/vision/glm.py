@@ -74,8 +74,8 @@ class _Embeddings(nn.Module):
 
 
 class Downsample(nn.Module):
-    """The checkpoint's convolution, whose stride equals its kernel, as one product over the patches of a token: they
-    follow each other, row by row. The weight is laid out for it when it is loaded."""
+    """The checkpoint's convolution, whose stride equals its kernel, as one matmul over the patches of a token, which
+    follow each other row by row. The weight is laid out for it when it is loaded."""
 
     def __init__(self, config: VisionConfig, context: LayerContext):
         super().__init__()
@@ -94,7 +94,7 @@ class Downsample(nn.Module):
 
 
 class GatedMerger(DecoderMLP):
-    """A product, a norm and GELU in front of a gated MLP, all of the decoder's size."""
+    """A matmul, a norm and GELU in front of a gated MLP, all of the decoder's size."""
 
     def __init__(self, config: GatedVisionConfig, context: LayerContext):
         size, width = config.out_hidden_size, config.merger_intermediate_size

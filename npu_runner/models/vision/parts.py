@@ -187,7 +187,7 @@ class TowerBlock(nn.Module):
 class QueryMerger(nn.Module):
     """merge x merge patches, each normed, to one token of the decoder's size, as in Qwen2-VL and Qwen2.5-VL.
 
-    The checkpoint counts the parts of a sequence: product, activation, product.
+    The checkpoint numbers the parts: matmul, activation, matmul.
     """
 
     def __init__(self, config: VisionConfig, norm: MakeNorm, context: LayerContext):

@@ -38,7 +38,7 @@ class ResampledTable(nn.Module):
 
     def forward(self, x_PC: Tensor, taps_GP4: Tensor, weights_GP4: Tensor) -> Tensor:
         """x + the table at the patches' places: summed in float32, rounded to the dtype of x, added."""
-        # Four places at a time: with all sixteen of the cubic kernel the product would be the tower's largest.
+        # Four taps at a time: all sixteen of the cubic kernel would make the tower's largest tensor.
         sums = ((F.embedding(taps_P4, self.weight) * weights_P4[..., None]).sum(1)
                 for taps_P4, weights_P4 in zip(taps_GP4, weights_GP4, strict=True))
         return x_PC + reduce(torch.add, sums).to(x_PC.dtype)

@@ -63,8 +63,7 @@ def check_gathers_along_other_axes() -> None:
     """They transpose the whole input, unless many rows are gathered."""
     blocks, few, many = draw(2, 40, 64).npu(), torch.zeros(2, 1, 64, dtype=torch.int64), torch.zeros(
         2, 16, 64, dtype=torch.int64)
-    assert counted("transposed", lambda: blocks.gather(1, few.npu())) == {
-        "aclnnGather: not along the last axis": 1}
+    assert counted("transposed", lambda: blocks.gather(1, few.npu())) == {"aclnnGather: not along the last axis": 1}
     assert counted("transposed", lambda: blocks.gather(1, many.npu())) == {}
     assert counted("transposed", lambda: blocks.gather(2, torch.zeros(2, 40, 1, dtype=torch.int64).npu())) == {}
     assert counted("transposed", lambda: blocks.view(-1, 64).index_select(0, torch.tensor([3, 50]).npu())) == {}

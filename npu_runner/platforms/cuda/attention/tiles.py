@@ -1,6 +1,6 @@
 """The tiles of the attention kernels, by head dim: fixed tables. Knows no kernel and no model.
 
-They were measured on an H200 (triton 3.6); `python -m bench.kernels --part decode --sweep` tries others. A tile does
+They were measured on an H200 (triton 3.6); `bench.kernels --part decode --sweep` of f89c05bf tries others. A tile does
 not depend on lengths: it is a constant of a kernel, and nothing is compiled while serving.
 """
 

@@ -1,4 +1,4 @@
-"""Plain draws behind a decode graph, recorded to be one launch.
+"""Plain sampling behind a decode graph, recorded as one launch.
 
 P rows of a graph, padded ones included.
 """
@@ -14,17 +14,17 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """`GraphCompiler.record`."""
 
 
-class RecordedDraw:
+class RecordedSampling:
     """A call after a step's forward writes the step's tokens to its own memory, valid until the next call.
 
     flat: int32 (2 * P,) on the device: the tokens, less than 0 if a row has none, then the receipts. next_P: int32, the
     tokens, with a valid one for rows that have none. A failed call can be repeated: it changes nothing else.
     """
 
-    def __init__(self, draw: Callable[[Tensor, Tensor, Tensor], Tensor], logits_PV: Tensor,
+    def __init__(self, sample: Callable[[Tensor, Tensor, Tensor], Tensor], logits_PV: Tensor,
                  arrays: Mapping[str, Tensor], temperatures_S: Tensor, recorder: Recorder):
-        """draw: `Ops.softmax_draw` of a platform that draws greedily. logits_PV: where a graph leaves them. arrays: the
-        graph's own of SAMPLER_ARRAYS, (P,) each."""
+        """sample: `Ops.softmax_draw` of a platform that accepts temperature 0. logits_PV: where a graph leaves them.
+        arrays: the graph's own of SAMPLER_ARRAYS, (P,) each."""
         slots_P, uniforms_P, receipts_P = arrays["slots"], arrays["uniforms"], arrays["receipts"]
         self.num_rows = len(slots_P)
         self.flat = torch.zeros(2 * self.num_rows, dtype=torch.int32, device=logits_PV.device)
@@ -35,7 +35,7 @@ class RecordedDraw:
 
         def run() -> None:
             temperature_P1 = temperatures_S.index_select(0, slots_P)[:, None]
-            tokens_P = draw(logits_PV, temperature_P1, uniforms_P[:, None]).squeeze(-1)
+            tokens_P = sample(logits_PV, temperature_P1, uniforms_P[:, None]).squeeze(-1)
             torch.cat([tokens_P, receipts_P], out=self.flat)
             torch.clamp(tokens_P, min=0, out=self.next_P)
 
@@ -43,5 +43,5 @@ class RecordedDraw:
 
     def __call__(self, logits_BV: Tensor) -> None:
         """logits_BV: the first rows of those that it was made for."""
-        assert logits_BV.data_ptr() == self._logits_PV.data_ptr(), "a recorded draw reads its own graph's logits only"
+        assert logits_BV.data_ptr() == self._logits_PV.data_ptr(), "recorded sampling reads its own graph's logits only"
         self._run()
