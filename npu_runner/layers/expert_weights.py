@@ -171,7 +171,7 @@ class ExpertWeights(nn.Module):
         return self._of_one_tensor(name, out_in, dim, first + self.start, self.length, target)
 
     def _whole(self, name: str, out_in: tuple[int, int]) -> WeightPart:
-        """Of such a tensor this rank's experts."""
+        """This rank's experts of such a tensor."""
         return self._of_one_tensor(name, out_in, 0, self.first, self.count)
 
     def _of_one_tensor(self, name: str, out_in: tuple[int, int], dim: int, start: int, length: int,
@@ -183,5 +183,5 @@ class ExpertWeights(nn.Module):
 
 
 def _grid(form: str, out_in: tuple[int, int]) -> tuple[int, ...]:
-    """How many scales an expert's matrix has: one for each output, or for each block."""
+    """The extents of an expert's scales: one for each output, or for each block."""
     return out_in[:1] if form == INT8_EXPERTS else (out_in[0] // FP8_BLOCK, out_in[1] // FP8_BLOCK)

@@ -19,7 +19,8 @@ from npu_runner.layers.parallel import LayerContext, WeightPart
 from npu_runner.platforms.grouped import packed
 
 Held: TypeAlias = Int8Inputs | GroupedForm | str
-"""How a weight is held that is not of the model's dtype. Int8Inputs: int8, with such inputs. Of FP8 the form's name."""
+"""The form of a weight that is not of the model's dtype. Int8Inputs: int8, with such inputs. For FP8 the form's name.
+"""
 
 _SMALL_GROUPS, _RUN = (32, 64), 128
 _OUTPUTS, _MOST_FEATURES = 8, 65535
@@ -28,7 +29,7 @@ _LOST = 2**-8
 
 @dataclass
 class GroupedParameters:
-    """What a HeldLinear of this form has."""
+    """The parameters of a HeldLinear of this form."""
 
     form: GroupedForm
     values: nn.Parameter
@@ -96,5 +97,5 @@ def _fill_groups(parameters: GroupedParameters, part: WeightPart, piece: Grouped
 
 
 def _rows(parameter: nn.Parameter, part: WeightPart) -> Tensor:
-    """Those that `part` fills; columns are whole, as it cuts them."""
+    """The rows that `part` fills; columns are whole if it cuts them."""
     return parameter.data.narrow(0, part.target_start, part.length) if part.dim == 0 else parameter.data

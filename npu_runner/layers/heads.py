@@ -1,5 +1,4 @@
-"""What a decoder begins and ends with: token embedding, output head, and heads of models that pool. Knows nothing of
-steps.
+"""Token embedding, LM head, and heads of models that pool. Knows nothing of steps.
 
 Rows of a vocabulary are cut over tensor-parallel ranks. A head that pools is whole on every rank, so there is no
 collective. It takes hidden states (B, D) in the model's dtype, and returns (B, W) float32 in the place of logits.

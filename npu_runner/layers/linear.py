@@ -46,7 +46,7 @@ class OutputPart:
     start: int
     length: int
     is_gate: bool = False
-    """Of few outputs that decide how much is kept: it stays in 16 bits where others are made int8 or FP8."""
+    """Its few outputs are gates: it stays in 16 bits where others are quantized at load."""
 
     def runs(self, padding: Padding) -> list[tuple[int, int, int]]:
         """(start, length, where it goes) of every run of rows, counted from the first row of this part."""
@@ -99,17 +99,17 @@ class HeldLinear(nn.Module):
     scales: nn.Parameter | None
     """float32, of quantised rows or blocks; of groups in the model's dtype."""
     zeros: nn.Parameter | None
-    """Of groups, where they have some."""
+    """Zero points of groups, if there are any."""
     shifts: nn.Parameter | None
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
     behind_norm: BehindNorm | None
-    """What inputs of one scale are to a norm that rounds them."""
+    """Parameters of a norm that rounds inputs of one scale."""
     rest: nn.Parameter | None
     """Rows of the model's dtype beside quantised ones, and their bias."""
     rest_bias: nn.Parameter | None
     form: str | None
-    """Of the weight; None: the model's dtype."""
+    """The weight's form; None: the model's dtype."""
     weight_parts: dict[str, list[WeightPart]]
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
@@ -160,7 +160,7 @@ class HeldLinear(nn.Module):
 
     @property
     def rows(self) -> list[Tensor]:
-        """All that has a row for each output, for whoever moves rows; FP8 as bytes, which any operator moves."""
+        """All tensors with one row per output; FP8 as bytes, which any operator moves."""
         weight_OI = self.weight.data.view(torch.int8) if self.form == FP8 else self.weight.data
         others = (self.scales, self.zeros, self.shifts, self.bias)
         return [weight_OI, *(each.data for each in others if each is not None)]
@@ -231,7 +231,7 @@ class HeldLinear(nn.Module):
 
     @property
     def grouped(self) -> grouped_weights.GroupedParameters | None:
-        """What holds the weight, where it is of groups."""
+        """The parameters of a grouped weight; None for other forms."""
         if self._grouped_form is None or self.scales is None:
             return None
         return grouped_weights.GroupedParameters(self._grouped_form, self.weight, self.scales, self.zeros)
@@ -256,7 +256,7 @@ class HeldLinear(nn.Module):
         self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": [], "ones": []}
 
     def let_norm_round(self) -> NormRounding:
-        """How the norm in front rounds inputs of one scale. To be asked for before `weights_are_loaded`."""
+        """The rounding for the norm in front, for inputs of one scale. Called before `weights_are_loaded`."""
         assert self.shifts is not None, "for inputs of one scale"
         assert self.bias is not None or not self._has_bias, "weights are loaded, and the bias is in the shifts"
         self.behind_norm = BehindNorm(self._inputs, self._shape[1], self._shape[0], self._context)

@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
     weight_offset = 0.0
     """Added to the checkpoint's values."""
     weight_dtype: torch.dtype | None = None
-    """None: the model's."""
+    """None means the model's dtype."""
     shift: nn.Parameter | None
     """(size,), of the model's dtype: added behind the norm. Folders of ModelSlim have one."""
 
@@ -72,7 +72,7 @@ class Float32RMSNorm(RMSNorm):
 
 
 class ZeroCentredRMSNorm(Float32RMSNorm):
-    """Of a checkpoint whose weights are stored less 1; here they are whole, in float32, lest 1 + w round."""
+    """The checkpoint stores its weights less 1. Here they are whole, in float32, because 1 + w would round."""
 
     weight_offset = 1.0
 

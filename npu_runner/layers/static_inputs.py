@@ -24,16 +24,16 @@ MOST_ROWS_WITH_ONES = 1024
 
 @dataclass(frozen=True)
 class StaticTerms:
-    """Of a linear of int8, on the CPU in float64."""
+    """The terms of an int8 linear, on the CPU in float64."""
 
     name: str
-    """Of its weight in the checkpoint."""
+    """The weight's name in the checkpoint."""
     sums_O: Tensor
-    """Of each row's integers."""
+    """The sum of each row's integers."""
     scales_O: Tensor
     bias_O: Tensor
     offset: float
-    """Of inputs."""
+    """The offset of the inputs."""
 
     def of(self, step: float) -> tuple[Tensor, Tensor]:
         """Shifts (int32) and scales (float32) for inputs round(x / step + offset).
@@ -50,7 +50,7 @@ class StaticTerms:
 
 
 class BehindNorm(nn.Module):
-    """How a norm rounds inputs of a linear with `num_outputs`, and the terms of products with them."""
+    """The rounding of a norm in front of a linear with `num_outputs`, and the terms of its matmuls."""
 
     shifts: nn.Parameter
     scales: nn.Parameter

@@ -77,7 +77,8 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str], how: Held = BY_
 
 
 def names_in_blocks(model: nn.Module, renamed: Mapping[str, str], how: Held) -> set[str]:
-    """Those among `names_to_round` that get scales of blocks: FP8 of experts, which have no product of FP8 by row."""
+    """The names among `names_to_round` that get scales of blocks: FP8 of experts, which have no matmul of FP8 by row.
+    """
     if form_of(how) != FP8:
         return set()
     inside = set(getattr(model, "decoder", model).modules())
@@ -145,7 +146,7 @@ def _of_experts(name: str, experts: ExpertWeights, renamed: Mapping[str, str]) -
 
 
 def _parts(name: str, linear: HeldLinear, renamed: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Of each part of the weight its name, and the checkpoint's name of the tensor."""
+    """The name of each part of the weight, and the checkpoint's name of its tensor."""
     parent = name.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     return [(part.name, renamed_tensor(prefix + part.name, renamed)) for part in linear.weight_parts["weight"]]

@@ -110,7 +110,7 @@ def find_platform(name: str) -> Platform:
 
 
 def load(target: str) -> Any:
-    """What "MODULE:NAME" stands for."""
+    """Import the object that "MODULE:NAME" names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -1,4 +1,4 @@
-"""What the backends of a platform can do, read before one exists and on hosts without its device. Imports no torch."""
+"""The abilities of a platform's backends, read before one exists and on hosts without its device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """What an attention backend can do."""
+    """The abilities of an attention backend."""
 
     block_sizes: tuple[int, ...] | None = None
     """The sizes of KV blocks that it reads; None: any."""
@@ -22,7 +22,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFacts:
-    """What a platform's Gated DeltaNet backend can do."""
+    """The abilities of a platform's Gated DeltaNet backend."""
 
     most_drafts: int | None = 0
     """The most drafts of a row that it verifies; None: any number."""

@@ -1,4 +1,4 @@
-"""What a vendor must provide for Gated DeltaNet layers (arXiv 2412.06464): the convolution and the gated delta rule.
+"""The contract of a vendor for Gated DeltaNet layers (arXiv 2412.06464): the convolution and the gated delta rule.
 
 Knows no model and no pool: states come as tensors, a slot a sequence, and are updated in place.
 
@@ -84,7 +84,7 @@ class Ring(NamedTuple):
         return self.updates.shape[-3]
 
     def of_layer(self, layer: int) -> Ring:
-        """Of rings with a dimension of layers before the others, but for `starts`."""
+        """The ring of one layer. This one has a dimension of layers before the others, except in `starts`."""
         return self._replace(updates=self.updates[layer], keys=self.keys[layer], log_decays=self.log_decays[layer])
 
 

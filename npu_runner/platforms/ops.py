@@ -34,7 +34,7 @@ class HeadNorms(NamedTuple):
 
 
 class HeldExperts(NamedTuple):
-    """Of a layer's `total` experts a rank holds those from `first` on, as many as it has weights for."""
+    """A rank holds the experts from `first` on, of the layer's `total`. Its weights say how many."""
 
     first: int
     total: int
@@ -152,7 +152,8 @@ class Ops(ABC):
         """
 
     def allowed_draw(self) -> AllowedDraw | None:
-        """What draws from the tokens that masks leave, without a copy of the logits; None: `allow_tokens` comes first.
+        """A function that samples from the tokens that masks allow, without a copy of the logits; None: `allow_tokens`
+        comes first.
 
         As a greedy `softmax_draw`, and for each row which mask is its own.
         """

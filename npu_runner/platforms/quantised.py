@@ -35,7 +35,7 @@ FP8, FP8_BLOCKS = "fp8", "fp8_blocks"
 FP8_BLOCK = 128
 FP8_MAX = 448.0
 FP8_ALIGNMENT = 16
-"""What inputs and outputs of products with FP8 are multiples of."""
+"""The number of inputs and of outputs of an FP8 matmul is a multiple of it."""
 
 
 class Fp8Weight(NamedTuple):
@@ -52,7 +52,7 @@ INT8_EXPERTS, FP8_EXPERTS = "int8_experts", "fp8_block_experts"
 
 
 class QuantisedExperts(NamedTuple):
-    """Of each expert what `Int8Weight` or `Fp8Weight` holds of a weight: values * scales."""
+    """Each expert has what `Int8Weight` or `Fp8Weight` holds: values * scales."""
 
     values: Tensor
     """int8 or float8_e4m3fn, contiguous: (E, O, I), or (E, I, O) with `Ops.experts_in_out`."""
@@ -68,7 +68,7 @@ class Int8Rows(NamedTuple):
     scales_T: Tensor
     """float32."""
     dtype: torch.dtype
-    """What they were, and what products with them are."""
+    """The dtype of the inputs before rounding, and of the outputs of matmuls."""
 
 
 class Fp8Rows(NamedTuple):
@@ -79,7 +79,7 @@ class Fp8Rows(NamedTuple):
     scales: Tensor
     """float32, (T,), or (T, I / 128)."""
     dtype: torch.dtype
-    """What they were, and what products with them are."""
+    """See `Int8Rows.dtype`."""
 
 
 class StaticInt8Weight(NamedTuple):
@@ -99,7 +99,7 @@ class StaticInt8Weight(NamedTuple):
 
 
 class NormRounding(NamedTuple):
-    """How a norm rounds what such a product takes: round(x / scales + offsets).
+    """A norm rounds the inputs of such a matmul as round(x / scales + offsets).
 
     In bfloat16 both are of it. Else scales are float32, and offsets int32.
     """
@@ -114,7 +114,7 @@ class StaticRows(NamedTuple):
     values_TI: Tensor
     """int8."""
     dtype: torch.dtype
-    """What they were, and what products with them are."""
+    """See `Int8Rows.dtype`."""
 
 
 RoundedRows: TypeAlias = Int8Rows | Fp8Rows | StaticRows

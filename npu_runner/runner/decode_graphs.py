@@ -47,7 +47,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeParts:
-    """What decode graphs are made of, once the caches are allocated."""
+    """The parts of decode graphs, once the caches are allocated."""
 
     steps: StepRunner
     settings: Settings
@@ -60,9 +60,10 @@ class DecodeParts:
     step_timeout_seconds: float
     """After which a rank that does not vote is given up."""
     run_bucket: Callable[[int], None]
-    """Two made-up decode steps of so many rows: the first compiles or captures, the second proves that it stays."""
+    """Runs two dummy decode steps with this number of rows: the first compiles or captures, the second proves that it
+    stays."""
     run_made_up: Callable[[Sequence[ScheduledBatch]], None]
-    """Other made-up steps."""
+    """Runs other dummy steps."""
 
     def reset_states(self) -> None:
         if self.steps.states is not None:
@@ -108,7 +109,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
 
 def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
-    """Those that are to be compiled: states bound the rows that steps with drafts and padding may have."""
+    """The buckets to compile: states bound the rows that steps with drafts and padding may have."""
     steps, settings = parts.steps, parts.settings
     most_rows, max_padding = settings.most_graph_rows, None
     if steps.states is not None and steps.states.draft_slots is not None:
@@ -171,7 +172,7 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
 
 
 def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
-    """What follows a decode graph in most steps becomes one launch, too, where the platform can and has room for it.
+    """Record the sampler that follows a decode graph in most steps, where the platform can and has room for it.
 
     A rank may do without by itself: it is no part of what all of them run.
     """

@@ -92,7 +92,7 @@ def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int, spares: range
 
 
 def dummy_drafts(num_tokens: int, batch_size: int) -> ScheduledBatch:
-    """A step of `batch_size` sequences and their drafts, of so many tokens together."""
+    """A step of `batch_size` sequences and their drafts, with `num_tokens` tokens in all."""
     query_lens = np.full(batch_size, num_tokens // batch_size, dtype=np.int32)
     query_lens[: num_tokens % batch_size] += 1
     places_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])

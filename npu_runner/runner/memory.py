@@ -87,7 +87,7 @@ class MemoryGuard:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers."""
+    """Bytes of all parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -99,7 +99,7 @@ class MemoryMeter:
         self._before = memory.info() or _UNKNOWN
 
     def start_step(self) -> None:
-        """What follows, up to `profile`, is the worst step."""
+        """Start to measure: the work up to `profile` is the worst step."""
         self._memory.empty_cache()
         self._memory.reset_peak()
 

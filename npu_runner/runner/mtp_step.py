@@ -51,7 +51,7 @@ from npu_runner.sampling.sampling_ops import most_probable
 
 @dataclass(frozen=True)
 class _Prompts:
-    """What the head reads of a prefill: the step's tokens as embedded, their hidden states, then those of the tokens
+    """The head's inputs in a prefill: the step's tokens as embedded, their hidden states, then those of the tokens
     before its rows."""
 
     x_TD: Tensor
@@ -72,7 +72,7 @@ class _Ends:
     bounds_B: np.ndarray
 
     def of(self, places: np.ndarray) -> _Ends:
-        """Those of these rows, by their places here."""
+        """Select these rows, by their indices here."""
         return _Ends(*(getattr(self, each.name)[places] for each in fields(self)))
 
 
@@ -100,13 +100,13 @@ class HeadStep(DecodeStep):
 
     @property
     def hidden_SD(self) -> Tensor:
-        """By state slot."""
+        """The hidden states by state slot."""
         assert self.states is not None, "a head drafts for models with states"
         assert self.states.hidden_SD is not None, "the pool has hidden states where a head is loaded"
         return self.states.hidden_SD
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
-        """Of each pair (B, D): also written over the hidden state that it reads."""
+        """The head's output for each pair (B, D). It also overwrites the hidden state that it reads."""
         metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
         next_BD = self.model.embed(inputs.tokens.index_select(0, inputs.token_slots))
         hidden_BD = self.hidden_SD.index_select(0, inputs.state_slots)
@@ -287,8 +287,8 @@ class MTPStepRunner(SpeculativeStepRunner):
         return _Proposed(ends.rows_B, counts_B, self.platform.memory.download(drafts))
 
     def _pass_ahead(self, ends: _Ends, number: int) -> None:
-        """Over one pair of each row, so many places behind its last one, whose second token is the last draft. Where
-        the row's blocks end the null block serves."""
+        """Run the head over one pair of each row, `number` positions behind its last one. The pair's second token is
+        the last draft. Beyond the row's blocks the null block is used."""
         rows_B = np.arange(len(ends.rows_B))
         places_B = ends.lens_B - 1 + number
         has_block_B = places_B < ends.bounds_B

@@ -104,7 +104,7 @@ class PoolingStepRunner(StepRunner):
         return {"dimensions": np.array([width or self.num_values for width in asked], dtype=np.int32)}
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
-        """What the head makes of the hidden states (B, W); without a head, themselves."""
+        """The head's output for the hidden states (B, W); without a head, the hidden states."""
         return self.model.compute_logits(hidden_BD) if self.pooling.has_head else hidden_BD
 
     def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> TokenStates | None:

@@ -27,7 +27,7 @@ _PREFILL_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024 + 1, 128))
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a RunnerConfig leaves open, decided."""
+    """The resolved settings that a RunnerConfig leaves open."""
 
     dtype: str
     attention_backend: str
@@ -51,7 +51,7 @@ class Settings:
     prefill_sizes: tuple[int, ...] = ()
     """Tokens of the prefills that graphs are made for."""
     state_ring_length: int = 0
-    """Of Ring; 0: there are none."""
+    """Tokens of a ring; 0: there are no rings."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def ring_drafts(self) -> int:
-        """Of a row: drafts go into its ring, and leave no states. 0 without rings."""
+        """Drafts of a row that go into its ring, and leave no states. 0 without rings."""
         return self.speculative.num_speculative_tokens if self.speculative and self.state_ring_length else 0
 
     @property
@@ -76,7 +76,7 @@ class Settings:
         return self.most_drafted_rows if self.graphs_take_drafts else 0
 
     def describe(self) -> dict[str, str]:
-        """Of what shapes an answer, what is decided here."""
+        """The resolved settings that shape an answer."""
         drafts = {} if self.speculative is None else {"speculative_config": self.speculative.describe()}
         cache = {} if self.kv_cache_dtype == self.dtype else {"kv_cache_dtype": self.kv_cache_dtype}
         return {"dtype": self.dtype, "graph_mode": self.graph_mode, **cache, **drafts}
@@ -142,7 +142,7 @@ def _attention_backend(config: RunnerConfig, platform: Platform) -> str:
 
 
 def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> StateNeeds:
-    """Of a model with states, for `max_num_seqs` sequences."""
+    """The slots that a model with states needs for `max_num_seqs` sequences."""
     cache, speculative, most_tokens = config.cache, settings.speculative, settings.max_num_batched_tokens
 
     def padding_of(num_seqs: int) -> int:
@@ -161,7 +161,7 @@ def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> 
 
 
 def state_shape(settings: Settings, config: ModelConfig, layer: GatedDeltaShape, max_num_seqs: int) -> StateShape:
-    """Of a model whose layers have the rank's share `layer`, and at most so many sequences."""
+    """The states of a model whose layers have the rank's share `layer`."""
     num_beside, speculative = 0, settings.speculative
     if config.mtp is not None and speculative is not None and settings.ring_drafts:
         num_beside = min(settings.max_num_batched_tokens, speculative.most_drafts_of_step(max_num_seqs))
@@ -172,7 +172,7 @@ def state_shape(settings: Settings, config: ModelConfig, layer: GatedDeltaShape,
 
 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
-    """What the platform is asked for; heads are the rank's."""
+    """The model's needs; heads are the rank's."""
     windows = [layer.sliding_window for layer in config.attention_layers]
     vision, channels = config.vision, [layer.channel for layer in config.all_layers]
     return ModelNeeds(

@@ -38,16 +38,16 @@ _OF_TOKENS = ("positions", "slot_mapping", "context_lens", "token_slots", "state
 
 @dataclass
 class VerifiedStep:
-    """What the rows of a step with drafts bring. It is filled place by place; a step that is made again, for want of
-    memory, goes on where it stood."""
+    """The results of the rows of a step with drafts, filled position by position. A step that is repeated after an
+    out-of-memory error resumes where it stopped."""
 
     batch: ScheduledBatch
     tokens: list[list[int]] = field(init=False)
     logprobs: list[StepLogprobs | None] = field(default_factory=list)
-    """Of each place."""
+    """The logprobs of each position."""
     problems: dict[int, str] = field(default_factory=dict)
     drawn: SamplerOutput | None = None
-    """What the sampler has drawn for `rows_R`, until it is taken."""
+    """The sampler's output for `rows_R`, until it is received."""
     rows_R: np.ndarray = field(init=False)
     next_input_ids_B: np.ndarray = field(init=False)
     """int32: the last token of each row, a valid one where it has none."""
@@ -69,7 +69,7 @@ class VerifiedStep:
         return self._firsts_B[self.rows_R] + self.place
 
     def take(self, sample: HostSample) -> None:
-        """What was drawn for `rows_R`: those whose next draft it is go on."""
+        """Record the samples of `rows_R`. Rows whose next draft equals its sample go on."""
         rows_R, drawn_R = self.rows_R, sample.token_ids_B
         for row, token in zip(rows_R.tolist(), drawn_R.tolist(), strict=True):
             self.tokens[row].append(token)
@@ -83,7 +83,7 @@ class VerifiedStep:
         self.drawn = None
 
     def take_all(self, sample: HostSample) -> None:
-        """What was drawn behind each token of the step, as if all drafts before it were drawn."""
+        """Record the samples behind each token of the step, as if all drafts before it were accepted."""
         batch = self.batch
         drawn_T, ends = sample.token_ids_B.tolist(), (self._firsts_B + batch.query_lens_B).tolist()
         for row, (first, end) in enumerate(zip(self._firsts_B.tolist(), ends, strict=True)):
@@ -194,7 +194,8 @@ class SpeculativeStepRunner(StepRunner):
         return PreparedStep(batch, number, {**bucket.tensors, "slots": own["slots"]}, bucket.inputs, bucket, None)
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
-        """Of a step with drafts all tokens are on the host by then; None on ranks that do not sample."""
+        """Return the result; None on ranks that do not sample. All tokens of a step with drafts are on the host by
+        then."""
         verified = self._verified
         if verified is None:
             return super().make_result(step, logits_BV, of_rows)

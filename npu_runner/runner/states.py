@@ -52,12 +52,12 @@ class StateShape:
 
     @property
     def num_places(self) -> int:
-        """Of a ring."""
+        """Slots of a ring."""
         return self.ring_length + self.ring_drafts if self.ring_length else 0
 
     @property
     def conv_state_shape(self) -> tuple[int, int]:
-        """Of a slot: with drafts in rings a step's tokens have columns of their own."""
+        """The convolution state of a slot. With drafts in rings, a step's tokens have columns of their own."""
         before, channels = self.layer.conv_state_shape
         return before + (1 + self.ring_drafts if self.ring_drafts else 0), channels
 
@@ -75,14 +75,14 @@ class StateShape:
 
     @property
     def _ring_bytes(self) -> int:
-        """Of a slot and layer; its start, which all layers share, left out."""
+        """Bytes of a ring of one slot and layer, without its start, which all layers share."""
         layer = self.layer
         return self.num_places * (4 * layer.value_size + self.element_bytes * layer.key_size + 4 * layer.num_v_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateNeeds:
-    """What slots are wanted for. `is_given`: `max_num_seqs` is the user's, and no fewer will do.
+    """The number of slots that a runner needs. `is_given`: the user set `max_num_seqs`, so it may not be lowered.
 
     `padding_of(max_num_seqs)` rows of a decode graph may be padded. A row may have `drafts_of_row` drafts, and a step
     `drafts_of(max_num_seqs)`. `max_snapshots` None: what is left, and as many as sequences at most.
@@ -96,7 +96,8 @@ class StateNeeds:
     drafts_of: Callable[[int], int] = lambda max_num_seqs: 0
 
     def least_spares(self, max_num_seqs: int, total: int) -> int:
-        """Of `total` slots: enough for the drafts of a row; and a share, where there may be fewer sequences."""
+        """The least number of spares among `total` slots: enough for the drafts of a row; and a share, where there may
+        be fewer sequences."""
         share = 0 if self.is_given else total // _SPARE_SHARE
         return min(self.drafts_of(max_num_seqs), max(self.drafts_of_row, share))
 
@@ -200,7 +201,7 @@ class StatePool:
 
     @property
     def draft_slots(self) -> range | None:
-        """That drafts leave states in; None: they leave none."""
+        """The slots that drafts leave states in; None: they leave none."""
         return self.plan.spares if self.rings is None else None
 
     @property
@@ -230,8 +231,8 @@ class StatePool:
 
     @contextmanager
     def aside(self, made_up: Sequence[ScheduledBatch]) -> Iterator[None]:
-        """What lies in the slots of these made-up steps is back afterwards: of the first rows, and the first spare
-        ones. It waits in host memory: a device may have no room for it."""
+        """Save the slots of these dummy steps, the first rows and the first spares, and restore them afterwards. They
+        are saved in host memory: a device may have no room for them."""
         num_seqs = max(batch.batch_size for batch in made_up)
         num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in made_up)
         num_drafts = min(num_drafts, self.plan.num_spares)  # drafts in rings leave no states

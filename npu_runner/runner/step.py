@@ -68,7 +68,7 @@ class Launched:
 
 
 class StepResult(Protocol):
-    """What a step makes, on its way to the host."""
+    """The result of a step, on its way to the host."""
 
     def is_done(self) -> bool: ...
     def to_host(self) -> Any: ...
@@ -117,7 +117,7 @@ class StepRunner:
         """Whether a prefill's last layer can do with the last tokens of its rows."""
         self.decode_step = DecodeStep(model, states, gated_delta)
         self.head_step: DecodeStep | None = None
-        """What else runs over a decode step's inputs, behind its draw, in graphs of its own."""
+        """A second module over a decode step's inputs, after sampling, in graphs of its own."""
         self.attention = attention
         self.platform = platform
         self.device = device
@@ -151,23 +151,23 @@ class StepRunner:
 
     @property
     def graph_step(self) -> DecodeStep:
-        """What decode graphs are made of."""
+        """The module that decode graphs record."""
         return self.decode_step
 
     @property
     def drafted_graph_step(self) -> DecodeStep | None:
-        """What graphs of steps with drafts are made of, where these are others."""
+        """The module that graphs of steps with drafts record, where it is another one."""
         return None
 
     def describe_graphs(self) -> str:
-        """Which there are."""
         if self.buckets is None:
             return "eager"
         decode = self.buckets.describe()
         return decode if self.prefills is None else f"{decode}; prefills of {self.prefills.describe()} tokens"
 
     def size_tables(self, max_model_len: int) -> None:
-        """Make the block tables, for sequences of so many tokens at most. Nothing runs, and no graph is compiled."""
+        """Allocate the block tables for sequences of `max_model_len` tokens. No step is running, and no graph is
+        compiled."""
         assert self.buckets is None, "graphs read the block tables where they are"
         self.tables = BlockTables(self.max_num_seqs, -(-max_model_len // self.block_size), self.device, self.most_rows)
 
@@ -202,7 +202,7 @@ class StepRunner:
         return sampled
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
-        """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
+        """The output of a step, once it has run; steps are collected in order. None on ranks that do not sample.
 
         Raises EngineDeadError when what comes back is not this step's.
         """
@@ -374,7 +374,7 @@ class StepRunner:
         return self._read_prompts(step, hidden_TD)
 
     def _read_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> Launched:
-        """Of all tokens of the step, or of its ends; padding of a graph comes behind them."""
+        """Read all tokens of the step, or its ends; a graph's padding comes behind them."""
         of_prompts = self.look_at_prompts(step, hidden_TD)
         sampled_rows = step.tensors["sampled_rows"]
         # Without a row that samples it is a chunk in the middle of its prompt.
@@ -396,7 +396,7 @@ class StepRunner:
             download=self.platform.memory.download)
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
-        """What is made of the final hidden states of rows whose prompt has ended: logits (B, V)."""
+        """The logits (B, V) of the final hidden states of rows whose prompt has ended."""
         return self.model.compute_logits(hidden_BD)
 
     def check_receipts(self, step: PreparedStep, receipts_B: np.ndarray) -> None:

@@ -107,7 +107,7 @@ def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform
 
 
 def _named_form(checkpoint: OpenedCheckpoint, settings: Settings) -> Held | None:
-    """How random weights are held: as the config alone says it, of FP8, AWQ and GPTQ.
+    """The form of random weights by the config alone, for FP8, AWQ and GPTQ.
 
     Raises ConfigError for other formats, where the platform could hold such weights as they are stored.
     """
@@ -138,7 +138,7 @@ def _adapted(reader: WeightsReader, checkpoint: OpenedCheckpoint) -> WeightsRead
 
 def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
               memory: Memory) -> WeightsReader:
-    """What the network is to be filled from; says what is multiplied in which form. Reads no weight."""
+    """The reader that fills the network; logs which weights are multiplied in which form. Reads no weight."""
     asked = checkpoint.config.quantization
     planned, on_meta = _planned(reader, checkpoint, settings, context, asked)
     held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))

@@ -119,7 +119,7 @@ class NpuAttention(AttentionBackend):
                 if window is not None and window < longest}
 
     def lengths_by_window(self, context_lens_B: Sequence[int]) -> list[list[int]]:
-        """What a decode graph's calls take as lengths, for each of `windows`."""
+        """The lengths for a decode graph's attention calls, for each of `windows`."""
         return [list(context_lens_B) if window is None else seen_lens(context_lens_B, window, self.block_size)
                 for window in self.windows]
 

@@ -35,7 +35,7 @@ _MOST_RUN = 8  # tokens of a sequence in a step: the fused operator takes no mor
 
 @dataclass(kw_only=True)
 class RunPlan(DraftSources):
-    """Of a decode step with drafts, int32. places_T: each token's place among those of its sequence; lengths_T: their
+    """The plan of a decode step with drafts, int32. places_T: each token's index within its sequence; lengths_T: their
     number at the first one, 0 at others. T "sequences", of which those without a token are passed over."""
 
     places_T: Tensor
@@ -187,8 +187,8 @@ class NpuGatedDelta(TorchGatedDelta):
     # -- what the operator takes -----------------------------------------------------------------------------------
 
     def _try_fused(self, lengths: list[int], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Sequences of so many tokens are tried, each token with another key, from empty states: each has to leave the
-        sum of v k^T up to itself in its slot. What lay there is read of the first ones only."""
+        """Compute sequences of these lengths from empty states, each token with another key. Each must leave the sum of
+        v k^T up to its token in its slot. Earlier contents of a slot are read for the first tokens only."""
         if dtype != torch.bfloat16:
             return f"the fused operator takes bfloat16, not {str(dtype).removeprefix('torch.')}"
         shape, num_tokens = self.shape, sum(lengths)

@@ -171,7 +171,7 @@ class GraphEngineDecode(torch.nn.Module):
         self.register_buffer("query_totals_B", totals_B.npu(), persistent=False)
 
     def decode(self, *tensors: Tensor) -> Tensor:
-        """What the step makes of the tensors of a StepInputs, its lengths int64, as attention asks for them."""
+        """The forward over the tensors of a StepInputs, with lengths in int64 as attention needs them."""
         inputs = StepInputs(*tensors)
         return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens))
 

@@ -51,7 +51,7 @@ class NpuPlatform(Platform):
     examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
     _proven: tuple[ModelNeeds, Kernels] | None = None
-    """What was probed, and the kernels that agreed; None: a CANN on which nothing is probed."""
+    """The probed needs, and the kernels that agreed; None: this CANN needs no probes."""
 
     def why_unavailable(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:

@@ -35,7 +35,8 @@ from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 logger = logging.getLogger(__name__)
 
 BOUND = 0.03
-"""How far a row may be from the CPU's, relative to its length. Rounding makes a third of this at most in bfloat16."""
+"""The largest distance of a row from the CPU's, relative to its length. In bfloat16, rounding causes at most a third of
+it."""
 _SEED = 85
 _NUM_BLOCKS = 8
 _VOCAB = 64
@@ -86,7 +87,7 @@ class Side:
 
 
 class DecodeLayer(nn.Module):
-    """What a decoder layer does with its cache: rotation, cache write, attention. Tokens look their heads up."""
+    """A decoder layer's work on its cache: rotation, cache write, attention. Tokens look their heads up."""
 
     def __init__(self, side: Side, needs: ModelNeeds):
         super().__init__()
@@ -186,7 +187,7 @@ def _probes(needs: ModelNeeds) -> Iterator[_Probe]:
 
 
 def _finding(probe: _Probe, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
-    """What is wrong with the device's answer, if anything is."""
+    """The fault in the device's result, if any."""
     try:
         found = probe.compute(npu, needs).cpu()
     except (RuntimeError, OSError) as refusal:  # OSError: libraries that torch_npu loads for ATB are missing
@@ -338,7 +339,7 @@ _MATMULS: dict[str, Callable[[QuantisedOps, _Numbers], Tensor]] = {INT8: _by_row
 
 
 def why_no_replay(compiler: GraphCompiler, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
-    """What is wrong with captured graphs here, if anything is. `compiler` is made for the attention of `npu`."""
+    """The fault of captured graphs on this device, if any. `compiler` is made for the attention of `npu`."""
     layers = {side: DecodeLayer(side, needs) for side in (npu, cpu)}
     for layer in layers.values():
         layer.step((0, 0), (256, 256), seed=20)  # contexts of any length below

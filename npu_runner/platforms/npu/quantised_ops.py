@@ -29,7 +29,7 @@ from npu_runner.platforms.quantised import (
 
 
 class NpuQuantisedOps(QuantisedOps):
-    """Of int8 and grouped weights; the devices compute no FP8."""
+    """Supports int8 and grouped weights; the devices compute no FP8."""
 
     fuses_rounding = True
     max_int8_features = 65535

@@ -1,5 +1,5 @@
-"""How the weights of quantised products lie: in NZ (FRACTAL_NZ, blocks as the matrix unit reads them) where their
-operators take it, else row by row (ND). Moved once, when they are loaded, one weight at a time.
+"""The memory layout of quantised weights: NZ (FRACTAL_NZ, blocks as the matrix unit reads them) where the operators
+accept it, else row by row (ND). Each weight is converted once, after loading.
 
 docs/quantization.md says which operator takes what, and by which document. O outputs, I inputs, E experts.
 """
