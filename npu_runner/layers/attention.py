@@ -54,7 +54,7 @@ class PagedAttention(nn.Module):
 
     def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         if metadata.ends is not None:
-            q_TNH, metadata = metadata.of_ends(q_TNH), metadata.as_decode()
+            q_TNH, metadata = metadata.at_ends(q_TNH), metadata.as_decode()
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
         return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale, window=self.window)
 
@@ -87,7 +87,7 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
         layer.k_cache, layer.v_cache = keys[index], values[index]
 
 
-def take_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str],
+def load_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str],
                    device: torch.device) -> tuple[int, int]:
     """Give each PagedAttention the checkpoint's scales for a cache in e4m3, those of all heads on every rank. Returns
     how many layers have some, and how many there are.

@@ -1,4 +1,4 @@
-"""Weights of linears that stay 4 or 8 bit integers with scales by row or in groups of inputs: which have a product,
+"""Weights of linears that stay 4 or 8 bit integers with scales by row or in groups of inputs: which have a matmul,
 their parameters, and how they are filled.
 
 O output features, I input features, G groups of inputs; all of this rank.
@@ -46,9 +46,9 @@ def common_form(forms: Sequence[Held | None]) -> list[Held | None]:
     return [one if isinstance(each, GroupedForm) else each for each in forms]
 
 
-def has_product(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int, num_inputs: int, *,
+def accepts(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int, num_inputs: int, *,
                 is_padded: bool) -> bool:
-    """Whether the products of every platform take it: groups of 32, 64 or a multiple of 128 inputs, of which `parts`
+    """Whether the matmuls of every platform accept it: groups of 32, 64 or a multiple of 128 inputs, of which `parts`
     cut none; inputs in runs of two groups or 128; outputs in eights; neither above 65535."""
     size = form.group_size or _RUN
     run = 2 * size if size in _SMALL_GROUPS else size

@@ -99,5 +99,5 @@ class TokenScoreHead(nn.Module):
         self.difference_D.copy_(rows[0] if len(rows) == 1 else rows[0] - rows[1])
 
     def forward(self, hidden_BD: Tensor) -> Tensor:
-        # A product and a sum: some devices round the inputs of a matrix product, even of float32.
+        # A multiplication and a sum: some devices round the inputs of a matmul, even in float32.
         return (hidden_BD.float() * self.difference_D).sum(dim=1, keepdim=True)

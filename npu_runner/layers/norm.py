@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.shift, self._context = None, context
         self._rounding: str | NormRounding | None = None
 
-    def take_shift(self) -> None:
+    def add_shift(self) -> None:
         """Allocate `shift`, which the loader then fills."""
         self.shift = self._context.parameter(len(self.weight))
 
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         if not self.quantised.fuses_rounding:
             return
         if linear.form == INT8_STATIC:
-            self._rounding = linear.let_norm_round()
+            self._rounding = linear.fuse_norm_rounding()
         elif linear.form in (INT8, FP8, FP8_BLOCKS):
             self._rounding = linear.form
 
@@ -66,7 +66,7 @@ class RMSNorm(nn.Module):
 
 
 class Float32RMSNorm(RMSNorm):
-    """With weights in float32: a product in 16 bits is rounded once, behind the weight, as in OLMo 2."""
+    """Its weights are float32: a result in 16 bits is rounded once, after the weight, as in OLMo 2."""
 
     weight_dtype = torch.float32
 

@@ -1,7 +1,7 @@
-"""What products with inputs of one scale are shifted and scaled by, in each of the two ways in which these are rounded.
+"""Shifts and scales of matmuls with inputs of one scale, for both ways in which the inputs are rounded.
 
-Products multiply with the scale's reciprocal, a norm in front of one divides by the scale. Each of the two numbers is
-rounded to 16 bits, so each has shifts and scales of its own that give back what it lost.
+A matmul multiplies with the scale's reciprocal, a norm in front of it divides by the scale. Each of the two numbers is
+rounded to 16 bits, so each has shifts and scales of its own that correct the rounding.
 
 O outputs, D hidden size.
 """
@@ -35,7 +35,7 @@ class StaticTerms:
     offset: float
     """The offset of the inputs."""
 
-    def of(self, step: float) -> tuple[Tensor, Tensor]:
+    def at_step(self, step: float) -> tuple[Tensor, Tensor]:
         """Shifts (int32) and scales (float32) for inputs round(x / step + offset).
 
         Raises WeightsError for a bias that is too large for a shift.
@@ -71,6 +71,6 @@ class BehindNorm(nn.Module):
         return NormRounding(self.input_scales, self.input_offsets)
 
     def fill(self, terms: StaticTerms) -> None:
-        shifts_O, scales_O = terms.of(float(self.input_scales[0]))
+        shifts_O, scales_O = terms.at_step(float(self.input_scales[0]))
         self.shifts.copy_(shifts_O)
         self.scales.copy_(scales_O)

@@ -30,7 +30,7 @@ class Findings:
     packages: Packages
 
     @classmethod
-    def of(cls, host: Host) -> Findings:
+    def from_host(cls, host: Host) -> Findings:
         found = run_function(host, installed_packages)
         return cls(host, found.reports[0] if found.reports else {})
 

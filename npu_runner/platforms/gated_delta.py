@@ -83,7 +83,7 @@ class Ring(NamedTuple):
         """P: L, and as many more as a row has drafts at most."""
         return self.updates.shape[-3]
 
-    def of_layer(self, layer: int) -> Ring:
+    def for_layer(self, layer: int) -> Ring:
         """The ring of one layer. This one has a dimension of layers before the others, except in `starts`."""
         return self._replace(updates=self.updates[layer], keys=self.keys[layer], log_decays=self.log_decays[layer])
 

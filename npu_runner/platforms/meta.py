@@ -180,8 +180,8 @@ class MetaOps(TorchOps):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
                 held: HeldExperts | None = None) -> Tensor:
-        """A row for each token and expert, here or not. Kernels that gather rows themselves make no products of gate
-        and up."""
+        """A row for each token and expert, here or not. Kernels that gather rows themselves have no outputs of gate and
+        up."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.numel() // (len(down) * hidden_size)
         rows_PD = x_TD.new_empty(num_pairs if self.copies_rows else 0, hidden_size)

@@ -73,11 +73,11 @@ class Platform(ABC):
     keeps_graphs: tuple[str, ...] = ()
     """The graph modes whose compiled graphs can be kept from one run to the next."""
     weight_forms: tuple[str, ...] = ()
-    """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
+    """Forms of quantised weights that it has matmuls for, with inputs of 16 bits: names of the setting
     `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
     Weights of another form are dequantised while loading."""
     rounds_weights: bool = False
-    """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
+    """`quantization` accepts int8 and fp8 without such matmuls: rounded weights are dequantised."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     lost_error_remedy = "run again with each operation waited for"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.grouped import product as grouped_product
+from npu_runner.platforms.grouped import matmul as grouped_matmul
 from npu_runner.platforms.ops import HeldExperts, Ops, loop_over_experts
 
 INT8, INT8_STATIC = "int8", "int8_static"
@@ -22,7 +22,7 @@ _LEAST, _MOST = -128, 127
 
 
 class Int8Weight(NamedTuple):
-    """Rows of int8 and a scale for each: values * scales. Products take inputs that are rounded alike."""
+    """Rows of int8 and a scale for each: values * scales. Matmuls take inputs that are rounded alike."""
 
     values_OI: Tensor
     """int8, contiguous."""
@@ -39,7 +39,7 @@ FP8_ALIGNMENT = 16
 
 
 class Fp8Weight(NamedTuple):
-    """values * scales. Products take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
+    """values * scales. Matmuls take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
 
     values_OI: Tensor
     """float8_e4m3fn, contiguous."""
@@ -61,7 +61,7 @@ class QuantisedExperts(NamedTuple):
 
 
 class Int8Rows(NamedTuple):
-    """Inputs of such products, rounded already: values * scales, one scale for each token."""
+    """Inputs of such matmuls, rounded already: values * scales, one scale for each token."""
 
     values_TI: Tensor
     """int8."""
@@ -72,7 +72,7 @@ class Int8Rows(NamedTuple):
 
 
 class Fp8Rows(NamedTuple):
-    """Inputs of products with `Fp8Weight`, rounded already: values * scales."""
+    """Inputs of matmuls with `Fp8Weight`, rounded already: values * scales."""
 
     values_TI: Tensor
     """float8_e4m3fn."""
@@ -83,19 +83,19 @@ class Fp8Rows(NamedTuple):
 
 
 class StaticInt8Weight(NamedTuple):
-    """Rows of int8 for products with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
+    """Rows of int8 for matmuls with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
 
     values_OI: Tensor
     """int8, contiguous."""
     shifts_O: Tensor
-    """int32, in units of the sums of integers: the bias, less what the offset adds."""
+    """int32, scaled as the sums of integers: the bias, less the offset's share."""
     scales_O: Tensor
     """float32, of the sums: those of the weights times the scale of inputs, as this is rounded."""
     input_scale_1: Tensor
     input_offset_1: Tensor
     """Both of x's dtype."""
     ones_R: Tensor | None = None
-    """float32, for products in float16 that take their scales exactly only beside scales of rows."""
+    """float32, for matmuls in float16 that take their scales exactly only beside scales of rows."""
 
 
 class NormRounding(NamedTuple):
@@ -109,7 +109,7 @@ class NormRounding(NamedTuple):
 
 
 class StaticRows(NamedTuple):
-    """Inputs of such a product, rounded already."""
+    """Inputs of such a matmul, rounded already."""
 
     values_TI: Tensor
     """int8."""
@@ -158,11 +158,11 @@ class QuantisedOps:
         """
         if isinstance(weight, GroupedWeight):
             assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
-            return grouped_product(x_TI, weight, bias_O)
+            return grouped_matmul(x_TI, weight, bias_O)
         if isinstance(weight, StaticInt8Weight):
             static = static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else x_TI
             assert isinstance(static, StaticRows), "rows have no scales of their own here"
-            return static_product(static, weight)
+            return static_matmul(static, weight)
         if isinstance(weight, Int8Weight):
             rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
             assert isinstance(rows, Int8Rows), "int8 weights take rows of int8"
@@ -235,7 +235,7 @@ def divided_rows(x_TD: Tensor, rounding: NormRounding) -> StaticRows:
     return _rows(x_TD.float() / rounding.scales_D.float() + rounding.offsets_D.float(), x_TD.dtype)
 
 
-def static_product(rows: StaticRows, weight: StaticInt8Weight) -> Tensor:
+def static_matmul(rows: StaticRows, weight: StaticInt8Weight) -> Tensor:
     """(q values^T + shifts) * scales, (T, O), where q are the rows; the sum is exact, the rest float32."""
     sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t()) + weight.shifts_O
     return (sums_TO.float() * weight.scales_O).to(rows.dtype)

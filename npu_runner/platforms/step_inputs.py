@@ -39,7 +39,7 @@ class StepInputs(NamedTuple):
     among them. All 1 without drafts. Read where layers keep a state, and steps with drafts run in graphs."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
         """Select the fields from `tensors`, by name."""
         return cls(*(tensors[name] for name in cls._fields))
 
@@ -77,16 +77,16 @@ class AttentionMetadata:
     """
 
     @classmethod
-    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
+    def from_inputs(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
            ends: PromptEnds | None = None) -> AttentionMetadata:
         return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
                    inputs.state_slots, state_plan, ends)
 
-    def of_ends(self, x: Tensor) -> Tensor:
+    def at_ends(self, x: Tensor) -> Tensor:
         """The rows of `x` (T, ...) at the ends, (B, ...); all rows if there are no ends."""
         return x if self.ends is None else x.index_select(0, self.ends.rows_B)
 
-    def of_whole_layers(self) -> AttentionMetadata:
+    def without_ends(self) -> AttentionMetadata:
         """For the layers before the last one."""
         return self if self.ends is None else replace(self, ends=None)
 

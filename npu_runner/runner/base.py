@@ -29,7 +29,7 @@ class StepLogprobs:
     records: np.ndarray
 
     @classmethod
-    def of(cls, num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
+    def from_sample(cls, num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
         """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
         if sample.records_LC is None:
             return None
@@ -183,5 +183,5 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        """Run the real prefill and decode code with made-up requests: `batch_size` prompts of together `num_tokens`
+        """Run the real prefill and decode code with dummy requests: `batch_size` prompts of together `num_tokens`
         tokens, then `expected_decode_len` decode steps. While capturing, only the decode steps."""

@@ -110,7 +110,7 @@ class BlockTables:
         self._put(np.zeros_like(self.on_host_SW))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Inside every row is the null block; afterwards all of them are back."""
         kept_SW = self.on_host_SW.copy()
         self.clear()

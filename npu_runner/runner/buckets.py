@@ -171,9 +171,9 @@ class DecodeBuckets:
         return Forwards(self.compiler.compile(forwards.forward, size), behind, drafted)
 
     def _make(self, size: int, forwards: Forwards) -> Bucket:
-        draws, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
+        uniforms, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
         step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
-        arrays = step_arrays(step, draws, 0, self.block_size, self.tables.on_host_SW)
+        arrays = step_arrays(step, uniforms, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
         return Bucket(size, *make_buffers(arrays, beside, size), *self._compile(size, forwards))
@@ -187,7 +187,7 @@ def make_buffers(arrays: dict[str, np.ndarray], beside: dict[str, Tensor], num_r
     host = {name: view.numpy() for name, view in views(staging, layout).items()}
     buffer = torch.zeros(num_elements + _NEWS_A_ROW * num_rows, dtype=torch.int32, device=beside["block_tables"].device)
     tensors = {**beside, **views(buffer, layout)}
-    return num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors)
+    return num_elements, staging.numpy(), host, buffer, tensors, StepInputs.from_tensors(tensors)
 
 
 def pad_arrays(bucket: Bucket, arrays: Mapping[str, np.ndarray], block_size: int, max_num_seqs: int,

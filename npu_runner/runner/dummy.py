@@ -1,4 +1,4 @@
-"""Made-up steps of a given size, for warm-up, memory profiling and capture. They touch no block but the null block."""
+"""Dummy steps of a given size, for warm-up, memory profiling and capture. They touch no block but the null block."""
 
 from __future__ import annotations
 

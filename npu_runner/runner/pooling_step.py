@@ -107,7 +107,7 @@ class PoolingStepRunner(StepRunner):
         """The head's output for the hidden states (B, W); without a head, the hidden states."""
         return self.model.compute_logits(hidden_BD) if self.pooling.has_head else hidden_BD
 
-    def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> TokenStates | None:
+    def prompt_results(self, step: PreparedStep, hidden_TD: Tensor) -> TokenStates | None:
         """Send hidden states of all tokens of a chunk to the host, where they are wanted."""
         if self.tp.rank != 0 or not step.batch.prompt_states:
             return None

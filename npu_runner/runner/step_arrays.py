@@ -35,7 +35,7 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
     """All arrays of a step: those of StepInputs by its names, then what samples and shows images.
 
     Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
-    decode step's `tokens` are there, too. `of_rows`: what the rows that sample bring, a value each: the sampler's draws
+    decode step's `tokens` are there, too. `of_rows`: one value for each row that samples: the sampler's uniform numbers
     (`uniforms`), or how many numbers are pooled (`dimensions`). `number` is the step's, which must come back with its
     tokens.
     """

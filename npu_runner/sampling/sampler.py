@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import AddAt, AllowedDraw, Ops, TokenLookUp
+from npu_runner.platforms.ops import AddAt, MaskedSampler, Ops, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking
@@ -126,7 +126,7 @@ class Sampler:
                  draws_greedily: bool = False,
                  add_at: AddAt = Ops.add_at,
                  allow_tokens: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None,
-                 allowed_draw: AllowedDraw | None = None,
+                 allowed_draw: MaskedSampler | None = None,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
                  host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
                  constrained: ConstrainedRows | None = None):

@@ -68,8 +68,8 @@ class CompiledSource:
 
 @functools.cache
 def compilers() -> ThreadPoolExecutor:
-    """Threads in which products are compiled, while a model is read."""
-    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-products")
+    """Threads that compile kernels while a model is read."""
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-kernels")
 
 
 class _Attribute(ctypes.Structure):

@@ -23,7 +23,7 @@ from npu_runner.platforms.cuda.matmul.kernels import multiply
 from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.moe import experts
 from npu_runner.platforms.cuda.sampling import sample, token_masks
-from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
+from npu_runner.platforms.ops import HeldExperts, MaskedSampler, Ops
 
 # Heads of one token that one program rotates; they share its cos and sin.
 _ROTARY_HEADS = 8
@@ -131,7 +131,7 @@ class TritonOps(Ops):
         self._compile_once(("experts", gate_up.shape, experts_TK.shape[1], held), lambda: experts.compile_all(*given))
         return experts.run_experts(*given)
 
-    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def softmax_sampler(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._sample_from_softmax
 
     def _sample_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class TritonOps(Ops):
                            lambda: token_masks.compile_all(logits_BV, words_CW))
         return token_masks.allow_tokens(logits_BV, rows_C, words_CW)
 
-    def allowed_draw(self) -> AllowedDraw | None:
+    def masked_sampler(self) -> MaskedSampler | None:
         return self._sample_allowed
 
     def _sample_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
@@ -333,7 +333,7 @@ def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, strid
 @triton.jit(do_not_specialize=_ROW_CHANGES)
 def _times_sigmoid(x, gate, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows,
                    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """The sigmoid is rounded before the product, as in plain torch."""
+    """The sigmoid is rounded before the multiplication, as in plain torch."""
     after_earlier_kernels(IS_DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

@@ -51,7 +51,7 @@ class NpuGatedDelta(TorchGatedDelta):
         self._up_to_S = torch.arange(1 - _MOST_RUN, 1, dtype=torch.int32, device=device)
         self._eye_SS = torch.eye(_MOST_RUN, device=device)
         self._lower_SS = torch.ones(_MOST_RUN, _MOST_RUN).tril().to(device)
-        # [l, (j, i)]: whether j < l <= i. A product with it sums the gates between two places, each pair for itself.
+        # [l, (j, i)]: whether j < l <= i. A matmul with it sums the gates between two places, each pair for itself.
         j, i, between = (torch.arange(_MOST_RUN).view(view) for view in ((-1, 1), (1, -1), (-1, 1, 1)))
         self._between_SP = ((between > j) & (between <= i)).float().flatten(1).to(device)
         # x rsqrt(sum x^2 + eps) is the root-mean-square norm with this weight, and eps / K.
@@ -132,7 +132,7 @@ class NpuGatedDelta(TorchGatedDelta):
         assert slots_T is not None, "a model with states has slots"
         window_TWC = self._windows(x_TC, conv_state, slots_T, metadata.state_plan)
         self.write(conv_state, slots_T, window_TWC[:, 1:])
-        # Products in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
+        # Matmuls in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
         return F.silu((window_TWC * weight_CW.t()).sum(1))
 
     def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
@@ -161,12 +161,12 @@ class NpuGatedDelta(TorchGatedDelta):
         """One token a row in plain operators, of which the graph engine knows all."""
         shape = self.shape
         q_BC, k_BC, v_BC = qkv_BC.float().split([shape.key_size, shape.key_size, shape.value_size], dim=-1)
-        # A norm each, so that both lie as the products want them; queries also times K^-1/2.
+        # A norm each, so that both lie as the matmuls want them; queries also times K^-1/2.
         q_BKD = self._normalised(q_BC, self._scaled_l2_weight)
         k_BKD = self._normalised(k_BC, self._l2_weight)
         v_BVD = v_BC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim))
         states = states * g_BV.exp()[..., None, None]
-        # The value heads of a key head lie side by side, as rows of one product.
+        # The value heads of a key head lie side by side, as rows of one matmul.
         rows = states.unflatten(1, (shape.num_k_heads, -1)).flatten(2, 3).flatten(0, 1)
         keys = k_BKD.flatten(0, 1).unsqueeze(1)
         seen_BVD = torch.bmm(rows, keys.mT).view(v_BVD.shape)

@@ -52,27 +52,27 @@ _INPUT_SCALE, _INPUT_OFFSET, _EPS = 1 / 32, -9, 1e-6
 
 
 class Side:
-    """Operators and attention of one platform with its device and dtype; numbers are drawn for both sides alike."""
+    """Operators and attention of one platform with its device and dtype; both sides get the same random numbers."""
 
     def __init__(self, ops: Ops, attention: AttentionBackend, device: torch.device, dtype: torch.dtype):
         self.ops, self.attention, self.device, self.dtype = ops, attention, device, dtype
 
     @classmethod
-    def of_npu(cls, needs: ModelNeeds, *, masks_decode: bool, kernels: Kernels) -> Side:
+    def from_npu(cls, needs: ModelNeeds, *, masks_decode: bool, kernels: Kernels) -> Side:
         device = torch.device("npu", torch.npu.current_device())
         attention = NpuAttention(num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads,
                                  block_size=needs.block_size, device=device, masks_decode=masks_decode, kernels=kernels)
         return cls(NpuOps(), attention, device, getattr(torch, needs.dtype))
 
     @classmethod
-    def of_cpu(cls, needs: ModelNeeds) -> Side:
+    def from_cpu(cls, needs: ModelNeeds) -> Side:
         platform = reference_platform()
         attention = platform.make_attention(
             "auto", num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads, head_dim=needs.head_dim,
             block_size=needs.block_size, dtype=torch.float32)
         return cls(platform.make_ops(), attention, torch.device("cpu"), torch.float32)
 
-    def draw(self, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    def random(self, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
         """Normal numbers, rounded to bfloat16 on both sides."""
         generator = torch.Generator().manual_seed(_SEED + seed)
         return (torch.randn(shape, generator=generator) * scale).bfloat16().to(self.device, self.dtype)
@@ -94,7 +94,7 @@ class DecodeLayer(nn.Module):
         self.side, self.needs = side, needs
         self.k_cache, self.v_cache = side.cache(needs)
         heads = needs.num_heads + 2 * needs.num_kv_heads
-        self.table = side.draw(_VOCAB, heads * needs.head_dim, seed=1)
+        self.table = side.random(_VOCAB, heads * needs.head_dim, seed=1)
         self.cos, self.sin = _angles(side, needs.head_dim)
 
     def forward(self, inputs: StepInputs, plan: object = None, *, is_prefill: bool = False) -> Tensor:
@@ -105,7 +105,7 @@ class DecodeLayer(nn.Module):
             [needs.num_heads, needs.num_kv_heads, needs.num_kv_heads], dim=1))
         q, k = side.ops.rotary(q, k, F.embedding(inputs.positions, self.cos), F.embedding(inputs.positions, self.sin))
         side.attention.write_kv(k, v, self.k_cache, self.v_cache, inputs.slot_mapping)
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=is_prefill)
+        metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=is_prefill)
         attend = side.attention.prefill if is_prefill else side.attention.decode
         return attend(q, self.k_cache, self.v_cache, metadata, needs.head_dim**-0.5).flatten(1)
 
@@ -157,12 +157,12 @@ def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kern
 
     Raises ConfigError with the name of the first operator for which no kernel does: each is refused, or differs.
     """
-    cpu, kernels = Side.of_cpu(needs), FIRST_CHOICES
+    cpu, kernels = Side.from_cpu(needs), FIRST_CHOICES
     for probe in _probes(needs):
         findings: list[str] = []
         for name in probe.kernels:
             tried = kernels if probe.job is None else replace(kernels, **{probe.job: name})
-            npu = Side.of_npu(needs, masks_decode=masks_decode, kernels=tried)
+            npu = Side.from_npu(needs, masks_decode=masks_decode, kernels=tried)
             finding = _finding(probe, npu, cpu, needs)
             if finding is None:
                 break
@@ -210,7 +210,7 @@ def _rotated(side: Side, needs: ModelNeeds) -> Tensor:
     """Both, token by token (T, (N + K) * H)."""
     cos, sin = _angles(side, needs.head_dim)
     num_tokens = 37
-    q, k = (side.draw(num_tokens, count, needs.head_dim, seed=seed)
+    q, k = (side.random(num_tokens, count, needs.head_dim, seed=seed)
             for seed, count in ((3, needs.num_heads), (4, needs.num_kv_heads)))
     return torch.cat(side.ops.rotary(q, k, cos[-num_tokens:], sin[-num_tokens:]), dim=1)
 
@@ -218,7 +218,7 @@ def _rotated(side: Side, needs: ModelNeeds) -> Tensor:
 def _written(side: Side, needs: ModelNeeds) -> Tensor:
     """The whole of both caches, slot by slot."""
     slots = np.random.default_rng(_SEED).permutation(np.arange(needs.block_size, _NUM_BLOCKS * needs.block_size))[:150]
-    k, v = (side.draw(len(slots), needs.num_kv_heads, needs.head_dim, seed=seed) for seed in (5, 6))
+    k, v = (side.random(len(slots), needs.num_kv_heads, needs.head_dim, seed=seed) for seed in (5, 6))
     caches = side.cache(needs)
     side.attention.write_kv(k, v, *caches, side.ints(slots))
     return torch.cat([cache.flatten(0, 1) for cache in caches], dim=1)
@@ -244,9 +244,9 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
         return F.pad(x.unflatten(-1, (2, head_dim // 2)), (0, padding)).flatten(-2)
 
     def linear(x: Tensor, width_out: int, seed: int) -> Tensor:
-        return ops.linear(x, side.draw(width_out, x.shape[-1], seed=seed, scale=1 / math.sqrt(x.shape[-1])), None)
+        return ops.linear(x, side.random(width_out, x.shape[-1], seed=seed, scale=1 / math.sqrt(x.shape[-1])), None)
 
-    x_PC = side.draw(num_patches, width, seed=9)
+    x_PC = side.random(num_patches, width, seed=9)
     qkv_P3NH = padded(linear(F.layer_norm(x_PC, (width,)), 3 * width, 10).unflatten(-1, (3, num_heads, head_dim)))
     angles = torch.arange(num_patches)[:, None] * 100.0 ** -(torch.arange(head_dim // 2) / head_dim)
     cos_PH, sin_PH = (padded(x.repeat(1, 2)).to(side.device) for x in (angles.cos(), angles.sin()))

@@ -40,7 +40,7 @@ class NpuSettings:
     replay: str = "waiting"
     """Whether a captured graph is given its new context lengths once its last replay has run, or at once."""
     nz_weights: str = "int8"
-    """Which quantised weights lie in NZ: those of products of int8, those with inputs in 16 bits, too, or none."""
+    """The quantised weights in NZ: those of int8 matmuls, also those with inputs in 16 bits, or none."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> NpuSettings:

@@ -74,8 +74,8 @@ def old_cann(cann: str | None, torch_npu: str | None = None, torch: str | None =
     if cann is None or release(cann)[:2] >= _OLDEST_OTHER_CANN:
         return None
     if not is_85(cann):
-        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0; nobody compared its operators with what "
-                      "is called here", _NEWER_CANN)
+        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0; its operators were never compared with "
+                      "those that are called here", _NEWER_CANN)
     if "alpha" in cann.lower():
         return TooOld(f"CANN {cann}: operators of an alpha are not those of the release, its rotary and attention "
                       "operators refuse layouts that are called here", "install CANN 8.5.0 or newer without alpha")
@@ -105,7 +105,7 @@ def reads_torchs_alloc_conf(torch_npu: str) -> bool:
     return _order(torch_npu) >= first.get(release(torch_npu), max(first.values()))
 
 
-def takes_argument(operator: Any, name: str) -> bool:
+def accepts_argument(operator: Any, name: str) -> bool:
     """Whether this overload of a torch operator has an argument called so."""
     return any(argument.name == name for argument in operator._schema.arguments)
 

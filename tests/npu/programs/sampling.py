@@ -121,7 +121,7 @@ def main() -> None:
 
     platform = pick_platform("npu")
     platform.devices.prepare_process(0, 1)
-    device, draw_from_softmax = platform.devices.set_device(0), platform.make_ops().softmax_draw(greedy=False)
+    device, draw_from_softmax = platform.devices.set_device(0), platform.make_ops().softmax_sampler(greedy=False)
     if "--wide" in sys.argv:
         print(json.dumps(wide(device, platform.make_ops())))
         return

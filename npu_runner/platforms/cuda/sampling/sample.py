@@ -30,7 +30,7 @@ _ALIGNED_BYTES = tl.constexpr(16)
 
 
 def sample_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """See Ops.softmax_draw; temperature 0 is the most probable token. Sums are float32.
+    """See Ops.softmax_sampler; temperature 0 is the most probable token. Sums are float32.
 
     A weight below 2^-126 of the largest counts as 0.
     """
