@@ -11,7 +11,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from npu_runner.platforms.quantised import INT8, INT8_STATIC, Int8Weight, NormRo
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 logger = logging.getLogger(__name__)
+_On = TypeVar("_On")
 
 BOUND = 0.03
 """The largest distance of a row from the CPU's, relative to its length. In bfloat16, rounding causes at most a third of
@@ -147,7 +149,7 @@ class _Probe(NamedTuple):
 
     what: str
     heads: str
-    compute: Callable[[Side, ModelNeeds], Tensor]
+    compute: Callable[[Side], Tensor]
     kernels: tuple[str, ...]
     job: str | None = None
 
@@ -163,7 +165,7 @@ def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kern
         for name in probe.kernels:
             tried = kernels if probe.job is None else replace(kernels, **{probe.job: name})
             npu = Side.from_npu(needs, masks_decode=masks_decode, kernels=tried)
-            finding = _finding(probe, npu, cpu, needs)
+            finding = _finding(probe.compute, npu, cpu)
             if finding is None:
                 break
             findings.append(f"{probe.what} ({name}, {probe.heads}) {finding}")
@@ -177,25 +179,27 @@ def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kern
 
 def _probes(needs: ModelNeeds) -> Iterator[_Probe]:
     heads = f"{needs.num_heads}/{needs.num_kv_heads} heads of {needs.head_dim}"
-    yield _Probe("the rotation of q and k", heads, _rotated, ("npu_apply_rotary_pos_emb",))
-    yield _Probe("the cache write", heads, _written, tuple(CACHE_WRITES), "cache_write")
-    yield _Probe("attention over the paged cache", heads, _attended, ("npu_fused_infer_attention_score",))
+    yield _Probe("the rotation of q and k", heads, partial(_rotated, needs=needs), ("npu_apply_rotary_pos_emb",))
+    yield _Probe("the cache write", heads, partial(_written, needs=needs), tuple(CACHE_WRITES),
+                 "cache_write")
+    yield _Probe("attention over the paged cache", heads, partial(_attended, needs=needs),
+                 ("npu_fused_infer_attention_score",))
     if needs.tower is not None:
         num_heads, head_dim = needs.tower
-        yield _Probe("a layer of the vision tower", f"{num_heads} heads of {head_dim}", _seen,
+        yield _Probe("a layer of the vision tower", f"{num_heads} heads of {head_dim}", partial(_seen, needs=needs),
                      tuple(VISION_ATTENTIONS), "vision")
 
 
-def _finding(probe: _Probe, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
-    """The fault in the device's result, if any."""
+def _finding(compute: Callable[[_On], Tensor], npu: _On, cpu: _On, refused: str = "is refused") -> str | None:
+    """The fault of what the device computes, if any."""
     try:
-        found = probe.compute(npu, needs).cpu()
-    except (RuntimeError, OSError) as refusal:  # OSError: libraries that torch_npu loads for ATB are missing
-        return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
-    error = difference(found, probe.compute(cpu, needs))
-    if error <= BOUND:
+        found = compute(npu).cpu()
+    except (RuntimeError, OSError, GraphResourceError) as error:  # OSError: libraries for ATB are missing
+        return f"{refused}: {str(error).strip().partition(chr(10))[0]}"
+    distance = difference(found, compute(cpu))
+    if distance <= BOUND:
         return None
-    return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
+    return f"differs from the CPU by {100 * distance:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
 
 
 def _angles(side: Side, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -262,8 +266,9 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
 
 
 class _Numbers(NamedTuple):
-    """The same on both sides, but for the dtype."""
+    """The operators of one side, and operands that differ between the sides only in dtype."""
 
+    ops: QuantisedOps
     x_TI: Tensor
     residual_TI: Tensor
     gain_I: Tensor
@@ -271,36 +276,17 @@ class _Numbers(NamedTuple):
     scales_O: Tensor
     bias_O: Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> _Numbers:
-        kept = (each.to(device) for each in self[3:])
-        return _Numbers(*(each.to(device, dtype) for each in self[:3]), *kept)
-
 
 def why_unproven(forms: Iterable[str]) -> dict[str, str]:
     """The findings about matmuls of int8, by form; the device is the current one."""
-    found = {}
-    for form in forms:
-        compute = _MATMULS.get(form)
-        finding = f"{form} has no probe" if compute is None else _why_unlike_the_cpu(compute)
-        if finding is not None:
-            found[form] = finding
-    return found
+    npu = _numbers(NpuQuantisedOps(NpuOps()), torch.device("npu", torch.npu.current_device()), torch.bfloat16)
+    cpu = _numbers(QuantisedOps(reference_platform().make_ops()), torch.device("cpu"), torch.float32)
+    findings = {form: _finding(_MATMULS[form], npu, cpu) if form in _MATMULS else f"{form} has no probe"
+                for form in forms}
+    return {form: finding for form, finding in findings.items() if finding is not None}
 
 
-def _why_unlike_the_cpu(compute: Callable[[QuantisedOps, _Numbers], Tensor]) -> str | None:
-    numbers, device = _int8_numbers(), torch.device("npu", torch.npu.current_device())
-    try:
-        found = compute(NpuQuantisedOps(NpuOps()), numbers.to(device, torch.bfloat16)).cpu()
-    except RuntimeError as refusal:
-        return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
-    plain = QuantisedOps(reference_platform().make_ops())
-    error = difference(found, compute(plain, numbers.to(torch.device("cpu"), torch.float32)))
-    if error <= BOUND:
-        return None
-    return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
-
-
-def _int8_numbers() -> _Numbers:
+def _numbers(ops: QuantisedOps, device: torch.device, dtype: torch.dtype) -> _Numbers:
     generator = torch.Generator().manual_seed(85)
 
     def normal(*shape: int) -> Tensor:
@@ -308,20 +294,22 @@ def _int8_numbers() -> _Numbers:
 
     values_OI = torch.randint(-127, 128, (_NUM_OUTPUTS, _NUM_INPUTS), generator=generator, dtype=torch.int8)
     scales_O = torch.rand(_NUM_OUTPUTS, generator=generator) / 127
-    return _Numbers(normal(_NUM_TOKENS, _NUM_INPUTS), normal(_NUM_TOKENS, _NUM_INPUTS), 1 + normal(_NUM_INPUTS) / 8,
-                    values_OI, scales_O, normal(_NUM_OUTPUTS).float())
+    inputs = normal(_NUM_TOKENS, _NUM_INPUTS), normal(_NUM_TOKENS, _NUM_INPUTS), 1 + normal(_NUM_INPUTS) / 8
+    return _Numbers(ops, *(each.to(device, dtype) for each in inputs),
+                    *(each.to(device) for each in (values_OI, scales_O, normal(_NUM_OUTPUTS).float())))
 
 
-def _by_row(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
+def _by_row(numbers: _Numbers) -> Tensor:
     """With a bias, and behind a norm (T, 2 O)."""
+    ops = numbers.ops
     weight = ops.prepare_weight(Int8Weight(numbers.values_OI, numbers.scales_O))
     rows, _ = ops.add_rms_norm(numbers.x_TI, numbers.residual_TI, numbers.gain_I, _EPS, INT8)
     return torch.cat((ops.linear(numbers.x_TI, weight, numbers.bias_O), ops.linear(rows, weight, None)), 1)
 
 
-def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
+def _by_one_scale(numbers: _Numbers) -> Tensor:
     """The same with inputs of one scale."""
-    x_TI = numbers.x_TI
+    ops, x_TI = numbers.ops, numbers.x_TI
 
     def all_of(value: float, dtype: torch.dtype, count: int = 1) -> Tensor:
         return torch.full((count,), value, dtype=dtype, device=x_TI.device)
@@ -335,7 +323,7 @@ def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
     return torch.cat((ops.linear(x_TI, weight, None), ops.linear(rows, weight, None)), 1)
 
 
-_MATMULS: dict[str, Callable[[QuantisedOps, _Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
+_MATMULS: dict[str, Callable[[_Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
 
 
 def why_no_replay(compiler: GraphCompiler, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
@@ -343,19 +331,17 @@ def why_no_replay(compiler: GraphCompiler, npu: Side, cpu: Side, needs: ModelNee
     layers = {side: DecodeLayer(side, needs) for side in (npu, cpu)}
     for layer in layers.values():
         layer.step((0, 0), (256, 256), seed=20)  # contexts of any length below
-    graph, worst = _Replayed(compiler, layers[npu]), 0.0
+    graph = _Replayed(compiler, layers[npu])
+
+    def replay(side: Side) -> Tensor:
+        return torch.cat([graph.step(lens, 21 + number) if side is npu else layers[side].step(lens, (1, 1), 21 + number)
+                          for number, lens in enumerate(_REPLAYED_LENS)])
+
     try:
-        for number, done_lens in enumerate(_REPLAYED_LENS):
-            found = graph.step(done_lens, seed=21 + number)
-            worst = max(worst, difference(found, layers[cpu].step(done_lens, (1, 1), seed=21 + number)))
-    except (RuntimeError, GraphResourceError) as refusal:
-        return f"a captured graph of two rows fails: {str(refusal).strip().partition(chr(10))[0]}"
+        finding = _finding(replay, npu, cpu, "fails")
     finally:
         compiler.release()
-    if worst <= BOUND:
-        return None
-    return (f"a graph that is replayed with other context lengths differs from the CPU by {100 * worst:.1f} % of a "
-            f"row's length, {100 * BOUND:.0f} % is allowed")
+    return None if finding is None else f"a captured graph, replayed with other context lengths, {finding}"
 
 
 class _Replayed:

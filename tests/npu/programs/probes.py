@@ -44,18 +44,30 @@ FIRST_KERNELS: dict[str, tuple[str, str, Change]] = {
         "VISION_ATTENTIONS", "npu_fused_infer_attention_score",
         lambda good: lambda q, k, v, totals, scale: good(q, k, v, totals[-1:], scale)),
 }
-# Of a form of weights, what is computed otherwise.
+
+
+def for_weights(kind: str, change: Callable[[Any], Any]) -> Change:
+    """A linear that computes otherwise with weights of this type alone."""
+    return lambda good: lambda self, x, weight, bias: good(
+        self, x, change(weight) if type(weight).__name__ == kind else weight, bias)
+
+
+def _fail(*given: object) -> None:
+    raise RuntimeError("error code is 207000")
+
+
+# Changes that one form of weights notices.
 MATMULS: dict[str, tuple[str, str, Change]] = {
     "nothing of int8": ("NpuQuantisedOps", "linear", lambda good: good),
-    "rows by their squares": ("NpuQuantisedOps", "linear", lambda good: lambda self, x, weight, bias: good(
-        self, x, weight._replace(scales_O=weight.scales_O * weight.scales_O), bias)),
+    "rows by their squares": ("NpuQuantisedOps", "linear", for_weights(
+        "Int8Weight", lambda weight: weight._replace(scales_O=weight.scales_O * weight.scales_O))),
     "a norm by another scale": ("NpuQuantisedOps", "add_rms_norm", lambda good: lambda self, x, r, w, eps, by: good(
-        self, x, r, 2 * w, eps, by)),
-    "the bias twice": ("NpuQuantisedOps", "linear", lambda good: lambda self, x, weight, bias: good(
-        self, x, weight._replace(shifts_O=2 * weight.shifts_O), bias)),
+        self, x, r, 2 * w if isinstance(by, str) else w, eps, by)),
+    "the bias twice": ("NpuQuantisedOps", "linear", for_weights(
+        "StaticInt8Weight", lambda weight: weight._replace(shifts_O=2 * weight.shifts_O))),
     "an offset that is lost": ("NpuQuantisedOps", "add_rms_norm", lambda good: lambda self, x, r, w, eps, by: good(
-        self, x, r, w, eps, by._replace(offsets_D=torch.zeros_like(by.offsets_D)))),
-    "no such operator": ("NpuQuantisedOps", "linear", lambda good: _fail),
+        self, x, r, w, eps, by if isinstance(by, str) else by._replace(offsets_D=torch.zeros_like(by.offsets_D)))),
+    "no such operator": ("NpuQuantisedOps", "linear", for_weights("Int8Weight", _fail)),
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
@@ -67,10 +79,6 @@ REPLAYS: dict[str, tuple[str, str, Change]] = {
 
 def _lacks_nnal(*given: object) -> None:
     raise OSError("Please check that the nnal package is installed.")  # torch_npu's words, and its type
-
-
-def _fail(*given: object) -> None:
-    raise RuntimeError("error code is 207000")
 
 
 @contextmanager
