@@ -2,8 +2,8 @@
 
 usage: python -m bench.chart
 
-A bar per row that has a peer: how many times as fast npu_runner is. A time (unit s or ms) is better when it is smaller,
-every other figure when it is larger.
+One bar per row whose peer is another engine: how many times as fast npu_runner is. A time (unit s or ms) is better when
+it is smaller, every other figure when it is larger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = ("workload", "unit", "npu_runner", "peer", "peer's figure", "times as fast", "machine", "commit", "command")
 _TIMES = ("s", "ms")
-_WIDTH, _LABELS, _FIGURES, _ROW, _HEAD = 1100, 380, 450, 34, 62
+_ENGINES = ("transformers", "vLLM")
+_WIDTH, _LABELS, _FIGURES, _ROW, _HEAD = 1160, 385, 530, 34, 62
 _OURS, _LINE, _TEXT = "#1f6feb", "#cf222e", "#1f2328"
 
 
@@ -30,6 +31,7 @@ class Figure:
     peer: str
     peer_value: float | None
     stated_ratio: str
+    machine: str
 
     @property
     def ratio(self) -> float:
@@ -56,7 +58,8 @@ def _block(lines: Sequence[str]) -> Sequence[str]:
 def _figure(cells: dict[str, str]) -> Figure:
     peer_value = _number(cells["peer's figure"]) if cells["peer"] else None
     return Figure(workload=cells["workload"], unit=cells["unit"], value=_number(cells["npu_runner"]),
-                  peer=cells["peer"].replace("`", ""), peer_value=peer_value, stated_ratio=cells["times as fast"])
+                  peer=cells["peer"].replace("`", ""), peer_value=peer_value, stated_ratio=cells["times as fast"],
+                  machine=cells["machine"])
 
 
 def _number(cell: str) -> float:
@@ -65,7 +68,7 @@ def _number(cell: str) -> float:
 
 def draw(figures: Sequence[Figure]) -> str:
     """The chart as SVG text, which is the same for the same figures."""
-    bars = [figure for figure in figures if figure.peer_value is not None]
+    bars = [figure for figure in figures if figure.peer.startswith(_ENGINES)]
     scale = (_WIDTH - _LABELS - _FIGURES) / max(figure.ratio for figure in bars)
     height = _HEAD + _ROW * len(bars) + 12
     even = _LABELS + scale
@@ -73,7 +76,7 @@ def draw(figures: Sequence[Figure]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
         f'font-family="sans-serif" font-size="13" fill="{_TEXT}">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
-        '<text x="12" y="24" font-size="16" font-weight="bold">Times as fast as the peer</text>',
+        '<text x="12" y="24" font-size="16" font-weight="bold">npu_runner beside other engines: times as fast</text>',
         f'<text x="{even:.1f}" y="{_HEAD - 10}" text-anchor="middle" fill="{_LINE}">as fast (1.0)</text>',
         *(line for number, figure in enumerate(bars) for line in _bar(figure, _HEAD + _ROW * number, scale)),
         f'<line x1="{even:.1f}" x2="{even:.1f}" y1="{_HEAD - 4}" y2="{height - 12}" stroke="{_LINE}" '
@@ -86,7 +89,8 @@ def draw(figures: Sequence[Figure]) -> str:
 def _bar(figure: Figure, top: int, scale: float) -> list[str]:
     width = figure.ratio * scale
     middle = top + _ROW / 2 + 4
-    detail = f"{figure.ratio:.2f}: {figure.value:,g} against {figure.peer_value:,g} {figure.unit}, {figure.peer}"
+    detail = (f"{figure.ratio:.2f} on {figure.machine}: {figure.value:,g} against {figure.peer_value:,g} "
+              f"{figure.unit}, {figure.peer}")
     return [
         f'<text x="{_LABELS - 10}" y="{middle}" text-anchor="end">{escape(figure.workload)}</text>',
         f'<rect class="bar" x="{_LABELS}" y="{top + 6}" width="{width:.1f}" height="{_ROW - 12}" fill="{_OURS}"/>',

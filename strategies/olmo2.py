@@ -46,7 +46,7 @@ class Olmo2Layer(DecoderLayer):
         if residual_TD is not None:
             x_TD = x_TD + residual_TD
         mixed_TD = self.mix(x_TD, cos_TR, sin_TR, metadata)
-        x_TD = metadata.at_ends(x_TD) + self.post_attention_layernorm(mixed_TD)
+        x_TD = metadata.of_ends(x_TD) + self.post_attention_layernorm(mixed_TD)
         return self.post_feedforward_layernorm(self.mlp(x_TD)), x_TD
 
 

@@ -54,7 +54,7 @@ class PagedAttention(nn.Module):
 
     def _attend(self, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         if metadata.ends is not None:
-            q_TNH, metadata = metadata.at_ends(q_TNH), metadata.as_decode()
+            q_TNH, metadata = metadata.of_ends(q_TNH), metadata.as_decode()
         attend = self.backend.prefill if metadata.is_prefill else self.backend.decode
         return attend(q_TNH, self.k_cache, self.v_cache, metadata, self.scale, window=self.window)
 

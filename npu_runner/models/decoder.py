@@ -64,14 +64,14 @@ class DecoderLayer(nn.Module):
         """(output of the channel mixer, residual to add to it); what comes next adds the two.
 
         With `metadata.ends`, in a prefill's last layer, `mix` has fewer rows than came in: so must have what is added
-        to its output (`AttentionMetadata.at_ends`), and both results.
+        to its output (`AttentionMetadata.of_ends`), and both results.
         """
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add_forward(x_TD, residual_TD)
         x_TD = self.behind_mixer(self.mix(x_TD, cos_TR, sin_TR, metadata))
-        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.at_ends(residual_TD))
+        x_TD, residual_TD = self.post_attention_layernorm.add_forward(x_TD, metadata.of_ends(residual_TD))
         return self.behind_channel(self.mlp(x_TD)), residual_TD
 
     def behind_mixer(self, x_TD: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
     def mix(self, x_TD: Tensor | RoundedRows, cos_TR: Tensor, sin_TR: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Output of the sequence mixer, of the rows that the layer goes on with."""
         if self.linear_attn is not None:
-            return metadata.at_ends(self.linear_attn(x_TD, metadata))
+            return metadata.of_ends(self.linear_attn(x_TD, metadata))
         assert self.self_attn is not None, "a layer has one of the two"
         return self.self_attn(x_TD, cos_TR, sin_TR, metadata)
 
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
             x_TD, residual_TD = layer(x_TD, residual_TD, cos_TR, sin_TR, of_layer)
             if index < len(levels) and rows_T is not None:
                 # Gathered and added to all rows: scattering adds sorts its indices on some devices.
-                x_TD = x_TD + F.embedding(of_layer.at_ends(rows_T), levels[index])
+                x_TD = x_TD + F.embedding(of_layer.of_ends(rows_T), levels[index])
         assert metadata.ends is None or len(x_TD) == len(metadata.ends.rows_B), "the last layer leaves rows out"
         return self.norm.add_forward(x_TD, residual_TD)[0]
 

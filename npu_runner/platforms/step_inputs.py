@@ -82,7 +82,7 @@ class AttentionMetadata:
         return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
                    inputs.state_slots, state_plan, ends)
 
-    def at_ends(self, x: Tensor) -> Tensor:
+    def of_ends(self, x: Tensor) -> Tensor:
         """The rows of `x` (T, ...) at the ends, (B, ...); all rows if there are no ends."""
         return x if self.ends is None else x.index_select(0, self.ends.rows_B)
 

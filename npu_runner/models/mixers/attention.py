@@ -113,4 +113,4 @@ class GatedAttention(HeadNormAttention):
         q, k, v = self.project(x_TD)
         q_TNH, gate_TNH = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         out_TNH = self.attend(q_TNH, k, v, cos_TR, sin_TR, metadata)
-        return self.o_proj(self.attention.ops.times_sigmoid(out_TNH, metadata.at_ends(gate_TNH)).flatten(-2))
+        return self.o_proj(self.attention.ops.times_sigmoid(out_TNH, metadata.of_ends(gate_TNH)).flatten(-2))
