@@ -25,7 +25,7 @@ from npu_runner.platforms.ops import HeldExperts
 from npu_runner.platforms.quantised import FP8_BLOCK, FP8_BLOCKS, FP8_EXPERTS, INT8, INT8_EXPERTS, QuantisedExperts
 
 FORMS_OF_EXPERTS = {INT8: INT8_EXPERTS, FP8_BLOCKS: FP8_EXPERTS}
-"""By the form of each matrix."""
+"""The forms of experts, by the form of each matrix."""
 
 
 class ExpertWeights(nn.Module):

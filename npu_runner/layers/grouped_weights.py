@@ -58,7 +58,7 @@ def accepts(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int, nu
 
 
 def allocate(form: GroupedForm, num_outputs: int, num_inputs: int, context: LayerContext) -> GroupedParameters:
-    """As `GroupedWeight` has them."""
+    """Allocate the parameters of a `GroupedWeight`."""
     num_groups = num_inputs // form.group_size if form.group_size else 1
     values = (context.parameter(num_outputs, num_inputs // 2, dtype=torch.uint8) if form.bits == 4 else
               context.parameter(num_outputs, num_inputs, dtype=torch.int8))
@@ -67,7 +67,7 @@ def allocate(form: GroupedForm, num_outputs: int, num_inputs: int, context: Laye
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As kernels add it."""
+    """The dtype in which kernels add a bias."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 

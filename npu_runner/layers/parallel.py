@@ -117,7 +117,7 @@ class LayerContext:
     gated_delta: GatedDeltaBackend | None = None
     weight_forms: tuple[str, ...] = ()
     quantised: QuantisedOps = None  # type: ignore[assignment]
-    """None: those of plain torch."""
+    """None means those of plain torch."""
 
     def __post_init__(self) -> None:
         if self.quantised is None:

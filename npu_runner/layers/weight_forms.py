@@ -1,6 +1,5 @@
-"""Which form the weights of each linear and of each layer's experts have: as the checkpoint stores them, where the
-platform multiplies that. Reads no weight.
-"""
+"""Chooses the form of the weights of each linear and of each layer's experts: the checkpoint's, where the platform
+multiplies it. Reads no weight."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from npu_runner.layers.norm import RMSNorm
 from npu_runner.platforms.quantised import FP8, FP8_BLOCKS, INT8
 
 MADE_AT_LOAD: Mapping[str, Held] = {INT8: BY_ROW, FP8: FP8}
-"""By the setting `quantization`, how weights are held that it makes."""
+"""The form of weights that the setting `quantization` makes."""
 
 
 def match_experts(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str]) -> None:
@@ -53,7 +52,7 @@ def _add_shifts(model: nn.Module, there: Collection[str], renamed: Mapping[str, 
 
 
 def how_stored(reader: WeightsReader, name: str) -> Held | None:
-    """None: it is dequantised on every platform, or of 16 bits."""
+    """None means that it is dequantised on every platform, or of 16 bits."""
     return reader.int8_inputs(name) or reader.fp8_form(name) or reader.grouped_form(name)
 
 

@@ -119,7 +119,7 @@ def check_packages(packages: Packages, needed: tuple[str, ...], who: str, instea
         return Check("Python packages", "ok", f"all {len(needed)} are installed")
     others = " ".join(name for name in missing if name != "torch")
     remedies = [f"install torch{instead}"] if "torch" in missing else []
-    # What is there stays as it is: pip stops rather than replace an image's numpy or torch. Not `pip freeze`: it writes
+    # Installed packages stay: pip stops rather than replace an image's numpy or torch. Not `pip freeze`: it writes
     # what came from a wheel file as `torch @ file://...`, and that is no constraint.
     remedies += [f"pip list --format=freeze >image.txt; pip install -c image.txt {others}"] if others else []
     return Check("Python packages", "failed", f"{who} {', '.join(missing)}: not installed", "; ".join(remedies))

@@ -14,8 +14,8 @@ class AttentionFacts:
     vision_head_dims: tuple[int, ...] | None = None
     """The head dims that it computes for vision towers, in ascending order; None: any."""
     fp8_prompt_room: int | None = None
-    """None: keys and values stay in the model's dtype. Else it can keep them in e4m3. A prefill then has room in 16
-    bits for this multiple of the largest prefill's tokens."""
+    """None means that keys and values stay in the model's dtype; else it can keep them in e4m3. A prefill then has room
+    in 16 bits for this multiple of the largest prefill's tokens."""
     records_prefills: bool = False
     """Its short prefills are recorded in graphs, in every graph mode but eager (`graph_tiles`)."""
 

@@ -203,8 +203,9 @@ class RingedGatedDelta(GatedDeltaBackend):
     @abstractmethod
     def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
                      state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
-        """As `delta_rule` of a decode step. The token goes into the slot's ring; the L-th goes into the state, with all
-        of the ring, which is empty then. A prefill finds every ring empty: no decode step comes before it in its slot.
+        """The `delta_rule` of a decode step. The token goes into the slot's ring; the L-th goes into the state, with
+        all of the ring, which is empty then. A prefill finds every ring empty: no decode step comes before it in its
+        slot.
 
         With `metadata.state_plan` a row's tokens follow one another, and all of them go into the ring.
         """

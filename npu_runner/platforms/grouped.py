@@ -17,7 +17,8 @@ GROUPED = "grouped"
 
 
 class GroupedWeight(NamedTuple):
-    """As the loader fills it. `QuantisedOps.prepare_weight` may change the layout, for the same platform's `linear`."""
+    """The weight as the loader fills it. `QuantisedOps.prepare_weight` may change the layout, for the same platform's
+    `linear`."""
 
     values: Tensor
     """int8 (O, I); or of 4 bits `packed`, uint8 (O, I / 2)."""

@@ -30,7 +30,8 @@ class StepLogprobs:
 
     @classmethod
     def from_sample(cls, num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
-        """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
+        """The log probabilities of `sample`, whose rows are `rows` of a step's `num_rows`; None where no row wants any.
+        """
         if sample.records_LC is None:
             return None
         places_B = np.full(num_rows, -1, dtype=np.int32)
@@ -140,7 +141,7 @@ class RunnerInfo:
     ledger: str
     graphs: str
     state: StateInfo | None = None
-    """None: the model has no state beside the KV cache."""
+    """None means that the model has no state beside the KV cache."""
     speculative: SpeculativeConfig | None = None
     """The drafts of steps; None: there are none."""
     description: dict[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, ImageSlice, Sampl
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
-# What takes most memory in the sampler: counts of every token, the whole vocabulary sorted, log probabilities, and the
+# These take most memory in the sampler: counts of every token, the whole vocabulary sorted, log probabilities, and the
 # longest history of n-grams.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
                          logprobs=MAX_TOP_LOGPROBS, no_repeat_ngram_size=2)

@@ -63,7 +63,7 @@ class Estimate:
     """The allowance; 0 without graphs."""
     states: StatePlan | None
     plan: KVCachePlan | None
-    """None: it does not fit."""
+    """None means that it does not fit."""
     bytes_per_block: int
     blocks_there: int
     """Blocks that there is room for, the null block included. It may be more than are useful."""

@@ -38,13 +38,13 @@ class Settings:
     block_size: int
     graph_mode: str
     graph_cache_dir: Path | None
-    """None: compiled graphs are not kept."""
+    """None means that compiled graphs are not kept."""
     kv_cache_dtype: str
     """torch's name of the dtype that keys and values are kept in."""
     weight_forms: tuple[str, ...]
     """Forms of quantised weights that are multiplied as they are."""
     speculative: SpeculativeConfig | None = None
-    """None: one token a step."""
+    """None means one token a step."""
     graphs_accept_drafts: bool = True
     """Else steps with drafts run without a graph: the model has layers with a state, and no graph of the platform takes
     several tokens of a sequence through them."""

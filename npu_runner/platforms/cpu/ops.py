@@ -65,7 +65,7 @@ class CpuOps(TorchOps):
 
 
 class CpuGatedDelta(TorchGatedDelta):
-    """As in plain torch, but an eager decode step works on the states where they lie."""
+    """Plain torch, except that an eager decode step works on the states in place."""
 
     def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

@@ -74,7 +74,7 @@ class NpuGatedDelta(TorchGatedDelta):
         num_tokens, before = len(runs_T), self.shape.conv_kernel_size - 1
         places_T, numbers_T = (-runs_T).clamp(min=0), self._numbers_to(num_tokens)
         places_TW = places_T[:, None] + self._up_to_W
-        # Of each token the W - 1 inputs before its sequence's first one lie behind all tokens.
+        # The W - 1 inputs before each sequence's first token lie behind all tokens.
         before_TW = (numbers_T * before + (num_tokens + before))[:, None] + places_TW
         return RunPlan(
             firsts_N=numbers_T - places_T, places_T=places_T, lengths_T=runs_T.clamp(min=0),
@@ -109,7 +109,7 @@ class NpuGatedDelta(TorchGatedDelta):
         low = (alike * decay.unflatten(1, (shape.num_k_heads, -1))).flatten(1, 2) * beta[..., None]
         low = low * (self._lower_SS - self._eye_SS)
         low_2 = low @ low
-        # Of I + low; low to the power of 8 is 0.
+        # The inverse of I + low; low to the power of 8 is 0.
         inverse = (self._eye_SS - low) @ (self._eye_SS + low_2) @ (self._eye_SS + low_2 @ low_2)
         from_start = (g @ self._lower_SS.mT).exp()[..., None]  # (T, Nv, S, 1)
         states = state.index_select(0, slots_T.index_select(0, plan.firsts_N))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What every document of the attention names for a paged cache in TND. Others are tried before weights are loaded.
+# Every document of the attention names it for a paged cache in TND. Others are tried before weights are loaded.
 _HEAD_DIM_OF_EVERY_CANN = 128
 
 

@@ -1,5 +1,5 @@
-"""Which CANN, driver and chip this host has, and which versions belong together. Imports torch only in functions that
-need it.
+"""The versions of CANN, driver and chip of this host, and which versions belong together. Imports torch only in
+functions that need it.
 
 The doctor reads this before it knows whether torch can be imported at all.
 """
@@ -31,7 +31,7 @@ class Pairing(NamedTuple):
     cann: str
 
 
-# What each CANN was published with: TorchNPU 26.2.0, 26.1.0 and 26.0.0, as their compatibility tables say. The one list
+# The wheels published for each CANN: TorchNPU 26.2.0, 26.1.0 and 26.0.0, by their compatibility tables. The one list
 # of versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
 _PUBLISHED = {
     "9.2.0": ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7", "2.9.0.post9", "2.7.1.post11"),

@@ -25,7 +25,7 @@ _GROUPS, _OUTPUTS_OF_GROUPS = (64, 128), 64
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """By `NpuSettings.nz_weights`, when operators are made: a step that is traced reads no environment."""
+    """Read `NpuSettings.nz_weights` when operators are made: a traced step reads no environment."""
 
     nz_weights: str
 
@@ -79,7 +79,7 @@ def _has_whole_blocks(num_inputs: int, num_outputs: int) -> bool:
 
 
 def _cast(values: Tensor) -> Tensor:
-    # What is allowed is allowed for all that is made meanwhile, so no longer than for this one.
+    # The switch holds for every tensor made meanwhile, so it is set for this one only.
     torch.npu.config.allow_internal_format = True
     try:
         return torch_npu.npu_format_cast(values, NZ)

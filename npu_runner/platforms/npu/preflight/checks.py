@@ -93,7 +93,7 @@ class NpuExamination(Examination):
 
 
 def probe_libraries(reports: str) -> None:
-    """Which libraries of the vendor load: their name, and the loader's message or None."""
+    """The vendor's libraries: their name, and the loader's message, or None if they load."""
     import ctypes
     import json
 
