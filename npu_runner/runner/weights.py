@@ -70,7 +70,10 @@ def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContex
     if made is not None or checkpoint.quantization is not None:
         context = dataclasses.replace(context, weight_forms=settings.weight_forms)
     with open_weights(checkpoint.path, checkpoint.quantization, progress) as stored:
-        reader = _adapted(stored, checkpoint)
+        reader: WeightsReader = stored
+        if checkpoint.adapter is not None:
+            reader = adapted = AdaptedReader(stored, checkpoint.adapter, strategy.renamed(stored.names))
+            logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, adapted.num_changed)
         if made is not None or checkpoint.quantization is not None:
             reader = _in_forms(reader, checkpoint, settings, context, memory)
         model = strategy.build(model_config, settings.max_model_len, context)
@@ -126,14 +129,6 @@ def _named_form(checkpoint: OpenedCheckpoint, settings: Settings) -> Held | None
         return None
     block = quantization.settings.get("weight_block_size")
     return FP8 if block is None else FP8_BLOCKS if list(block) == [FP8_BLOCK, FP8_BLOCK] else None
-
-
-def _adapted(reader: WeightsReader, checkpoint: OpenedCheckpoint) -> WeightsReader:
-    if checkpoint.adapter is None:
-        return reader
-    adapted = AdaptedReader(reader, checkpoint.adapter, checkpoint.strategy.renamed(reader.names))
-    logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, adapted.num_changed)
-    return adapted
 
 
 def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
