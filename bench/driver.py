@@ -48,20 +48,17 @@ import numpy as np
 
 import npu_runner
 from bench.common import SHAPES_VL, make_parser, print_result, show, start_child
-from npu_runner.batch.files.answer_writer import AnswerWriter
-from npu_runner.batch.files.destination import Writers
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, InputScan, SharedFile
+from npu_runner.batch.files.answer_writer import AnswerWriter, Delivery
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.manifest import Manifest
 from npu_runner.batch.files.names import lock_path
-from npu_runner.batch.files.row_book import RowBook
-from npu_runner.batch.files.suspects import Suspects
-from npu_runner.batch.job.driver import Delivery, Driver
-from npu_runner.batch.job.history import JobHistory
+from npu_runner.batch.files.row_book import CarriedRows, InputScan, RowBook, SharedFile
+from npu_runner.batch.job.driver import Driver
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
-from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.input_row import RowSource
+from npu_runner.reports.metrics import metrics_of
 from npu_runner.serving.replica import (
     Begun,
     Event,
@@ -109,14 +106,14 @@ class EchoReplica(Replica):
         self._source, self._makes_answers = source, makes_answers
         self._rows: deque[Any] = deque()
         self._events: list[Event] = []
-        self._num_done = 0
+        self._rows_a_step = 0
 
     def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version=npu_runner.__version__, settings={}, ledger="", max_rows=MAX_ROWS)
         self._events.append(Ready(facts))
 
     def begin(self, terms: Any) -> None:
-        """There is nothing to agree on."""
+        self._rows_a_step = ROWS_A_STEP
 
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
@@ -125,7 +122,7 @@ class EchoReplica(Replica):
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        rows = [self._rows.popleft() for _ in range(min(ROWS_A_STEP, len(self._rows)))]
+        rows = [self._rows.popleft() for _ in range(min(self._rows_a_step, len(self._rows)))]
         if rows:
             self._events.append(Begun([row.number for row in rows]))
             self._events.append(Finished([self._answer(row) for row in rows]))
@@ -260,13 +257,13 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
             report_seconds: float | None) -> dict[str, Any]:
     output = folder / f"out-{num_replicas}.jsonl"
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-    tally, suspects = Counts(), Suspects({})
+    tally = Counts()
     started = time.perf_counter()
     with InputFile(str(folder / "in.jsonl"), folder) as file:
         scan = file.scan()
         scan_seconds = time.perf_counter() - started
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
-        driver = Driver(book, suspects, Progress("off"), rows_carry_data=is_carried)
+        driver = Driver(book, {}, rows_carry_data=is_carried)
         replicas = replicas_of(file, num_replicas, is_carried=is_carried, is_ray=is_ray, makes_answers=makes_answers)
         with Fleet(replicas, RowQueue(book.num_rows), driver) as fleet:
             fleet.load()
@@ -277,11 +274,11 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
             summary.serve_began = time.monotonic()
             writer = TimedWriter(descriptor, str(output), path=output)
             with (
-                Delivery(Writers(writer), tally) as delivery,
+                Delivery(tally, writer) as delivery,
                 watched(summary, fleet, output, spent) if is_watched else nullcontext(lambda: None) as look,
                 nullcontext() if report_seconds is None else reported(scan, output, report_seconds),
             ):
-                driver.run(fleet, delivery, tally, lambda: False, look)
+                driver.run(fleet, delivery, lambda: False, look)
             seconds, used, peak = time.perf_counter() - served, time.process_time() - used, peak_kib()
     with open(output, "rb") as answers:
         assert tally.num_answered == scan.num_rows == sum(1 for _ in answers), "each row once"
@@ -320,7 +317,7 @@ def watched(summary: JobSummary, fleet: Fleet, output: Path, spent: Spent) -> It
         spent.seconds += time.perf_counter() - began
         spent.processor_seconds += time.thread_time() - used
 
-    with live.told(output, output.with_suffix(".prom")):
+    with live.writing(output, {output.with_suffix(".prom"): metrics_of}):
         yield look
 
 

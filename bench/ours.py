@@ -200,6 +200,7 @@ def measure_images(sizes: Sizes, settings: Settings, *, is_mixed: bool, is_profi
     """
     from npu_runner.batch.job.options import BatchOptions
     from npu_runner.batch.job.run import run_batch
+    from npu_runner.reports.run_summary import run_json
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -210,10 +211,10 @@ def measure_images(sizes: Sizes, settings: Settings, *, is_mixed: bool, is_profi
                                progress="off")
         if is_profiled:
             with device_profile(settings["platform"]) as profile:
-                summary = run_batch(config, options).to_json()
+                summary = run_json(run_batch(config, options))
             idle = profile.report(summary["seconds"]["serve"])
         else:
-            summary, idle = run_batch(config, options).to_json(), {}
+            summary, idle = run_json(run_batch(config, options)), {}
         head_start = measure_head_start(config, requests) / summary["preprocessing"]["workers"]
     assert summary["rows"]["answered"] == sizes.num_pictures, summary["rows"]
     serve = summary["seconds"]["serve"]

@@ -33,7 +33,7 @@ FORMS = (
     "serving.replica.RawRow", "serving.workers.pool.PoolItem", "builtins.dict", "batch.rows.chat.ChatBody",
     "prompts.text.messages.Conversation", "request.prompt_inputs.PromptInputs", "serving.endpoint.Prepared",
     "engine.generation.UnfinishedRequest", "core.sequence.Sequence", "engine.generation.Generation",
-    "request.outputs.RequestOutput", "batch.job.summary.Outcome", "serving.replica.FinishedRow",
+    "request.outputs.RequestOutput", "batch.rows.counts.Counts", "serving.replica.FinishedRow",
 )
 
 

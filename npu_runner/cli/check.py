@@ -18,8 +18,7 @@ from npu_runner.config import RunnerConfig, from_keywords
 from npu_runner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from npu_runner.batch.check.run import Checked
-    from npu_runner.batch.check.sample import Sample
+    from npu_runner.batch.check.run import Checked, Sample
     from npu_runner.batch.check.survey import Survey
 
 _OF_JOB = {

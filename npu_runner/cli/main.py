@@ -256,10 +256,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _summary(arguments: argparse.Namespace) -> int:
-    from npu_runner.reports.summary import PastJob, summary_lines
+    from npu_runner.reports.summary import PastJob
 
     totals = PastJob(arguments.output).totals(arguments.input)
-    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(summary_lines(totals)))
+    print(json.dumps(totals.to_json(), indent=2) if arguments.json else "\n".join(totals.to_lines()))
     return 0
 
 

@@ -1,1 +1,1 @@
-"""What looks at a job from outside: its status, its summary over all runs, and its report."""
+"""Views of a job from outside: its status, its summary over all runs, and its report."""

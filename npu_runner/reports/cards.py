@@ -79,7 +79,7 @@ class Card:
     code: str
     """The code of a failed row; empty for another row."""
     turns: list[tuple[str, str]]
-    """(role, text)"""
+    """Role and text of each turn."""
     media: list[Medium]
     answers: list[Answer] = field(default_factory=list)
     metadata: list[tuple[str, str]] = field(default_factory=list)
@@ -125,7 +125,7 @@ def code_of(answer: dict[str, Any]) -> str:
 
 def card_of(request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> Card:
     outcome = outcome_of(request, answer)
-    turns, media = asked_by(request)
+    turns, media = question_in(request)
     metadata = metadata_of(request)
     card = Card(
         name=name_of_answer(answer), anchor=_anchor_of(answer), outcome=outcome,
@@ -188,12 +188,12 @@ def _anchor_of(answer: dict[str, Any]) -> str:
     return f"row:{hashlib.blake2b(known_by.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
 
 
-def asked_by(request: dict[str, Any]) -> tuple[list[tuple[str, str]], list[Medium]]:
+def question_in(request: dict[str, Any]) -> tuple[list[tuple[str, str]], list[Medium]]:
     """The turns that have a text, and the media in their order."""
     body = request.get("body")
-    asked = body if isinstance(body, dict) else {}
-    messages = asked.get("messages", sides_of(asked, _MAX_PARTS) or [
-        {"role": "prompt", "content": asked.get("prompt", asked.get("input"))}])
+    fields = body if isinstance(body, dict) else {}
+    messages = fields.get("messages", sides_of(fields, _MAX_PARTS) or [
+        {"role": "prompt", "content": fields.get("prompt", fields.get("input"))}])
     turns: list[tuple[str, str]] = []
     media: list[Medium] = []
     for message in messages if isinstance(messages, list) else []:

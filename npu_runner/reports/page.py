@@ -9,7 +9,7 @@ import base64
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,6 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from npu_runner.batch.files.joined import Joined
+from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.runs import Run, Runs
 from npu_runner.reports.cards import (
     CUT_OFF,
     EXPECTED,
@@ -43,34 +45,18 @@ _LABELS = {FAILED: "failed", UNKNOWN: "unknown form", CUT_OFF: "cut off", REPETI
            UNPARSED: "unparsed", WHOLE: "whole", UNEXPECTED: "not as expected", EXPECTED: "as expected"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """The job, from its manifest and its recorded runs. Seconds and tokens are sums over all runs."""
-
-    model: str
-    created: int
-    """Unix time."""
-    platform: str | None = None
-    num_devices: int = 0
-    version: str | None = None
-    num_runs: int = 0
-    start_seconds: float = 0.0
-    serve_seconds: float = 0.0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def facts(self) -> list[str]:
-        where = [] if self.platform is None else [f"{self.platform} × {self.num_devices}"]
-        version = [] if self.version is None else [f"npu-runner {self.version}"]
-        runs = [f"{self.num_runs} runs"] if self.num_runs > 1 else []
-        moment = time.gmtime(self.created)
-        date = f"{moment.tm_mday} {time.strftime('%B %Y, %H:%M', moment)} UTC"
-        return [self.model, date, *where, *runs, *version]
+def facts(manifest: Manifest, runs: Runs) -> list[str]:
+    """The line below the page's title."""
+    last: Run = runs.last[-1] if runs.last else {"platform": None, "devices": 0, "npu_runner": None}
+    where = [] if last["platform"] is None else [f"{last['platform']} × {last['devices']}"]
+    version = [] if last["npu_runner"] is None else [f"npu-runner {last['npu_runner']}"]
+    moment = time.gmtime(manifest.created)
+    date = f"{moment.tm_mday} {time.strftime('%B %Y, %H:%M', moment)} UTC"
+    return [manifest.model_name, date, *where, *([f"{len(runs)} runs"] if len(runs) > 1 else []), *version]
 
 
 class Figure(NamedTuple):
-    """`tone`: bad, odd or empty."""
+    """A number of the page's head; `tone`: bad, odd or empty."""
 
     name: str
     value: str
@@ -86,8 +72,8 @@ class Page:
     joined: Joined
     found: Survey
     shown: Mapping[Kind, np.ndarray]
-    about: About
-    has_schema: bool
+    manifest: Manifest
+    runs: Runs
 
     @property
     def num_shown(self) -> int:
@@ -103,7 +89,7 @@ class Page:
         page = _environment().get_template("page.html.jinja").stream(
             output=self.output, policy=_policy(), style=_asset("page.css"), script=_asset("page.js"),
             num_rows=self.joined.num_rows, num_shown=self.num_shown, has_input=self.joined.has_input,
-            facts=self.about.facts(), figures=figures(self.joined.num_rows, found, self.about),
+            facts=facts(self.manifest, self.runs), figures=figures(self.joined.num_rows, found, self.runs),
             tables=self._tables(), filters=self._filters(),
             sections=(self._section(number, kind, thumbnails) for number, kind in enumerate(self.shown)))
         # "replace": it shows rows that were refused for half a surrogate pair, which no file can hold.
@@ -130,7 +116,7 @@ class Page:
             good = f"{counts[EXPECTED]:,} of {num_compared:,} ({share(counts[EXPECTED], num_compared)})" \
                 if num_compared else ""
             groups.append([group, f"{counts.total():,}", f"{counts[FAILED]:,}", good])
-        settings = [[name, str(value)[:400]] for name, value in sorted(self.about.settings.items())]
+        settings = [[name, str(value)[:400]] for name, value in sorted(self.manifest.settings.items())]
         tables = [
             ("Failures by code", ["code", "rows", "of all rows"], codes, True),
             (f"Fields of {found.num_objects:,} answers in JSON", ["field", "in answers", "values"], fields, True),
@@ -150,7 +136,7 @@ class Page:
                thumbnails: ThumbnailPool) -> Iterator[tuple[Card, list[tuple[Medium, str | None]], str]]:
         """Each card with its media, the data URL of each (None: it cannot be shown), and its tokens for the filters."""
         for first in range(0, len(places), _CARDS_AT_ONCE):
-            cards = [card_of(request, answer, has_schema=self.has_schema)
+            cards = [card_of(request, answer, has_schema=RULE_OF_JOB in self.manifest.settings)
                      for request, answer in self.joined.pairs(places[first : first + _CARDS_AT_ONCE])]
             urls = thumbnails.make(medium for card in cards for medium in card.media[:MAX_MEDIA])
             for card in cards:
@@ -160,7 +146,7 @@ class Page:
                        " ".join(tokens).strip())
 
 
-def figures(num_rows: int, found: Survey, about: About) -> list[Figure]:
+def figures(num_rows: int, found: Survey, runs: Runs) -> list[Figure]:
     counts, num_seen = found.counts, found.num_seen
     shown = [Figure("rows", f"{num_rows:,}")]
     if num_rows > num_seen:
@@ -173,11 +159,12 @@ def figures(num_rows: int, found: Survey, about: About) -> list[Figure]:
                             share(counts[EXPECTED], num_compared)))
     shown += [Figure(f"{name} tokens", f"{found.tokens[name]:,}") for name in ("prompt", "completion", "reasoning")
               if found.tokens[name]]
-    if about.num_drafted:
-        shown.append(Figure("accepted drafts", share(about.num_accepted, about.num_drafted),
-                            f"of {about.num_drafted:,} tokens"))
-    if about.num_runs:
-        shown.append(Figure("to serve", duration(about.serve_seconds), f"{duration(about.start_seconds)} to start"))
+    seconds, computed = runs.sums("seconds"), runs.sums("computed")
+    if num_drafted := computed.get("draft_proposed", 0):
+        shown.append(Figure("accepted drafts", share(computed.get("draft_accepted", 0), num_drafted),
+                            f"of {num_drafted:,} tokens"))
+    if len(runs):
+        shown.append(Figure("to serve", duration(seconds["serve"]), f"{duration(seconds['start'])} to start"))
     return shown
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import signal
 from functools import cache
 from pathlib import Path
 
-from npu_runner.batch.files.names import lock_path
+from npu_runner.batch.files.output_lock import job_at_work
 
 _LOWEST = 19
 _AUTOGROUP = Path("/proc/self/autogroup")
@@ -24,16 +23,11 @@ _PR_SET_PDEATHSIG = 1
 def give_way_to_job(output: str) -> None:
     """Call `give_way` if a process holds the lock of this output. It is for a command, before it imports numpy and
     others: their imports take most of its time."""
-    lock = lock_path(Path(os.path.realpath(output)))
-    with contextlib.suppress(OSError), open(lock, "rb", opener=_open_alone) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            give_way()
-
-
-def _open_alone(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    is_at_work = False
+    with contextlib.suppress(OSError):
+        is_at_work = job_at_work(Path(os.path.realpath(output))) is not None
+    if is_at_work:
+        give_way()
 
 
 def give_way() -> None:

@@ -6,25 +6,28 @@ Knows nothing of what stands on the page.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined
-from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
+from npu_runner.batch.files.manifest import RULE_OF_JOB
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.runs import Run, Runs
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import find_places
-from npu_runner.batch.job.run import run_batch
-from npu_runner.batch.job.summary import JobSummary
+from npu_runner.batch.job.progress import Progress
+from npu_runner.batch.job.run import Views, job_places, run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.reports.page import About, Page
-from npu_runner.reports.summary import NO_INPUT, PastJob
+from npu_runner.reports.metrics import metrics_of
+from npu_runner.reports.page import Page
+from npu_runner.reports.run_summary import run_json, run_lines
+from npu_runner.reports.summary import NO_INPUT, PastJob, Totals
 from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
 from npu_runner.request.limits import LIMITS
@@ -32,28 +35,48 @@ from npu_runner.serving.workers.pool import PoolLimits
 
 
 def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
-    """Run the job, then make `options.report` if every row has its line. `more`: arguments of `run_batch`.
+    """Run the job as the command does: with `options.metrics_file`, its last lines, `options.summary`, and then
+    `options.report`, if every row has its line. `more`: arguments of `run_batch`.
 
-    A report that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
+    A file that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
     """
-    if options.report is None:
-        return run_batch(config, options, **more)
-    places = find_places(options, config)
-    place, output = places.report, places.output.path
-    assert place is not None, "a report is named"
-    if output is None:
+    places = job_places(options, config)
+    report, summary_file, metrics, output = (
+        places.get("report"), places.get("summary"), places.get("metrics_file"), places["output"].path)
+    if report is not None and output is None:
         raise ConfigError("report: it is made from the output file, and this output cannot be read again")
-    # The job and the report read one opened input: standard input can be read only once.
-    with place, InputFile(options.input, output.parent) as file:
-        summary = run_batch(config, replace(options, report=None), input=file, **more)
-        if not summary.is_interrupted:
+    with contextlib.ExitStack() as entered:
+        for place in (report, summary_file, metrics):
+            if place is not None:
+                entered.enter_context(place)
+        file = None
+        if report is not None and output is not None:
+            # The job and the report read one opened input: standard input can be read only once.
+            file = entered.enter_context(InputFile(options.input, output.parent))
+        views = Views({metrics.path: metrics_of} if metrics is not None and metrics.path is not None else {},
+                      partial(_report_end, places["output"].name, summary_file))
+        summary = run_batch(config, replace(options, report=None, summary=None, metrics_file=None), input=file,
+                            views=views, **more)
+        if report is not None and file is not None and not summary.is_interrupted:
             try:
-                said = _write(place, PastJob(options.output), file, options)
+                said = _write(report, PastJob(options.output), file, options)
             except ConfigError as error:
                 raise JobError(f"{error}. The job has ended; the report alone is missing") from error
             if options.progress != "off":
-                print(f"report    {place.name}: {said}", file=sys.stderr)
+                print(f"report    {report.name}: {said}", file=sys.stderr)
     return summary
+
+
+def _report_end(output: str, file: Place | None, summary: JobSummary, history: JobHistory, progress: Progress) -> None:
+    """Print the last lines and write --summary's file. Raises JobError."""
+    totals = Totals(output=output, num_rows=summary.num_rows, rows=summary.rows, runs=history.runs)
+    for line in [*run_lines(summary), *([totals.to_line()] if history.has_earlier else [])]:
+        progress.say(line, is_last=True)
+    summary.silence = progress.silence  # these lines may have been the first to be lost
+    if file is not None:
+        with file.writing() as target:
+            fields = {**totals.to_json(), "this_run": run_json(summary)}
+            target.write(json.dumps(fields, indent=2).encode() + b"\n")
 
 
 def report_job(options: BatchOptions) -> str:
@@ -62,8 +85,7 @@ def report_job(options: BatchOptions) -> str:
     The input may be NO_INPUT: then the page shows answers without questions. Raises ConfigError and JobError.
     """
     job = PastJob(options.output)
-    place = find_places(options).report
-    assert place is not None, "the caller names a page"
+    place = job_places(options)["report"]
     with place, contextlib.ExitStack() as opened:
         file = None if options.input == NO_INPUT else opened.enter_context(InputFile(options.input))
         return f"report    {place.name}: {_write(place, job, file, options)}"
@@ -76,13 +98,14 @@ def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOpt
     if manifest is None or not job.output.is_file():
         raise ConfigError(f"output {job.name}: it is not there yet, or not any more; run its job again, or wait for it")
     rows = None if file is None else file.scan_for(job.name, manifest.input)
-    about = about_job(manifest, job.runs)
     missing = f"No answer in {job.name} is affected; the report alone is missing"
     try:
         with AnswerFile(job.files, file_errors=late_file_errors) as answers, place.late_errors():
             answers.scan().refuse_other_files()
             joined = Joined(file, rows, answers, options.max_row_bytes)
-            page = _page(joined, about, job.output.name, options, has_schema=RULE_OF_JOB in manifest.settings)
+            found = survey(joined, has_schema=RULE_OF_JOB in manifest.settings)
+            page = Page(output=job.output.name, joined=joined, found=found, shown=spread(found, options.report_rows),
+                        manifest=manifest, runs=job.runs)
             with _thumbnails(page, options) as pool, place.writing() as target:
                 page.write(target, pool)
             return f"{page.num_shown:,} of {joined.num_rows:,} rows are shown"
@@ -94,27 +117,10 @@ def _write(place: Place, job: PastJob, file: InputFile | None, options: BatchOpt
         raise JobError(f"{place.title}: cannot be made ({type(error).__name__}: {error}). {missing}") from error
 
 
-def _page(joined: Joined, about: About, output: str, options: BatchOptions, *, has_schema: bool) -> Page:
-    found = survey(joined, has_schema=has_schema)
-    return Page(output=output, joined=joined, found=found, shown=spread(found, options.report_rows), about=about,
-                has_schema=has_schema)
-
-
 def _thumbnails(page: Page, options: BatchOptions) -> ThumbnailPool:
-    most_pixels = int(page.about.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
+    most_pixels = int(page.manifest.settings.get("prompts.max_source_pixels", LIMITS.max_source_pixels))
     make = ThumbnailMaker(options.allowed_media_dir, most_pixels, options.workers.max_media_bytes,
                           side_for(page.num_media))
     return ThumbnailPool(make, PoolLimits(
         num_workers=1, task_timeout_seconds=options.workers.preprocessing_timeout,
         worker_memory_bytes=options.workers.worker_memory_bytes))
-
-
-def about_job(manifest: Manifest, runs: Runs) -> About:
-    """The facts of the page's head."""
-    last: Run = runs.last[-1] if runs.last else {"platform": None, "devices": 0, "npu_runner": None}
-    seconds, computed = runs.sums("seconds"), runs.sums("computed")
-    return About(
-        model=manifest.model_name, created=manifest.created, platform=last["platform"], num_devices=last["devices"],
-        version=last["npu_runner"], num_runs=len(runs), settings=manifest.settings,
-        start_seconds=seconds.get("start", 0.0), serve_seconds=seconds.get("serve", 0.0),
-        num_drafted=computed.get("draft_proposed", 0), num_accepted=computed.get("draft_accepted", 0))

@@ -1,4 +1,4 @@
-"""How a job gets on, or has ended, as `npu-runner status` says it: from its status and its lock, without a model.
+"""The progress or the end of a job, as `npu-runner status` prints it: from its status and its lock, without a model.
 
 The lock says whether a job is at work, whatever the file says. Where no status belongs to the output (an older version
 wrote it), its rows are counted instead. Changes nothing. Knows nothing of a run.
@@ -15,29 +15,28 @@ from typing import Any
 from tqdm import tqdm
 
 from npu_runner.batch.files.durable import clear_file_errors
+from npu_runner.batch.files.manifest import read_state
 from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import FINISHED
-from npu_runner.batch.files.state_file import read_state
 from npu_runner.batch.files.status_file import Moment, Status, read_status
-from npu_runner.batch.job.summary import Totals
 from npu_runner.errors import ConfigError
 from npu_runner.processes.child import is_stopped
-from npu_runner.reports.summary import PastJob, summary_lines
+from npu_runner.reports.summary import PastJob, Totals
 
-_LOOKS = 20
+_MAX_READS = 20
 UNDER_WAY, SUSPENDED, KILLED, ENDED_EARLY = "under way", "suspended", "killed", "ended early"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """Of one output, at one moment."""
+    """The job of one output, at one moment."""
 
     output: str
     status: Status
     state: str
     """UNDER_WAY, SUSPENDED, KILLED, ENDED_EARLY or FINISHED."""
     age_seconds: float
-    """Since the status was written."""
+    """Seconds since the status was written."""
 
     def to_json(self) -> dict[str, Any]:
         fields = self.status.model_dump(exclude={"format", "last_recorded", "runs"})
@@ -48,7 +47,6 @@ class JobStatus:
                 "age_seconds": round(self.age_seconds, 1), **fields}
 
     def to_lines(self) -> list[str]:
-        """For a person."""
         status = self.status
         lines = [f"{self.output}: {self.state}{self._more()}", f"rows      {self._rows()}"]
         if self.state in (UNDER_WAY, SUSPENDED, KILLED):
@@ -72,7 +70,7 @@ class JobStatus:
         if self.state == SUSPENDED:
             return " (its process is stopped)"
         if self.state == KILLED:
-            return ": it has ended without a word, and nobody holds its lock; the same command goes on"
+            return ": it has ended without a word, and its lock is free; the same command goes on"
         return ""
 
     def _rows(self) -> str:
@@ -106,7 +104,7 @@ class JobStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class CountedStatus:
-    """Of an output without a status of its own. `why`: there is none."""
+    """The rows of an output without a status of its own. `why`: the reason for that."""
 
     totals: Totals
     why: str
@@ -118,7 +116,7 @@ class CountedStatus:
         return {"output": totals["output"], "state": totals["state"], "source": "rows of the output", "rows": rows}
 
     def to_lines(self) -> list[str]:
-        return [*summary_lines(self.totals), f"counted   {self.why}"]
+        return [*self.totals.to_lines(), f"counted   {self.why}"]
 
 
 def status_of(output: str) -> JobStatus | CountedStatus:
@@ -127,7 +125,7 @@ def status_of(output: str) -> JobStatus | CountedStatus:
     with clear_file_errors(f"output {output}"):
         why = f"there is no status beside it, so its rows were counted (npu-runner summary {output})"
         try:
-            status, holder = _look(path)
+            status, holder = _read(path)
         except ConfigError as error:
             return CountedStatus(totals=PastJob(output).totals(None), why=str(error))
         if status is not None and (found := _state(path, status, holder)) is not None:
@@ -140,10 +138,10 @@ def status_of(output: str) -> JobStatus | CountedStatus:
                          "the status beside it is of another job, so its rows were counted")
 
 
-def _look(path: Path) -> tuple[Status | None, str | None]:
+def _read(path: Path) -> tuple[Status | None, str | None]:
     """The status, and the pid of the lock's holder while it stood there: a job writes its end before it lets go."""
     status = read_status(path)
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_READS):
         before, holder, status = status, job_at_work(path), read_status(path)
         if status == before:
             break

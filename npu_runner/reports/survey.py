@@ -20,11 +20,11 @@ from npu_runner.reports.cards import (
     TITLES,
     UNKNOWN,
     WHOLE,
-    asked_by,
     code_of,
     flaws_of,
     metadata_of,
     outcome_of,
+    question_in,
 )
 
 OTHER_CODES = "other codes"
@@ -127,7 +127,7 @@ class Survey:
             kind = Kind(kind.name, OTHER_CODES if kind.code else "")
         self.kinds[kind] += 1
         self.kind_of_row.append(kind)
-        self.num_media.append(min(MAX_MEDIA, len(asked_by(request)[1])))
+        self.num_media.append(min(MAX_MEDIA, len(question_in(request)[1])))
 
     def _add_answer(self, body: Mapping[str, Any]) -> None:
         counts = next(iter(cells_of(body)), {})

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_runner.batch.files.answer_file import has_twins
-from npu_runner.batch.files.input_file import keys_array
-from npu_runner.batch.files.taken_names import read_by
+from npu_runner.batch.files.place import read_by
+from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.input_row import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
-from npu_runner.tables.places import find_output
+from npu_runner.tables.places import find_outputs
 from npu_runner.tables.prompt_text import PromptText
 from npu_runner.tables.records import Reader, Record
 from npu_runner.tables.row_maker import RowMaker
@@ -70,7 +70,7 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     prompt = PromptText(options)
     maker = RowMaker(options, prompt, media)
     reader = Reader(sources, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
-    place = find_output("rows", options.output, [*read_by(options), *(("source", name) for name in names)])
+    (place,) = find_outputs([("rows", options.output)], [*read_by(options), *(("source", name) for name in names)])
     sources.output = place.path
 
     def records() -> Iterator[Record]:

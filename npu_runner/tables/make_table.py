@@ -16,7 +16,7 @@ import numpy as np
 
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
-from npu_runner.batch.files.taken_names import read_by
+from npu_runner.batch.files.place import read_by
 from npu_runner.errors import ConfigError
 from npu_runner.request.outputs import REPETITION_DETECTED
 from npu_runner.tables.answer_cells import MORE_METADATA, cells_of
@@ -24,7 +24,7 @@ from npu_runner.tables.extra import pyarrow_for
 from npu_runner.tables.first_pass import MAX_FIELDS, MAX_METADATA, FirstPass, Joiner, metadata_of
 from npu_runner.tables.job_output import JobOutput
 from npu_runner.tables.options import TableOptions
-from npu_runner.tables.places import find_output
+from npu_runner.tables.places import find_outputs
 from npu_runner.tables.prompt_text import read_schema
 from npu_runner.tables.table_writers import CsvWriter, JsonlWriter, ParquetTable, TableWriter, VectorsWriter
 
@@ -83,7 +83,7 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
         output = entered.enter_context(JobOutput(name, options.max_row_bytes))
-        place = find_output("table", options.output, [*output.read_names, *read_by(options)])
+        (place,) = find_outputs([("table", options.output)], [*output.read_names, *read_by(options)])
         file = None if options.input is None else entered.enter_context(InputFile(options.input))
         found = FirstPass(_schema(output, options))
         rows = None

@@ -79,9 +79,8 @@ def merge(first: str, second: str, options: MergeOptions) -> Merged:
     that is no result row where `options.dropped` does not say where it goes."""
     with contextlib.ExitStack() as entered:
         files = [entered.enter_context(JobOutput(name, LIMITS.max_row_bytes)) for name in (first, second)]
-        named: list[tuple[str, object]] = [("merged", options.output)]
-        named += [] if options.dropped is None else [("dropped", options.dropped)]
-        places = find_outputs(named, [pair for each in files for pair in each.read_names])  # type: ignore[arg-type]
+        places = find_outputs([("merged", options.output), ("dropped", options.dropped)],
+                              [pair for each in files for pair in each.read_names])
         if os.path.samefile(first, second):
             raise ConfigError(f"{first} and {second}: are one file; name two outputs of one input")
         for each in files:

@@ -8,30 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.batch.files.names import manifest_path, own_files
-from npu_runner.batch.files.place import Place, find_place
-from npu_runner.batch.files.taken_names import Named, refuse_taken
+from npu_runner.batch.files.place import Named, Place, find_places
 
 _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
 
 
-def find_output(option: str, name: str | Path, read: Iterable[Named]) -> Place:
-    """The place. Raises ConfigError where it is something else already. `read`: what else is named, and how."""
-    return find_outputs([(option, name)], read)[0]
-
-
-def find_outputs(named: Sequence[tuple[str, str | Path]], read: Iterable[Named]) -> list[Place]:
-    """Several of them, which are not one another either."""
-    places = [find_place(option, name) for option, name in named]
-    kept: dict[Path, str] = {}
-    for folder in {place.path.parent for place in places if place.path is not None}:
-        kept |= _files_of_jobs(folder)
-    refuse_taken(places, read, kept)
-    return places
+def find_outputs(written: Iterable[Named], read: Iterable[Named]) -> list[Place]:
+    """The places of the files that are named. Raises ConfigError for one that is something else already, and for two
+    names of one file."""
+    return list(find_places(written, read, _files_of_jobs).values())
 
 
 def _files_of_jobs(folder: Path) -> dict[Path, str]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.config import RunnerConfig
 from npu_runner.reports.report import run_batch_and_report
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, ScriptedProcessor, read_rows

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from npu_runner.batch.files import answer_file, durable
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import NpuRunnerError
+from npu_runner.reports.report import run_batch_and_report
 from tests.batch.scripted import OvertakingEngine, ScriptedEngine, ScriptedModel, workers_of
 
 VANISHED = 9
@@ -92,8 +92,8 @@ def main(source: str, output: str, model: str, at: str = "") -> int:
     make = _ENGINES.get(at, announcing())
     print("an import that chats", flush=True)
     try:
-        return run_batch(RunnerConfig(model=model), options, open_model=lambda config: ScriptedModel(config, make)
-                         ).exit_status
+        return run_batch_and_report(RunnerConfig(model=model), options,
+                                    open_model=lambda config: ScriptedModel(config, make)).exit_status
     except NpuRunnerError as error:
         print(error, file=sys.stderr)
         return 1

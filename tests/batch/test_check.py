@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.check.run import check_input
-from npu_runner.batch.check.sample import Sample
+from npu_runner.batch.check.run import Sample, check_input
 from npu_runner.batch.check.survey import Repeats
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli import main as cli

@@ -13,6 +13,7 @@ from npu_runner.batch.files.names import status_path
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.reports.report import report_job
+from npu_runner.reports.run_summary import run_lines
 from npu_runner.reports.status import status_of
 from tests.batch.cut_off_rows import ROWS, SCHEMA, Cutting
 from tests.batch.job_folder import Job
@@ -55,7 +56,7 @@ def test_all_who_count_agree(has_schema: bool, job: Job) -> None:
     assert (counts.num_cut_off, counts.num_repetition) == (len(cut_off), len(repetition)), "what a later run finds"
     assert (counts.num_unparsed, counts.num_answered - counts.num_not_whole) == (len(unparsed), num_whole)
     assert_status_agrees(job, cut_off, repetition, unparsed, num_whole)
-    assert summary.to_lines()[0] == (f"rows      {len(ROWS)} answered, 1 failed (1 generation_failed), "
+    assert run_lines(summary)[0] == (f"rows      {len(ROWS)} answered, 1 failed (1 generation_failed), "
                                      f"cut off {len(cut_off)}, repetition {len(repetition)}, unparsed {len(unparsed)}, "
                                      f"whole {num_whole}")
     page = (job.folder / "page.html").read_text()

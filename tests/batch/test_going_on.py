@@ -20,20 +20,22 @@ from typing import Any
 import pytest
 
 from npu_runner.assets import SHAPES_VL
-from npu_runner.batch.files.destination import Destination, Writers
+from npu_runner.batch.files.answer_writer import Delivery
+from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputFile
-from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest
+from npu_runner.batch.files.manifest import LIMITS_OF_ROWS, Manifest, start_time
 from npu_runner.batch.files.names import manifest_path, replaced_path, rows_path
-from npu_runner.batch.files.place import find_place
+from npu_runner.batch.files.place import Place
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.manifest_check import manifest_of, refuse_another_input
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import answer_defaults
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
-from npu_runner.serving.replica import ReplicaFacts
+from npu_runner.serving.replica import FinishedRow, ReplicaFacts
 from tests.batch.scripted import read_rows
 from tests.full_set import only_full, some_of
 
@@ -76,7 +78,7 @@ class Command:
         return Flaw.parse(self.retry.split(",") if self.retry else ())
 
 
-def begin(folder: Path, command: Command, destination: Destination, file: InputFile) -> tuple[list[int], Writers]:
+def begin(folder: Path, command: Command, destination: Destination, file: InputFile) -> tuple[list[int], Delivery]:
     """As `npu_runner.batch.job.run` does it. Returns the numbers of the rows that are wanted."""
     destination.scan()
     rows = file.scan(destination.earlier.input if destination.earlier else None)
@@ -84,33 +86,31 @@ def begin(folder: Path, command: Command, destination: Destination, file: InputF
     refuse_another_input(destination, file, rows, retry=command.flaws)
     settings = {"seed": command.seed, LIMIT: command.limit, LENGTH: str(command.length)}
     facts = ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)
-    manifest = manifest_of(destination, facts, model_name="m", model_files={"w": "1 bytes"}, weights={},
-                           input=rows.identity, accept=command.accept, is_retry=bool(command.retry))
+    new = Manifest(created=start_time(), model_name="m", model_files={"w": "1 bytes"}, settings={}, input=rows.identity)
+    manifest = manifest_of(destination, new, facts, accept=command.accept, is_retry=bool(command.retry))
     wanted = ~destination.finished(rows)
-    return [int(line) - 1 for line in rows.lines[wanted]], destination.open_writers(manifest)
+    return [int(line) - 1 for line in rows.lines[wanted]], destination.open_writers(manifest, Counts())
 
 
 def run(folder: Path, command: Command, *, num_rows: int | None = None) -> None:
     """The whole job, or as far as so many rows."""
-    with begun(folder, command, is_whole=num_rows is None) as (wanted, writers):
+    with begun(folder, command, is_whole=num_rows is None) as (wanted, delivery):
         for number in wanted[:num_rows]:
             result = command.result(number)
-            to = writers.errors if writers.errors is not None and result["error"] else writers.answers
-            to.put(json.dumps(result).encode() + b"\n")
+            counts = Counts.from_failure("bad") if result["error"] else Counts(num_answered=1)
+            delivery.put(FinishedRow(number, counts, json.dumps(result).encode() + b"\n"))
 
 
 @contextmanager
-def begun(folder: Path, command: Command, *, is_whole: bool = False) -> Iterator[tuple[list[int], Writers]]:
+def begun(folder: Path, command: Command, *, is_whole: bool = False) -> Iterator[tuple[list[int], Delivery]]:
     """`is_whole`: the job comes to its end."""
     (folder / "in.jsonl").write_text("\n".join(command.lines()) + "\n")
-    errors = find_place("error_file", folder / "errors.jsonl") if command.has_error_file else None
-    destination = Destination(find_place("output", folder / "out.jsonl"), overwrite=command.overwrite, errors=errors)
+    errors = Place("error_file", str(folder / "errors.jsonl")) if command.has_error_file else None
+    destination = Destination(Place("output", str(folder / "out.jsonl")), overwrite=command.overwrite, errors=errors)
     with destination, InputFile(str(folder / "in.jsonl"), folder) as file:
-        wanted, writers = begin(folder, command, destination, file)
-        try:
-            yield wanted, writers
-        finally:
-            writers.close()
+        wanted, delivery = begin(folder, command, destination, file)
+        with delivery:
+            yield wanted, delivery
         if is_whole:
             destination.state.update(retry=Flaw(0))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.job.driver import Delivery, Driver
-from npu_runner.batch.job.summary import JobSummary
-from npu_runner.batch.rows.counts import Counts
+from npu_runner.batch.files.answer_writer import Delivery
+from npu_runner.batch.job.driver import Driver
+from npu_runner.batch.job.history import JobSummary
 from npu_runner.errors import JobError
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.replicas.fleet import Fleet
@@ -103,9 +103,9 @@ def stopping_after(num_rows: int) -> Any:
     """So many, and those that come with the last of them: more on a busy machine."""
     run = Driver.run
 
-    def run_some(driver: Driver, fleet: Fleet, delivery: Delivery, tally: Counts, should_stop: Callable[[], bool],
-                 look: Callable[[], None]) -> None:
-        run(driver, fleet, delivery, tally, lambda: tally.num_done >= num_rows, look)  # as SIGTERM would
+    def run_some(driver: Driver, fleet: Fleet, delivery: Delivery, should_stop: Callable[[], bool],
+                 report: Callable[[], None]) -> None:
+        run(driver, fleet, delivery, lambda: delivery.tally.num_done >= num_rows, report)  # as SIGTERM would
 
     return run_some
 

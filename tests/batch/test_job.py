@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError, ModelError
+from npu_runner.reports.run_summary import run_json, run_lines
 from tests.batch.job_folder import LEFT, Job, numbered
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, workers_of, write_rows
 from tests.full_set import only_full
@@ -42,7 +43,7 @@ def test_every_row_is_answered_with_a_chat_completion(job: Job) -> None:
     assert sorted(job.names()) == sorted(f"r{n}" for n in range(30))
     assert job.files() == {*LEFT, "summary.json"}
     written = json.loads((job.folder / "summary.json").read_text())["this_run"]
-    assert written == summary.to_json()
+    assert written == run_json(summary)
     assert written["start_phases"] == {"learning the script": 0.5}
     assert written["rows"] | {"failures_by_code": None} == {
         "total": 30, "resumed": 0, "answered": 30, "cut_off": 0, "repetition": 0, "unparsed": 0, "whole": 30,
@@ -201,7 +202,7 @@ def test_failed_rows_that_are_refused_again_load_no_model(job: Job) -> None:
     assert len(job.engines) == 1, "that of the first run"
     assert (summary.exit_status, summary.num_resumed, summary.tally.num_failed) == (3, 1, 81)
     assert summary.tally.failures_by_code == {"scripted_bad": 80, "not_json": 1}
-    assert [line.split()[0] for line in summary.to_lines()] == ["rows"], "no rates of a model that was not there"
+    assert [line.split()[0] for line in run_lines(summary)] == ["rows"], "no rates of a model that was not there"
     after = job.output.read_bytes(), without_runs(manifest), sorted(errors.read_bytes().splitlines())
     assert after == before
     assert [item["custom_id"] for item in read_rows(errors)] == [*names, None], "in order, each once"
@@ -393,5 +394,5 @@ def test_a_full_device_ends_the_job(job: Job) -> None:
 def test_expected_answers_are_counted(job: Job) -> None:
     rows = [("a", "olleh"), ("b", " OLLEH. "), ("c", "other"), ("d", None)]
     write_rows(job.input, [row(name, metadata={"expected": expected}) for name, expected in rows])
-    answers = job.run().to_json()["expected_answers"]
+    answers = run_json(job.run())["expected_answers"]
     assert answers == {"rows": 3, "as_expected": 2, "accuracy": 0.6667}

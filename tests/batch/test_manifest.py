@@ -94,10 +94,10 @@ def test_an_unreadable_manifest_is_a_clear_error(tmp_path: Path, text: bytes) ->
 
 
 @pytest.mark.parametrize(("changes", "match"), [
-    ({"settings": [1]}, "settings: Input should be a valid dict"),
+    ({"settings": [1]}, "settings: Input should be"),
     ({"error_file": 5}, "error_file: Input should be a valid string"),
     ({"changes": [3]}, r"changes\.0: Input should be"),
-    ({"changes": [{}]}, r"changes\.0\.name: Field required"),
+    ({"changes": [{}]}, r"changes\.0: .*its name is missing"),
     ({"input": {"num_bytes": "3", "blake2b": "abc"}}, r"input\.num_bytes: Input should be a valid int"),
     ({"model_files": {"config.json": None}}, "model_files"),
     ({"settings": {"max_model_len": "long"}}, "setting max_model_len: 'long' is not a number"),

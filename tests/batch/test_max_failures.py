@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
+from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions, FailureLimit
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.errors import ConfigError, TooManyFailuresError
 from tests.batch.job_folder import Job, numbered
 from tests.batch.scripted import read_rows, row, write_rows

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import json, resource, sys
-from npu_runner.batch.job.run import run_batch
+from npu_runner.reports.report import run_batch_and_report
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
 from tests.batch.scripted import ScriptedEngine, ScriptedModel
@@ -23,7 +23,8 @@ def make(config):
     return engines[-1]
 
 options = BatchOptions.from_keywords(input=sys.argv[1], output=sys.argv[2], preprocessing_workers=1, progress="off")
-summary = run_batch(RunnerConfig(model=sys.argv[3]), options, open_model=lambda config: ScriptedModel(config, make))
+open_model = lambda config: ScriptedModel(config, make)
+summary = run_batch_and_report(RunnerConfig(model=sys.argv[3]), options, open_model=open_model)
 print(json.dumps({
     "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     "answered": summary.tally.num_answered,

@@ -20,10 +20,11 @@ import pytest
 
 from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import find_places
+from npu_runner.batch.job.run import job_places
 from npu_runner.cli.options import Option, options_of, with_parts
 from npu_runner.config import READ, WRITTEN, RunnerConfig
 from npu_runner.errors import ConfigError, JobError
+from npu_runner.reports.run_summary import run_json
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 from tests import zygote
 from tests.batch.job_folder import LEFT, Job, numbered, overtaken
@@ -114,7 +115,7 @@ def test_a_named_pipe_takes_the_summary(job: Job) -> None:
     reader.start()
     summary = job.run(summary=pipe)
     reader.join()
-    assert json.loads(read[0])["this_run"] == summary.to_json(), "once, at the end"
+    assert json.loads(read[0])["this_run"] == run_json(summary), "once, at the end"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
@@ -162,7 +163,7 @@ def test_a_pipe_of_the_shell_is_written_to(job: Job, option: str) -> None:
 def test_standard_output_takes_one_thing(job: Job) -> None:
     for options in ({"output": "-", "summary": Path("-")}, {"summary": Path("-"), "report": Path("-")},
                     {"output": "/dev/stdout", "summary": Path("-")}):  # fmt: skip
-        with pytest.raises(ConfigError, match="both would go to standard output, which takes one"):
+        with pytest.raises(ConfigError, match=r"standard output: is the (output|report) as well"):
             job.run(**options)
     with pytest.raises(ConfigError, match="is no file; a stream cannot be resumed"):
         job.run(error_file=Path("-"))
@@ -275,7 +276,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
             options = {"input": str(job.input), "output": str(job.output), "allowed_media_dir": media,
                        "response_schema": schema}
             with pytest.raises(ConfigError, match=rf"{written} .*: is (the {read}|an image or a video \(PNG\))"):
-                find_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
+                job_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
                     model=str(job.model), chat_template=str(template), lora=str(adapter)))  # fmt: skip
         assert path.read_bytes() == before
         link.unlink()
@@ -283,7 +284,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
 
 def test_a_template_that_is_given_as_text_names_no_file(job: Job) -> None:
     config = RunnerConfig.from_keywords(model=str(job.model), chat_template="{{ messages }}\0")
-    find_places(BatchOptions.from_keywords(input=str(job.input), output=str(job.output)), config)
+    job_places(BatchOptions.from_keywords(input=str(job.input), output=str(job.output)), config)
     copy = pickle.loads(pickle.dumps(RunnerConfig.from_keywords("m", chat_template=__file__).replace(seed=1)))
     assert copy.prompts.chat_template == Path(__file__).read_text()
     assert copy.prompts.chat_template.file == Path(__file__)
@@ -372,9 +373,9 @@ def test_a_place_without_permission_is_refused(tmp_path: Path, option: str) -> N
     """As a user who is not root."""
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o755)
-    code = ("import os,sys; from npu_runner.batch.files.place import find_place\n"
+    code = ("import os,sys; from npu_runner.batch.files.place import Place\n"
             "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-            f"find_place({option!r}, sys.argv[1]).__enter__()")  # fmt: skip
+            f"Place({option!r}, sys.argv[1]).__enter__()")  # fmt: skip
     if os.geteuid() != 0:
         folder.chmod(0o555)
     for parent in (tmp_path, *tmp_path.parents[:2]):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from npu_runner.batch.files import runs
 from npu_runner.batch.files.input_identity import InputIdentity
-from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.manifest import Manifest, StateFile, Suspicion, read_state
 from npu_runner.batch.files.names import (
     manifest_path,
     new_version_path,
@@ -28,16 +28,13 @@ from npu_runner.batch.files.names import (
     suspects_path,
 )
 from npu_runner.batch.files.runs import Run, Runs
-from npu_runner.batch.files.state_file import StateFile, read_state
-from npu_runner.batch.files.suspects import Suspicion
 from npu_runner.batch.job import live
-from npu_runner.batch.job.history import JobHistory
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
-from npu_runner.batch.job.summary import JobSummary, Totals
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.cli.main import main
 from npu_runner.errors import ConfigError
-from npu_runner.reports.summary import PastJob, summary_lines
+from npu_runner.reports.summary import PastJob, Totals
 from tests.batch.killed_runs import STEPS, killed_before
 from tests.full_set import every, only_full
 
@@ -59,7 +56,7 @@ def one_run(output: Path, name: str, error: Exception | None = None) -> None:
     status = Live(summary, history, print)
     history.read(state, output, overwrite=False)
     try:
-        with status.told(output, None), history.ending():
+        with status.writing(output, {}), history.ending():
             history.start()
             status.enter("loading")
             if error is not None:
@@ -245,7 +242,7 @@ def test_an_edited_run_is_left_out_or_adds_up(changes: list[tuple[tuple[str, str
     assert found.older in ({}, {**edited, "runs": 1})
     totals = Totals(output="o", num_rows=9, rows=Counts(), runs=found)
     json.dumps(totals.to_json(), allow_nan=False)
-    "\n".join([*summary_lines(totals), totals.to_line()]).encode()
+    "\n".join([*totals.to_lines(), totals.to_line()]).encode()
 
 
 # -- files of earlier versions ----------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from PIL import Image
 from npu_runner.batch.files import answer_writer
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.destination import Destination
+from npu_runner.batch.files.manifest import StateFile, read_state
 from npu_runner.batch.files.names import manifest_path, status_path
 from npu_runner.batch.files.runs import Runs
-from npu_runner.batch.files.state_file import StateFile, read_state
 from npu_runner.batch.job import live
+from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.summary import JobSummary, Totals
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import RowError, error_row
 from npu_runner.cli.main import main
@@ -35,7 +35,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, EngineDeadError, JobError
 from npu_runner.reports.report import report_job
 from npu_runner.reports.status import status_of
-from npu_runner.reports.summary import PastJob, summary_lines
+from npu_runner.reports.summary import PastJob, Totals
 from tests.batch.job_folder import Job
 from tests.batch.killed_runs import kill, killed_within, told_in
 from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
@@ -205,7 +205,7 @@ def test_device_seconds_are_those_that_replicas_held(monkeypatch: pytest.MonkeyP
     record = JobSummary(started=100.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     for num_devices in (8, 4, 0, 4):
-        record.hold(num_devices)
+        record.add_device_time(num_devices)
     assert record.device_seconds == 30 * 8 + 10 * 4 + 10 * 4
 
 
@@ -226,7 +226,7 @@ def test_rows_of_both_files_count_once(tmp_path: Path) -> None:
     expected = Counts(num_answered=3, num_not_whole=1, num_cut_off=1, failures_by_code={"bad": 1, "not_json": 1})
     with AnswerFile([output, errors]) as rows:
         assert rows.scan().counts() == expected
-    told = summary_lines(Totals(output="o", num_rows=5, rows=expected, runs=Runs()))[1]
+    told = Totals(output="o", num_rows=5, rows=expected, runs=Runs()).to_lines()[1]
     assert told == "rows      3 answered, 2 failed (1 bad, 1 not_json), cut off 1, whole 2, 0 not finished"
 
 
@@ -243,7 +243,7 @@ def test_runs_of_other_versions_add_up(job: Job) -> None:
     assert (told["tokens"]["prompt"], told["seconds"]["device"], told["rows"]["unfinished"]) == (11, 25.0, 4)
     assert "new" not in told["rows"]
     assert Totals(output="o", num_rows=9, rows=Counts(), runs=Runs((fewer,))).to_json()["tokens"]["cached"] == 0
-    assert "device seconds" in "\n".join(summary_lines(totals))
+    assert "device seconds" in "\n".join(totals.to_lines())
 
 
 def test_the_commands_read_what_is_there_and_load_no_torch(job: Job) -> None:

@@ -38,10 +38,11 @@ FLOORS = [
 MOST_ARROWS = 119
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
+# reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
 MOST_LINES = {
-    "platforms": 13287, "batch": 8574, "prompts": 5915, "runner": 4739, "checkpoint": 3856, "serving": 2539,
-    "engine": 2475, "tables": 2365, "core": 2171, "grammars": 2003, "cli": 1945, "models": 1919, "layers": 1884,
-    "sampling": 1772, "request": 1731, "strategies": 1600, "llm": 1533, "reports": 1226, "front": 943,
+    "platforms": 13280, "batch": 7741, "prompts": 5915, "runner": 4734, "checkpoint": 3856, "serving": 2539,
+    "engine": 2472, "tables": 2354, "core": 2171, "grammars": 2003, "cli": 1940, "models": 1919, "layers": 1871,
+    "sampling": 1772, "request": 1731, "strategies": 1600, "llm": 1533, "reports": 1488, "front": 943,
     "processes": 748, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
@@ -65,23 +66,23 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 85, 33
 # Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {
-    r"\bso (many|much)\b": 26,
-    r"\bnobody\b": 29,
-    r"\bwhoever\b": 12,
-    r"\bsomebody\b": 4,
+    r"\bso (many|much)\b": 22,
+    r"\bnobody\b": 21,
+    r"\bwhoever\b": 11,
+    r"\bsomebody\b": 3,
     r"\bpictures?\b": 12,
     r"\bfew[_ ]rows\b": 1,
-    r"(\b|_)products?(\b|_)": 144,
+    r"(\b|_)products?(\b|_)": 113,
     r"\bdef of\b": 22,
     r"\bdef look\b": 2,
     r"\bdef begin\b": 8,
     r"\bdef note\b": 2,
-    r"\b(_?settles?|settled)\b": 29,
+    r"\b(_?settles?|settled)\b": 21,
     r"\bdef _?takes?\b|\btakes_\w+": 51,
-    r"\b(draws?|drawn?|drew)\b": 117,
+    r"\b(draws?|drawn?|drew)\b": 109,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 244, "Of": 100, "How": 44, "Those": 27, "That": 6, "So": 4, "Likewise": 0, "Such": 1}
+MOST_OF_AN_OPENING = {"What": 218, "Of": 82, "How": 40, "Those": 25, "That": 6, "So": 3, "Likewise": 0, "Such": 0}
 
 
 @functools.cache

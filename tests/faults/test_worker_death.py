@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.run import run_batch
 from npu_runner.config import RunnerConfig
+from npu_runner.reports.report import run_batch_and_report
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from tests.batch.scripted import ScriptedModel, ScriptedProcessor, read_rows, row, write_rows
 from tests.faults.worker_tasks import DieAt, HangAt
@@ -79,7 +79,7 @@ def test_a_stuck_task_is_failed_without_a_second_try_and_its_worker_replaced() -
 def test_the_job_writes_a_row_for_every_fate(tmp_path: Path) -> None:
     texts = ["fine 1", "die", "fine 2", "bug", "bad", "hang", "fine 3", "engine error", "x" * 101]
     log = tmp_path / "begun.txt"
-    summary = run_batch(
+    summary = run_batch_and_report(
         RunnerConfig(model=str(write_model(tmp_path))),
         BatchOptions.from_keywords(
             input=str(write_rows(tmp_path / "in.jsonl", [row(text, text) for text in texts])),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from npu_runner.batch.files.fingerprint import WeightDigests, files_that_count, fingerprint_model
+from npu_runner.batch.files.fingerprint import WeightDigests, files_of_model, fingerprint_model
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import WeightsError
 
@@ -42,7 +42,7 @@ def hashed(path: Path) -> set[str]:
     lines = {name for name in fingerprint_model(path) if name.endswith(".safetensors")}
     with WeightDigests(path, num_threads=1) as digests:
         assert set(digests.lines()) == lines
-    assert {file.name for file in files_that_count(path)} >= lines
+    assert {file.name for file in files_of_model(path)} >= lines
     return lines
 
 
@@ -97,7 +97,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name: Any, shards: Path)
     index = json.loads((shards / INDEX).read_text())
     index["weight_map"][NORM] = name
     (shards / INDEX).write_text(json.dumps(index))
-    for read in (norm_in, fingerprint_model, files_that_count):
+    for read in (norm_in, fingerprint_model, files_of_model):
         with pytest.raises(WeightsError, match=f"names the file .* for .*{NORM}"):
             read(shards)
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from npu_runner.batch.files.input_file import CarriedRows
 from npu_runner.batch.files.input_identity import InputIdentity
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.row_book import CarriedRows, SharedFile
 from npu_runner.batch.job.manifest_check import manifest_of
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.replica_plan import RemotePlan, SharedInput
+from npu_runner.batch.job.replica_plan import RemotePlan
 from npu_runner.batch.job.row_server import ServerPlan
 from npu_runner.cli.main import _parser
 from npu_runner.config import RunnerConfig
@@ -32,8 +33,7 @@ def plan(folder: Path, **changes: Any) -> RemotePlan:
         config=RunnerConfig(model=str(folder / "model")), source=CarriedRows("in.jsonl"), media=MediaRules(),
         limits=PoolLimits(num_workers=1, task_timeout_seconds=1.0), max_row_bytes=1 << 20,
     )  # fmt: skip
-    shared = changes.pop("shared_input", None)
-    return RemotePlan(server=dataclasses.replace(server, **changes), name="replica 3", shared_input=shared)
+    return RemotePlan(server=dataclasses.replace(server, **changes), name="replica 3")
 
 
 def test_what_a_host_does_not_see_is_named(tmp_path: Path) -> None:
@@ -42,22 +42,23 @@ def test_what_a_host_does_not_see_is_named(tmp_path: Path) -> None:
     wrong = [
         (plan(tmp_path, config=RunnerConfig(model=missing)), f"no folder {missing}"),
         (plan(tmp_path, media=MediaRules(allowed_dir=missing)), "allowed_media_dir"),
-        (plan(tmp_path, shared_input=SharedInput(path=missing, num_bytes=3)), "cannot be read .No such file"),
-        (plan(tmp_path, shared_input=SharedInput(path=str(tmp_path / "in.jsonl"), num_bytes=4)), "3 bytes there and 4"),
+        (plan(tmp_path, source=SharedFile(missing, 3)), "cannot be read .No such file"),
+        (plan(tmp_path, source=SharedFile(str(tmp_path / "in.jsonl"), 4)), "3 bytes there and 4"),
     ]
     for made, message in wrong:
         with pytest.raises(ConfigError, match=message) as caught:
             made()
         assert f"replica 3 on host {socket.gethostname()}: " in str(caught.value)
-    plan(tmp_path, shared_input=SharedInput(path=str(tmp_path / "in.jsonl"), num_bytes=3))().close()
+    plan(tmp_path, source=SharedFile(str(tmp_path / "in.jsonl"), 3))().close()
 
 
 def test_replicas_that_loaded_another_model_are_refused() -> None:
     facts = ReplicaFacts(version="1", settings={}, ledger="", max_rows=1, weights={"config.json": "a", "w": "b"})
     for files, weights in (({"config.json": "other"}, {"w": "b"}), ({"config.json": "a"}, {"w": "other"})):
+        new = Manifest(created=1, model_name="m", model_files=files, weights=weights, settings={},
+                       input=InputIdentity(num_bytes=1, blake2b=""))
         with pytest.raises(ConfigError, match="another model than this host sees"):
-            manifest_of(None, facts, model_name="m", model_files=files, weights=weights,  # type: ignore[arg-type]
-                        input=InputIdentity(num_bytes=1, blake2b=""))  # fmt: skip
+            manifest_of(None, new, facts)  # type: ignore[arg-type]
 
 
 def test_the_option_alone_means_the_cluster_of_this_host() -> None:

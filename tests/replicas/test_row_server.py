@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_runner.batch.files.input_file import CarriedRows, InputFile, SharedFile
-from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.row_book import CarriedRows, RowBook, SharedFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.row_server import RowServer, server_plan
 from npu_runner.batch.rows.openai_response import JobStamp
@@ -57,11 +57,9 @@ def file(tmp_path: Path) -> Any:
         yield opened
 
 
-def server_of(file: InputFile, source: Any, inherited: tuple[int, ...] = (),
-              open_model: Any = open_slow) -> tuple[RowServer, RowBook]:
+def server_of(file: InputFile, source: Any, open_model: Any = open_slow) -> tuple[RowServer, RowBook]:
     options = BatchOptions(input=file.name, output="-")
-    plan = server_plan(RunnerConfig(model="m"), options=options, source=source, num_workers=1, open_model=open_model,
-                       inherited=inherited)  # fmt: skip
+    plan = server_plan(RunnerConfig(model="m"), options, source, open_model, 1)
     scan = file.scan()
     server = RowServer(pickle.loads(pickle.dumps(plan)))
     server.start(lambda: None, lambda event: None)
@@ -88,8 +86,7 @@ class Wire:
 
 def test_a_replicas_process_says_what_it_opened_and_what_it_does_before_it_is_ready(file: InputFile) -> None:
     options, wire = BatchOptions(input=file.name, output="-", max_thinking_tokens=None), Wire()
-    plan = server_plan(RunnerConfig(model="m", seed=7), options=options, source=file.source, num_workers=1,
-                       open_model=open_slow)
+    plan = server_plan(RunnerConfig(model="m", seed=7), options, file.source, open_slow, 1)
     ReplicaHost(functools.partial(RowServer, plan), wire).run()
     opened, loading, ready = wire.sent
     assert opened == Opened({"seed": "7", "prompts.kind": "scripted"})
@@ -113,7 +110,7 @@ def test_rows_by_place_by_path_and_with_their_bytes_are_the_same(file: InputFile
     answers = []
     for kind in ("inherited", "path", "carried"):
         source = {"inherited": file.source, "path": SharedFile(file.name), "carried": CarriedRows(file.name)}[kind]
-        server, book = server_of(file, source, (file.source.descriptor,) if kind == "inherited" else ())
+        server, book = server_of(file, source)
         with server:
             make = book.run_with_data if kind == "carried" else book.run
             server.submit(pickle.loads(pickle.dumps(make(range(NUM_ROWS)))))
@@ -128,7 +125,7 @@ def test_rows_by_place_by_path_and_with_their_bytes_are_the_same(file: InputFile
 
 def test_what_is_given_back_is_no_longer_counted_as_under_way(file: InputFile) -> None:
     """Nobody is left with the figures of before until the replica has something else to say."""
-    server, book = server_of(file, file.source, (file.source.descriptor,), open_stuck)
+    server, book = server_of(file, file.source, open_stuck)
     with server:
         server.submit(book.run(range(NUM_ROWS)))
         while not (server.stats().engine.num_running and server.stats().engine.num_waiting):
@@ -142,7 +139,7 @@ def test_what_is_given_back_is_no_longer_counted_as_under_way(file: InputFile) -
 
 @pytest.mark.parametrize("num_polls", [0, 3, 60])
 def test_what_is_given_back_is_not_done_and_the_rest_is(file: InputFile, num_polls: int) -> None:
-    server, book = server_of(file, file.source, (file.source.descriptor,))
+    server, book = server_of(file, file.source)
     with server:
         server.submit(book.run(range(NUM_ROWS)))
         early: list[Event] = []

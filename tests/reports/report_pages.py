@@ -15,11 +15,13 @@ from typing import Any
 
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.input_identity import InputIdentity
 from npu_runner.batch.files.joined import Joined
+from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.runs import Runs
 from npu_runner.batch.rows.chat import ChatForm
 from npu_runner.batch.rows.openai_response import JobStamp, RowError, answer_row, error_row
 from npu_runner.reports import page as reports
-from npu_runner.reports.page import About
 from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool
 from npu_runner.request.limits import LIMITS
@@ -27,7 +29,8 @@ from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.serving.workers.pool import PoolLimits
 from tests.batch.scripted import write_rows
 
-ABOUT = About(model="m", created=1)
+MANIFEST = Manifest(created=1, model_name="m", model_files={}, settings={}, input=InputIdentity(0, ""))
+RUNS = Runs()
 STAMP = JobStamp(created=1, system_fingerprint="fp", model_name="m")
 
 
@@ -55,7 +58,8 @@ def report(
     maker: type[ThumbnailMaker] = ThumbnailMaker,
     timeout: float = 120.0,
     max_row_bytes: int = 1 << 20,
-    about: About = ABOUT,
+    manifest: Manifest = MANIFEST,
+    runs: Runs = RUNS,
 ) -> str:
     """The page of these results. `requests` None: made without an input."""
     output, page = folder / "out.jsonl", io.BytesIO()
@@ -69,8 +73,8 @@ def report(
         found = survey(joined, has_schema=False)
         limits = PoolLimits(num_workers=1, task_timeout_seconds=timeout)
         with ThumbnailPool(maker(folder, LIMITS.max_source_pixels, side=1024), limits) as pool:
-            reports.Page(output=output.name, joined=joined, found=found, shown=spread(found, max_rows), about=about,
-                         has_schema=False).write(page, pool)
+            reports.Page(output=output.name, joined=joined, found=found, shown=spread(found, max_rows),
+                         manifest=manifest, runs=runs).write(page, pool)
     text = page.getvalue().decode()
     Page(text)
     return text

@@ -69,9 +69,11 @@ def test_a_report_that_fails_late_says_that_the_answers_are_there(job: Job) -> N
     assert len(job.names()) == 5
 
 
-def test_run_batch_refuses_a_report_by_name(job: Job) -> None:
-    with pytest.raises(ConfigError, match=r"report: run_batch makes no report; call .*run_batch_and_report"):
-        run_batch(RunnerConfig(model=str(job.model)), options(job))
+@pytest.mark.parametrize("name", ["report", "summary", "metrics_file"])
+def test_run_batch_refuses_files_of_the_command_by_name(job: Job, name: str) -> None:
+    named = BatchOptions.from_keywords(input=str(job.input), output=str(job.output), **{name: job.folder / "x"})
+    with pytest.raises(ConfigError, match=rf"{name}: run_batch writes none; call .*run_batch_and_report"):
+        run_batch(RunnerConfig(model=str(job.model)), named)
 
 
 def test_a_report_reads_the_files_as_they_were_when_it_began(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from npu_runner.batch.files.runs import Runs
 from npu_runner.reports.cards import Medium
-from npu_runner.reports.page import About
 from npu_runner.reports.thumbnails import MAX_BYTES, ThumbnailMaker, side_for
 from npu_runner.request.limits import LIMITS
 from tests.batch.scripted import row
+from tests.reports import report_pages
 from tests.reports.report_pages import Page, answer, answer_with, failure, figures, names, plain, report, sections
 
 
@@ -266,9 +267,12 @@ def test_no_failure_crowds_the_good_rows_out(tmp_path: Path) -> None:
 
 
 def test_the_head_says_what_the_job_was(tmp_path: Path) -> None:
-    about = About(model="<m>", created=1_700_000_000, platform="npu", num_devices=8, version="1.2", num_runs=2,
-                  start_seconds=12.34, serve_seconds=4000, settings={"dtype": "<bf16>"})
-    text = report(tmp_path, [row("a"), row("b")], [answer("a", "x"), failure("b")], about=about)
+    manifest = replace(report_pages.MANIFEST, model_name="<m>", created=1_700_000_000, settings={"dtype": "<bf16>"})
+    runs = [{"run": name, "platform": "npu", "devices": 8, "npu_runner": "1.2", "started": 1, "rows": 2, "end": None,
+             "seconds": {"start": 6.17, "serve": 2000.0, "device": 1.0}, "computed": {}, "tally": {"num_answered": 1}}
+            for name in "ab"]
+    text = report(tmp_path, [row("a"), row("b")], [answer("a", "x"), failure("b")], manifest=manifest,
+                  runs=Runs.from_json(runs))
     assert "<m> 14 November 2023, 22:13 UTC npu × 8 2 runs npu-runner 1.2 rows 2" in plain(text)
     assert "Settings name value dtype <bf16>" in plain(text)
     assert figures(text) == {"rows": "2", "failed": "1", "whole": "1", "prompt tokens": "5", "completion tokens": "2",

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from npu_runner.batch.files.answer_file import AnswerFile, lines_that_count
-from npu_runner.batch.files.input_file import InputFile, keys_array
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.names import status_path
+from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.reports.status import status_of
 from npu_runner.reports.summary import PastJob

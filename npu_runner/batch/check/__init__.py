@@ -1,1 +1,1 @@
-"""What a job would bring, before it is run."""
+"""Checks of an input before its job."""

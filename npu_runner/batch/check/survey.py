@@ -1,4 +1,4 @@
-"""What an input would bring: each row prepared as a job does it, and checked as the engine does it, without weights.
+"""Counts the rows of an input: each is prepared as a job does it, and checked as the engine does it, without weights.
 
 Knows nothing of where rows lie, of devices, or of time.
 """
@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from npu_runner.batch.files.row_book import RowBook
-from npu_runner.batch.job.row_server import RowServer, ServerPlan
-from npu_runner.batch.job.screening import prepared_rows
 from npu_runner.batch.rows.logprobs_json import encoded
 from npu_runner.errors import RequestError
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -32,8 +29,8 @@ _QUANTILES = (0.0, 0.5, 0.95, 1.0)
 
 @dataclass
 class Repeats:
-    """What of an input's prompts is new, and what a cache may have of an earlier row. The text of each prompt and each
-    of its images is known by a hash: 24 bytes for each of them."""
+    """Finds the texts and images that several rows share, which a cache may have. The text of each prompt and each of
+    its images is known by a hash: 24 bytes for each of them."""
 
     rows: array[int] = field(default_factory=lambda: array("Q"))
     keys: array[int] = field(default_factory=lambda: array("Q"))
@@ -84,11 +81,11 @@ class Survey:
     places: array[int] = field(default_factory=lambda: array("Q"))
     """Which rows of the input would be served, by their index."""
     prompt_tokens: array[int] = field(default_factory=lambda: array("L"))
-    """Of each row that would be served, all of its prompts together."""
+    """Tokens of each row that would be served, all of its prompts together."""
     images: array[int] = field(default_factory=lambda: array("L"))
-    """Of each of these; a pair of a video's frames counts as one."""
+    """Images of each of these rows; a pair of a video's frames counts as one."""
     repeats: Repeats = field(default_factory=Repeats)
-    """Of the rows that would be served."""
+    """Texts and images of the rows that would be served."""
     num_image_tokens: int = 0
     num_sequences: int = 0
     most_output_tokens: int = 0
@@ -117,10 +114,7 @@ class Survey:
                         "without_max_tokens": self.num_unlimited},
         }
 
-    # -- while rows are looked at ----------------------------------------------------------------------------------
-
     def add(self, prepared: Prepared, check: CheckRequest) -> None:
-        """One row."""
         line, number = prepared.line, prepared.number
         if prepared.error is not None:
             self._fail(prepared.error.code, Example(prepared.name, line, encoded(prepared.error.message).decode()))
@@ -153,22 +147,6 @@ class Survey:
         self.num_unlimited += params.max_tokens is None
         self.num_short += params.max_tokens is not None and params.max_tokens > room
         self.most_output_tokens += params.n * min(room, params.max_tokens or room)
-
-
-def survey_rows(plan: ServerPlan, book: RowBook, check: CheckRequest, max_model_len: int,
-                seen: Callable[[int], None] = lambda count: None) -> Survey:
-    """Prepare all rows of `book` in worker processes. `seen` is called with how many have been looked at.
-
-    Raises what a replica raises while it opens the checkpoint and prepares rows.
-    """
-    found = Survey(max_model_len)
-    server = RowServer(plan)
-    with server:
-        server.start(lambda: None, lambda event: None)
-        for count, prepared in enumerate(prepared_rows(server, book), 1):
-            found.add(prepared, check)
-            seen(count)
-    return found
 
 
 def _quantiles(values: array[int]) -> dict[str, int]:

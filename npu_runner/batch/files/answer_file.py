@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing, sync_folder
-from npu_runner.batch.files.input_file import keys_array
+from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.flaws import flaws_of

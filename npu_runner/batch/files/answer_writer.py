@@ -1,7 +1,8 @@
 """Appends rows to the output in a thread of its own, so that a slow disk does not hold up the model.
 
 Rows reach the file at once, whole, and the disk in groups (fsync). With each group the writer checks that the file is
-still there. Knows nothing of what is in a row.
+still there. A row that cannot be found in its file has no answer, however far it came: it is counted once it is there.
+Knows nothing of what is in a row.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 from npu_runner.batch.files.durable import explain_late_error, write_all
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.errors import JobError, OutputLostError
 from npu_runner.processes.byte_queue import ByteBoundedQueue
+from npu_runner.serving.replica import FinishedRow
 
 _MAX_QUEUED_ROWS = 16_384
 # Answers wait for a slow disk in memory, a row of log probabilities with 20 MB and more.
@@ -45,6 +49,7 @@ class AnswerWriter:
         self._failure: JobError | None = None
         self._num_unsynced = 0
         self._sync_at = float("inf")
+        self.num_put = 0
         self.num_kept = 0
         """Rows given to `put`, from the first one on, that were on disk, with the file in place, at the last check."""
         self._thread = threading.Thread(target=self._run, name="answer-writer", daemon=True)
@@ -55,6 +60,7 @@ class AnswerWriter:
         the file is gone."""
         self.raise_failure()
         self._rows.put(row, len(row))
+        self.num_put += 1
 
     def close(self) -> None:
         """Write and sync the queued rows, then close the file. Raises the errors of `put`."""
@@ -151,3 +157,42 @@ class AnswerWriter:
             raise OutputLostError(
                 f"{what}: has {ours.st_size} bytes where the job left {self._end}: another process cut it or wrote "
                 f"to it; {remedy}")
+
+
+class Delivery:
+    """Owns the writers of a job while entered; rows go out as they come. After leaving, `tally` counts the rows that
+    are in the files."""
+
+    def __init__(self, tally: Counts, answers: AnswerWriter, errors: AnswerWriter | None = None):
+        """`tally`: a row is added once it is found in its file. `errors`: for failed rows; None: they are answers."""
+        self.tally = tally
+        self._answers, self._errors = answers, answers if errors is None else errors
+        self._uncounted: dict[AnswerWriter, deque[Counts]] = {answers: deque(), self._errors: deque()}
+
+    def put(self, row: FinishedRow) -> None:
+        """Queue a row for its file. Raises JobError when an earlier one could not be written."""
+        writer = self._errors if row.outcome.failures_by_code else self._answers
+        writer.put(row.data)
+        self._uncounted[writer].append(row.outcome)
+
+    def count(self) -> None:
+        """Add to the tally what reached the files since the last call. Raises what the next `put` would raise."""
+        self._count()
+        for writer in self._uncounted:
+            writer.raise_failure()
+
+    def _count(self) -> None:
+        for writer, uncounted in self._uncounted.items():
+            while len(uncounted) > writer.num_put - writer.num_kept:
+                self.tally.add(uncounted.popleft())
+
+    def __enter__(self) -> Delivery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with contextlib.ExitStack() as open_writers:
+                for writer in reversed(self._uncounted):
+                    open_writers.callback(writer.close)
+        finally:
+            self._count()

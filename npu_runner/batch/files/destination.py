@@ -9,37 +9,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from npu_runner.batch.files.answer_file import AnswerFile, have_any, open_for_rows
-from npu_runner.batch.files.answer_writer import AnswerWriter
+from npu_runner.batch.files.answer_writer import AnswerWriter, Delivery
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, remove_torn_version, sync_folder
-from npu_runner.batch.files.input_file import InputScan
-from npu_runner.batch.files.manifest import Manifest
+from npu_runner.batch.files.manifest import Manifest, StateFile
 from npu_runner.batch.files.names import manifest_path, replaced_path
 from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.files.place import Place
-from npu_runner.batch.files.state_file import StateFile
+from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.errors import ConfigError, OutputLostError
-
-
-class Writers(NamedTuple):
-    """Where rows go: failed ones to `errors`, where there is such a file."""
-
-    answers: AnswerWriter
-    errors: AnswerWriter | None = None
-
-    def close(self) -> None:
-        """Both of them, whatever becomes of the first. Raises what AnswerWriter.close does."""
-        try:
-            self.answers.close()
-        finally:
-            if self.errors is not None:
-                self.errors.close()
 
 
 class Destination:
@@ -50,11 +33,6 @@ class Destination:
     """
 
     def __init__(self, output: Place, *, overwrite: bool = False, errors: Place | None = None):
-        if errors is not None and output.is_stream:
-            raise ConfigError(f"{errors.title}: the output is a stream, and who resumes the one cannot resume the "
-                              "other; name a file as output, or leave it out")
-        if errors is not None and errors.is_stream:
-            raise ConfigError(f"{errors.title}: is no file; a stream cannot be resumed")
         self._places = [output] if errors is None else [output, errors]
         # Links are followed, so that two names of one file share one lock, and a link stays a link.
         self.paths = [place.path for place in self._places if place.path is not None]
@@ -73,12 +51,7 @@ class Destination:
     def __enter__(self) -> Destination:
         with ExitStack() as entered:
             for place in self._places:
-                if place.path is None:
-                    entered.enter_context(place)
-                    continue
-                with clear_file_errors(place.title):
-                    place.try_own_names()
-                entered.enter_context(OutputLock(place.path))
+                entered.enter_context(place if place.path is None else OutputLock(place.path))
             entered.enter_context(self.rows)
             self._entered = entered.pop_all()
         return self
@@ -117,18 +90,18 @@ class Destination:
         """As the manifest has it: both files may be moved together."""
         return None if self.error_path is None else os.path.relpath(self.error_path, self.paths[0].parent)
 
-    def retry(self, asked: Flaw, rows: InputScan) -> Flaw:
-        """The flaws in `asked` for which no earlier run has chosen rows: rows with one of them are tried again by
+    def retry(self, requested: Flaw, rows: InputScan) -> Flaw:
+        """The flaws in `requested` for which no earlier run has chosen rows: rows with one of them are tried again by
         `decide`.
 
         The manifest names those of a run that was cut short. Their rows have left the files, and those that have a line
         since are not tried once more. That holds while the input is the same, or has grown.
         """
         if self.earlier is None:
-            return asked
+            return requested
         standing = self.earlier.retry if rows.continues_earlier else Flaw(0)
-        self._retry = standing | asked
-        return asked & ~standing
+        self._retry = standing | requested
+        return requested & ~standing
 
     def decide(self, flaws: Flaw, unparsed: np.ndarray | None = None) -> None:
         """Have rows with one of these flaws tried again. `unparsed`: keys of more that are, though their lines do not
@@ -164,11 +137,11 @@ class Destination:
         """The counts of the rows that stay as they are."""
         return self.rows.counts(~self._is_retried)
 
-    def open_writers(self, manifest: Manifest) -> Writers:
-        """Leave what is kept, whole, and open the files for more."""
+    def open_writers(self, manifest: Manifest, tally: Counts) -> Delivery:
+        """Leave what is kept, whole, and open the files for more, which are counted in `tally`."""
         if self.path is None:
             self.state.save(manifest)
-            return Writers(AnswerWriter(os.dup(self._places[0].descriptor), self.name))
+            return Delivery(tally, AnswerWriter(os.dup(self._places[0].descriptor), self.name))
         with clear_file_errors(f"output {self.name}"):
             if self._overwrite:
                 self._remove_files(self.path)
@@ -184,8 +157,8 @@ class Destination:
             descriptors = list(map(open_for_rows, self.paths))
             for path in self.paths:
                 sync_folder(path.parent)
-        return Writers(*(AnswerWriter(descriptor, place.name, path=place.path)
-                         for descriptor, place in zip(descriptors, self._places, strict=True)))
+        return Delivery(tally, *(AnswerWriter(descriptor, place.name, path=place.path)
+                                 for descriptor, place in zip(descriptors, self._places, strict=True)))
 
     def _remove_files(self, output: Path) -> None:
         for path in self.paths:

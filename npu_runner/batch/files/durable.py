@@ -85,16 +85,16 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
         raise _two_writers(path) from None
     with open(descriptor, "wb") as file:
         try:
-            _take_mode(file.fileno(), path)
+            _copy_mode(file.fileno(), path)
             yield file
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
-            if not _is_at(file.fileno(), new):  # a writer without a lock has removed it
+            if not is_at(file.fileno(), new):  # a writer without a lock has removed it
                 raise _two_writers(path)
             os.replace(new, path)
         except BaseException:
-            if _is_at(file.fileno(), new):
+            if is_at(file.fileno(), new):
                 new.unlink()
             raise
     if is_synced:
@@ -116,7 +116,7 @@ def _create(path: Path, *, waits: bool) -> int:
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(path, _FOR_WRITING | os.O_CREAT | os.O_EXCL, 0o666)
             # Between these two lines another process may take it for one that was left.
-            if _lock(descriptor, waits=waits) and _is_at(descriptor, path):
+            if _lock(descriptor, waits=waits) and is_at(descriptor, path):
                 return descriptor
             os.close(descriptor)
 
@@ -133,14 +133,14 @@ def _remove_left(path: Path, *, waits: bool) -> None:
     try:
         if not _lock(descriptor, waits=waits):
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
-        if _is_at(descriptor, path):
+        if is_at(descriptor, path):
             path.unlink()
     finally:
         os.close(descriptor)
 
 
 def _lock(descriptor: int, *, waits: bool) -> bool:
-    """Whether no other process has it. Where a file system has no locks (NFS has none of folders), none has."""
+    """Whether the lock was free. On a file system without locks (NFS has none of folders) it always is."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -151,7 +151,7 @@ def _lock(descriptor: int, *, waits: bool) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
     """Whether this open file still has this name."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
@@ -163,8 +163,8 @@ def _two_writers(path: Path) -> JobError:
                     "another name")
 
 
-def _take_mode(descriptor: int, path: Path) -> None:
-    """The permissions of the file that it will replace, if there is one."""
+def _copy_mode(descriptor: int, path: Path) -> None:
+    """Set the permissions of the file that it will replace, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
@@ -173,7 +173,11 @@ def _take_mode(descriptor: int, path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make names that were just created or replaced in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: str | Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -187,11 +191,7 @@ def sync_files(folder: Path) -> None:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # another process has renamed its new version
-                    descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    try:
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
+                    _sync(entry.path, os.O_NOFOLLOW)
     sync_folder(folder)
 
 

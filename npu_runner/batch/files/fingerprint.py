@@ -36,9 +36,14 @@ _WHOLE = (
     "quant_model_description*.json",
 )
 _NUM_SAMPLES = 64
+_MAX_DIGEST_THREADS = 4
 _SAMPLE_BYTES = 64 << 10
 _MAX_HEADER_BYTES = 100 << 20
 _READ_BYTES = 4 << 20
+
+
+def num_digest_threads(num_cores: int) -> int:
+    return max(1, min(_MAX_DIGEST_THREADS, num_cores // 2))
 
 
 def fingerprint_model(folder: Path) -> dict[str, str]:
@@ -51,8 +56,8 @@ def fingerprint_model(folder: Path) -> dict[str, str]:
     return lines
 
 
-def files_that_count(folder: Path) -> list[Path]:
-    """Those that `fingerprint_model` looks at."""
+def files_of_model(folder: Path) -> list[Path]:
+    """The files that `fingerprint_model` reads."""
     return [*_small_files(folder), *_weights(folder)]
 
 
@@ -98,13 +103,13 @@ class WeightDigests:
 
     @property
     def is_done(self) -> bool:
-        """`lines` need not be waited for."""
+        """`lines` returns at once."""
         return all(digest.done() for digest in self._digests.values())
 
     def lines(self) -> dict[str, str]:
         """A line per file, once all are read. Call it when the model is loaded.
 
-        Raises JobError when a file is not what it was when this was entered: then nobody knows what was loaded.
+        Raises JobError when a file is not what it was when this was entered: the loader may have read either.
         """
         with late_file_errors(f"model {self._folder}"):
             lines = {

@@ -1,9 +1,9 @@
 """The file of requests: read twice, once to know its rows by name and once to serve them. Rows are never all in memory,
 and of a large row only a piece at a time.
 
-What the first reading saw the others must find: a row that changed in between ends the job, so that no answer stands
-under another question's name. Rows that arrive at the end meanwhile, and a file put in its place, are left for the next
-job. Knows nothing of what a row asks for.
+A row that changed since the first pass ends the job, so that no answer stands under another question's name. Rows that
+arrive at the end meanwhile, and a file put in its place, are left for the next job. Knows nothing of what a row asks
+for.
 """
 
 from __future__ import annotations
@@ -16,121 +16,29 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
-from npu_runner.batch.files.packed import NUM_HEAD_BYTES, packing_of, unpack
-from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
+from npu_runner.batch.files.row_book import InputScan, RowFile, input_changed, keys_array
+from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, row_key
 from npu_runner.batch.rows.shape import PIECE_BYTES, NameReader
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
+from npu_runner.serving.replica import RawRow
 
 STANDARD_STREAM = "-"
 _MAX_DUPLICATES_SHOWN = 5
 _ROWS_AT_ONCE = 1024
 _LEAST_FREE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class InputScan:
-    """The result of one pass over the input. `keys`: 16 bytes per row, in order; `lines`: where each row stands.
-
-    `starts` and `sizes`: each row's bytes in the file, its line end with it; `checksums`: of these bytes.
-    """
-
-    keys: np.ndarray
-    lines: np.ndarray
-    starts: np.ndarray
-    sizes: np.ndarray
-    checksums: np.ndarray
-    identity: InputIdentity
-    continues_earlier: bool
-    """It begins with the whole of the earlier input, byte for byte."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.keys)
-
-    # R rows of a run
-    def run(self, numbers_R: np.ndarray, places_R: np.ndarray) -> RowRun:
-        """The rows that stand at these places in the order, under these numbers."""
-        table_R4 = np.empty((len(places_R), 4), dtype=np.uint64)
-        table_R4[:, INDEX] = numbers_R
-        table_R4[:, LINE] = self.lines[places_R]
-        table_R4[:, START] = self.starts[places_R]
-        table_R4[:, NUM_BYTES] = self.sizes[places_R]
-        return RowRun(table_R4=table_R4, checksums=self.checksums[places_R].tobytes())
-
-
-def keys_array(keys: bytes | bytearray) -> np.ndarray:
-    """Concatenated keys as a sortable array."""
-    return np.frombuffer(keys, dtype=f"S{KEY_BYTES}")
-
-
-@dataclass(frozen=True)
-class RowFile(RowSource):
-    """Reads rows through an open descriptor, which worker processes inherit; the file may have no name any more."""
-
-    descriptor: int
-    file_name: str
-    is_unpacked: bool = False
-    """It was compressed: the rows' places are in what was unpacked of it, not in the file of that name."""
-
-    def pieces(self, row: RawRow) -> Iterator[bytes]:
-        """The row's bytes in pieces. Raises JobError, at the last of them, when they are not what they were."""
-        position, end = row.start, row.start + row.num_bytes
-        checksum = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
-        while position < end:
-            with late_file_errors(f"input {self.file_name}"):
-                piece = os.pread(self.descriptor, min(PIECE_BYTES, end - position), position)
-            checksum.update(piece)
-            position += len(piece) or end
-            if position >= end and checksum.digest() != row.checksum:
-                raise _changed(self.file_name, f"line {row.line} is not what it was")
-            yield piece
-
-
-@dataclass(frozen=True)
-class CarriedRows(RowSource):
-    """Rows that have their bytes with them. `file_name`: what the input is called where it lies."""
-
-    file_name: str
-
-    def pieces(self, row: RawRow) -> Iterator[bytes]:
-        data = self.read(row)
-        for start in range(0, len(data), PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES]
-
-    def read(self, row: RawRow) -> bytes:
-        assert row.data is not None, f"line {row.line} came without its bytes"
-        if hashlib.blake2b(row.data, digest_size=CHECKSUM_BYTES).digest() != row.checksum:
-            raise _changed(self.file_name, f"line {row.line} is not what it was")
-        return row.data
-
-
-@dataclass(frozen=True)
-class SharedFile(RowSource):
-    """An input that a replica sees under the same path. It is opened for each row.
-
-    A file that was put in its place, or changed, is known by the checksums of its rows.
-    """
-
-    path: str
-
-    def pieces(self, row: RawRow) -> Iterator[bytes]:
-        with late_file_errors(f"input {self.path}"):
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield from RowFile(descriptor, self.path).pieces(row)
-        finally:
-            os.close(descriptor)
+_HEAD_BYTES = 6
+_PACKED_BYTES = 4096  # zstd may unpack a piece to 30,000 times its size
 
 
 @dataclass
@@ -170,9 +78,7 @@ class InputFile:
     def __init__(self, source: str, spool_folder: Path | None = None):
         """`spool_folder`: None is the system's folder for temporary files, for commands that only read."""
         self.name = source
-        opened = _open(source, spool_folder)
-        self._file = _unpacked(opened, source, spool_folder)
-        self._is_unpacked = self._file is not opened
+        self._file, self._is_unpacked = _open(source, spool_folder)
         found = os.fstat(self._file.fileno())
         self._size, self._mtime_ns = found.st_size, found.st_mtime_ns
         self._scan: InputScan | None = None
@@ -211,8 +117,10 @@ class InputFile:
                 records += line.record(key, checksum)
                 table.extend((line.number, line.start, line.size))
             line = _Line(line.number + 1, position) if ends else line
-        identity = InputIdentity(position, digest.hexdigest(), bytes(records))
-        self._scan = _scan_of(keys, checksums, table, identity, continues_earlier)
+        lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
+        self._scan = InputScan(
+            keys_array(keys), lines, starts, sizes, np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}"),
+            InputIdentity(position, digest.hexdigest(), bytes(records)), continues_earlier)
         self._refuse_duplicates(self._scan)
         return self._scan
 
@@ -237,14 +145,14 @@ class InputFile:
         """Raise JobError unless the file still begins with what `scan` saw. Reads it only if it was written to."""
         found = os.fstat(self._file.fileno())
         if found.st_size < self._size:
-            raise _changed(self.name, f"it had {self._size} bytes and has {found.st_size}")
+            raise input_changed(self.name, f"it had {self._size} bytes and has {found.st_size}")
         if found.st_mtime_ns == self._mtime_ns or self._scan is None:
             return
         digest = hashlib.blake2b(digest_size=16)
         for piece, _ in self._pieces():
             digest.update(piece)
         if digest.hexdigest() != self._scan.identity.blake2b:
-            raise _changed(self.name, "rows that are answered read otherwise now")
+            raise input_changed(self.name, "rows that are answered read otherwise now")
 
     def _pieces(self) -> Iterator[tuple[bytes, bool]]:
         """Bytes, and whether a line ends with them. What arrives after the file was opened is left for the next job.
@@ -258,7 +166,7 @@ class InputFile:
                 left -= len(piece)
                 yield piece, piece.endswith(b"\n") or left == 0
         if left > 0:
-            raise _changed(self.name, f"it had {self._size} bytes and has {self._size - left}")
+            raise input_changed(self.name, f"it had {self._size} bytes and has {self._size - left}")
 
     def _refuse_duplicates(self, scan: InputScan) -> None:
         order = np.argsort(scan.keys, kind="stable")
@@ -279,19 +187,6 @@ class InputFile:
             f"by it: {', '.join(named)}{more}")
 
 
-def _changed(file_name: str, how: str) -> JobError:
-    return JobError(
-        f"input {file_name}: was changed while the job ran: {how}. Answers in the output belong to the rows as they "
-        "were at its start; restore the file and run the same command again (only adding rows at its end is allowed)")
-
-
-def _scan_of(keys: bytearray, checksums: bytearray, table: array[int], identity: InputIdentity,
-             continues_earlier: bool) -> InputScan:
-    lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
-    sums = np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}")
-    return InputScan(keys_array(keys), lines, starts, sizes, sums, identity, continues_earlier)
-
-
 def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, piece: bytes) -> bool:
     """Whether the earlier input ended with this end of a line."""
     # It may have ended without the line end that has followed since.
@@ -304,37 +199,31 @@ def _is_end_of(earlier: InputIdentity, digest: hashlib.blake2b, position: int, p
     return False
 
 
-def _open(source: str, spool_folder: Path | None) -> BinaryIO:
+def _open(source: str, spool_folder: Path | None) -> tuple[BinaryIO, bool]:
+    """The file, and whether it was unpacked. Rows are read twice, anywhere in it, so a stream is copied first."""
     if source == STANDARD_STREAM:
         if sys.stdin is None:
             raise ConfigError("input -: standard input is closed; open it, or name a JSONL file of requests")
-        return _spool(sys.stdin.buffer, source, spool_folder)
-    try:
-        file = open(source, "rb")  # noqa: SIM115 - returned open
-    except OSError as error:
-        raise ConfigError(f"input {source}: {error.strerror}; a JSONL file of requests is needed") from error
-    if Path(source).is_file():
-        return file
-    with file:
-        return _spool(file, source, spool_folder)
-
-
-def _unpacked(file: BinaryIO, name: str, spool_folder: Path | None) -> BinaryIO:
-    """`file` as it is, or what it holds: rows are read anywhere in it, which a compressed file does not allow."""
-    packing = packing_of(os.pread(file.fileno(), NUM_HEAD_BYTES, 0))
+        file: BinaryIO = sys.stdin.buffer
+    else:
+        try:
+            file = open(source, "rb")  # noqa: SIM115 - returned open
+        except OSError as error:
+            raise ConfigError(f"input {source}: {error.strerror}; a JSONL file of requests is needed") from error
+    if source == STANDARD_STREAM or not Path(source).is_file():
+        with _copy(source, spool_folder) as copy, contextlib.ExitStack() as copied:
+            if source != STANDARD_STREAM:
+                copied.enter_context(file)
+            shutil.copyfileobj(file, copy.file, io.DEFAULT_BUFFER_SIZE * 16)
+        file = copy.file
+    head = os.pread(file.fileno(), _HEAD_BYTES, 0)
+    packing = next((packing for packing in _PACKINGS if head.startswith(packing.first_bytes)), None)
     if packing is None:
-        return file
-    with file, _copy(name, spool_folder) as copy:
+        return file, False
+    with file, _copy(source, spool_folder) as copy:
         file.seek(0)
-        unpack(packing, file, copy, name)
-    return copy.file
-
-
-def _spool(stream: BinaryIO, name: str, spool_folder: Path | None) -> BinaryIO:
-    """Rows are read twice, so what cannot be rewound is copied first."""
-    with _copy(name, spool_folder) as copy:
-        shutil.copyfileobj(stream, copy.file, io.DEFAULT_BUFFER_SIZE * 16)
-    return copy.file
+        _unpack(packing, file, copy, source)
+    return copy.file, True
 
 
 class _Copy:
@@ -366,3 +255,70 @@ def _copy(name: str, folder: Path | None) -> Iterator[_Copy]:
         yield _Copy(file, title, remedy)  # type: ignore[arg-type]
         file.flush()
         undo.pop_all()
+
+
+# -- compressed inputs, known by their first bytes ---------------------------------------------------------------------
+
+
+class _Packing(NamedTuple):
+    """A format of compressed files. `command` writes the content to standard output. `library` makes an object with
+    `decompress`, `eof` and `unused_data` for one member of a file, and names the error that it raises for broken data;
+    None: only the command unpacks it."""
+
+    name: str
+    first_bytes: bytes
+    command: str
+    library: Callable[[], tuple[Callable[[], Any], type[Exception]]] | None = None
+
+
+def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
+    return lambda: zlib.decompressobj(wbits=31), zlib.error
+
+
+def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
+    """Python's own from 3.14 on, before that the package of the extra `zstd`."""
+    try:
+        from compression.zstd import ZstdDecompressor, ZstdError
+    except ModuleNotFoundError:
+        import zstandard
+
+        return (lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()), zstandard.ZstdError
+    return ZstdDecompressor, ZstdError
+
+
+# No line of JSON begins with any of these.
+_PACKINGS = (
+    _Packing("gzip", b"\x1f\x8b\x08", "gunzip -c", _gzip),
+    _Packing("zstd", b"\x28\xb5\x2f\xfd", "unzstd -c", _zstd),
+    _Packing("xz", b"\xfd7zXZ\x00", "xz -dc"),
+    _Packing("zip", b"PK\x03\x04", "unzip -p"),
+)
+
+
+def _unpack(packing: _Packing, source: BinaryIO, target: _Copy, name: str) -> None:
+    """Raises ConfigError where the data are broken or cut short, and for a format that is not unpacked here."""
+    remedy = f"unpack it: {packing.command} {'FILE' if name == '-' else name} > rows.jsonl"
+    title = f"input {name}: it is {packing.name}, and"
+    if packing.library is None:
+        raise ConfigError(f"{title} compressed inputs may be gzip or zstd; {remedy}")
+    try:
+        new_member, broken = packing.library()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{title} {error.name} is not installed; pip install {error.name}, or {remedy}") from error
+    # Members of a file follow one another; zeros behind the last one are padding.
+    member, is_begun, num_read = new_member(), False, 0
+    while packed := source.read(_PACKED_BYTES):
+        num_read += len(packed)
+        packed = packed if is_begun else packed.lstrip(b"\0")
+        while packed:
+            try:
+                target.write(member.decompress(packed))
+            except broken as error:
+                raise ConfigError(f"{title} its data are broken, within its first {num_read} bytes ({error}); write it "
+                                  "again") from error
+            is_begun, packed = True, b""
+            if member.eof:
+                packed = member.unused_data.lstrip(b"\0")
+                member, is_begun = new_member(), False
+    if is_begun:
+        raise ConfigError(f"{title} it ends too early, after {num_read} bytes; write it again")

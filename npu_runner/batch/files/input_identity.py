@@ -1,4 +1,4 @@
-"""What the input of an output was: a later run tells a grown one from a changed one by it, and finds the changed row.
+"""Identifies the input of an output: a later run tells a grown one from a changed one, and finds the changed row.
 
 The manifest has the identity of the whole. `<output>.rows` beside it has a record of 16 bytes for each row: 8 of a
 digest of its name, 8 of a digest of its bytes. Knows nothing of what rows ask for, or of answers.
@@ -22,13 +22,13 @@ from npu_runner.errors import ConfigError
 
 FORMAT = 1
 NAME_BYTES = 8
-"""Of a row's key, in its record; as many of the checksum of its bytes follow."""
+"""Bytes of a row's key in its record; as many bytes of its checksum follow."""
 _NAME, _BYTES = 0, 1
 
 
 @dataclass(frozen=True)
 class InputIdentity:
-    """Tells one input from another, and a grown one from a changed one."""
+    """The size and digest of an input, and digests of its rows."""
 
     num_bytes: int
     blake2b: str
@@ -44,8 +44,8 @@ def identity_from_json(fields: Mapping[str, Any]) -> InputIdentity:
 
 
 def save_rows(output: Path, identity: InputIdentity, *, in_manifest: InputIdentity | None) -> None:
-    """Write the records, before the manifest. `in_manifest`: what that says until it is written anew, None: there is
-    none. If the run is killed in between, the next one knows by it that the records belong to this output."""
+    """Write the records, before the manifest. `in_manifest`: the identity in the manifest until it is replaced; None:
+    there is none. If the run is killed in between, it tells the next one that the records belong to this output."""
     assert identity.rows is not None, "the records of the input are known once it is read"
     header = {
         "format": FORMAT,
@@ -60,9 +60,10 @@ def save_rows(output: Path, identity: InputIdentity, *, in_manifest: InputIdenti
 
 
 def with_rows(output: Path, in_manifest: InputIdentity) -> InputIdentity:
-    """What the manifest says of the input, and the records of its rows, where there are any.
+    """The manifest's identity of the input, with the records of its rows, where there are any.
 
-    Where a run was killed between the two files they are of the later input: no row was answered since.
+    After a run that was killed between the two files, the records are those of the later input: no row was answered
+    since.
     """
     path = rows_path(output)
     try:

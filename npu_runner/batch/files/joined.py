@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from npu_runner.batch.files.answer_file import AnswerFile
-from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.flaws import flaws_of_row
 from npu_runner.batch.rows.openai_format import read_json

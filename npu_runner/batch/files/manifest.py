@@ -7,24 +7,23 @@ rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from npu_runner import __version__
-from npu_runner.batch.files.durable import FileErrors, clear_file_errors, replacing
+from npu_runner.batch.files.durable import FileErrors, clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.fingerprint import digest_lines
-from npu_runner.batch.files.input_identity import InputIdentity, identity_from_json, save_rows, with_rows
-from npu_runner.batch.files.names import manifest_path
-from npu_runner.batch.files.older_formats import read_older_runs, read_older_suspects
-from npu_runner.batch.files.runs import Runs
-from npu_runner.batch.files.suspects import SuspectRows, Suspicion
+from npu_runner.batch.files.input_identity import InputIdentity, save_rows, with_rows
+from npu_runner.batch.files.names import manifest_path, runs_path, suspects_path
+from npu_runner.batch.files.runs import Runs, has_served
 from npu_runner.batch.rows.flaw import WHOLE, Flaw
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import shown
@@ -75,8 +74,26 @@ class SettingChange(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """`num_deaths`: how often the job ended with this row alone in the step; `code`, `message`: why it is given up."""
+
+    num_deaths: int = 0
+    code: str | None = None
+    message: str = ""
+
+
+def _with_name(change: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(change.get("name"), str):
+        raise ValueError("its name is missing")
+    return change
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The making of one output file."""
+    """The state of one output. A file that was edited is read by these types."""
+
+    # pydantic before 2.10 warns of every field named model_..., for each import.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, protected_namespaces=())
 
     created: int
     """Unix time at which the job was first started; every answer carries it."""
@@ -90,13 +107,15 @@ class Manifest:
     version that looked at samples only: these stay so to their end, and so does their `system_fingerprint`."""
     error_file: str | None = None
     """Where failed rows are, as seen from the output's folder; None: in the output."""
-    changes: tuple[dict[str, Any], ...] = ()
+    changes: tuple[Annotated[dict[str, Any], AfterValidator(_with_name)], ...] = ()
     """Settings that were changed knowingly while the output went on, in order."""
-    retry: Flaw = WHOLE
+    retry: Annotated[Flaw, BeforeValidator(Flaw.parse)] = WHOLE
     """Rows that had one of these flaws are tried again. They have left the output, so those of them that have no line
     yet are the rows that it lacks. It lasts until the job has ended with a line for every row."""
-    suspects: SuspectRows = field(default_factory=dict)
-    runs: Runs = field(default_factory=Runs)
+    suspects: Mapping[str, Suspicion] = field(default_factory=dict)
+    """Rows that the next run has to run alone, or to give up, by custom_id."""
+    runs: Annotated[Runs, BeforeValidator(lambda last: Runs())] = field(default_factory=Runs)
+    """`Runs.from_json` reads them from two fields."""
 
     @property
     def has_served(self) -> bool:
@@ -140,16 +159,21 @@ class Manifest:
             with clear_file_errors(f"manifest {path}"):
                 if not path.exists():
                     return None
-                fields = json.loads(path.read_bytes())
+                fields = json.loads(data := path.read_bytes())
             if fields["format"] not in _READABLE:
                 raise ValueError(f"it is of npu-runner {fields.get('npu_runner', '(unknown)')}, this is {__version__}")
-            found = _from_json(fields)
+            found = _FILE.validate_json(data)
+            for name in _NUMBERS & found.settings.keys():
+                if not str(found.settings[name]).isdecimal():
+                    raise ValueError(f"setting {name}: {found.settings[name]!r} is not a number")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = _listed(error) if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"manifest {path}: cannot be read ({reason}); --overwrite starts afresh") from error
         if fields["format"] < _FORMAT_OF_ONE_FILE:
             found = replace(found, suspects=read_older_suspects(output),
                             runs=read_older_runs(output, has_manifest=True))
+        else:
+            found = replace(found, runs=Runs.from_json(fields.get("runs", ()), fields.get("older_runs")))
         return found.with_input(with_rows(output, found.input))
 
     def with_input(self, identity: InputIdentity) -> Manifest:
@@ -161,7 +185,6 @@ def _listed(error: ValidationError) -> str:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    """The names in the file, which stay whatever becomes of those in the code; `_from_json` reads the same."""
     return {
         "format": FORMAT,
         "npu_runner": __version__,
@@ -180,67 +203,55 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-class _Fields(BaseModel):
-    """The types of what is read, in a file that somebody may have edited."""
-
-    # pydantic before 2.10 warns of every field named model_..., for each import.
-    model_config = ConfigDict(strict=True, protected_namespaces=())
+_FILE = TypeAdapter(Manifest)
 
 
-class _Change(_Fields):
-    name: str
+class StateFile:
+    """The state beside `output`. Without an output file it lasts as long as the job."""
+
+    def __init__(self, output: Path | None):
+        self._output = output
+        self.manifest: Manifest | None = None
+        self.runs = Runs()
+        """The runs that the state has."""
+        self.is_begun = False
+        """This run has begun to write."""
+        self._is_loaded = False
+
+    def load(self) -> None:
+        """Read what earlier runs have left, once. Raises ConfigError where that is no state."""
+        if self._output is not None and not self._is_loaded:
+            self.manifest, self.runs = read_state(self._output)
+            self._is_loaded = True
+
+    def clear(self) -> None:
+        """The file is removed with the output that it belongs to."""
+        self.manifest, self.runs = None, Runs()
+
+    def save(self, manifest: Manifest, file_errors: FileErrors = clear_file_errors) -> None:
+        """Have this state on disk from here on. Older files, which it takes the place of, go after it."""
+        if self._output is not None:
+            manifest.save(self._output, earlier=self.manifest, file_errors=file_errors)
+            if not self.is_begun:
+                remove_older_files(self._output)
+        self.manifest, self.runs, self.is_begun = manifest, manifest.runs, True
+
+    def update(self, **changes: Any) -> None:
+        """Replace these fields of the state, once the run has begun to write. Raises JobError."""
+        if self.manifest is not None and self.is_begun:
+            changed = replace(self.manifest, **changes)
+            if changed != self.manifest:
+                self.save(changed, late_file_errors)
 
 
-class _Input(_Fields):
-    num_bytes: int
-    blake2b: str
-
-
-class _Suspicion(_Fields):
-    num_deaths: int
-    code: str | None
-    message: str
-
-
-class _File(_Fields):
-    created: int
-    model_name: str
-    model_files: dict[str, str]
-    weights: dict[str, str] = {}
-    settings: dict[str, Any]
-    input: _Input
-    error_file: str | None = None
-    changes: list[_Change] = []
-    retry: list[str] = []
-    suspects: dict[str, _Suspicion] = {}
-    runs: list[Any] = []
-
-    @model_validator(mode="after")
-    def _has_numbers(self) -> _File:
-        for name in _NUMBERS & self.settings.keys():
-            if not str(self.settings[name]).isdecimal():
-                raise ValueError(f"setting {name}: {self.settings[name]!r} is not a number")
-        return self
-
-
-def _from_json(fields: dict[str, Any]) -> Manifest:
-    _File.model_validate(fields)
-    return Manifest(
-        created=fields["created"],
-        model_name=fields["model_name"],
-        model_files=fields["model_files"],
-        weights=fields.get("weights", {}),
-        settings=fields["settings"],
-        input=identity_from_json(fields["input"]),
-        error_file=fields.get("error_file"),
-        changes=tuple(fields.get("changes", ())),
-        retry=Flaw.parse(fields.get("retry", ())),
-        suspects={name: Suspicion(**row) for name, row in fields.get("suspects", {}).items()},
-        runs=Runs.from_json(fields.get("runs", ()), fields.get("older_runs")))
+def read_state(output: Path) -> tuple[Manifest | None, Runs]:
+    """The state, and the runs that it has. Those of an older version may be there before there is a manifest."""
+    manifest = Manifest.load(output)
+    return manifest, read_older_runs(output, has_manifest=False) if manifest is None else manifest.runs
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Every name whose value changed, with both values."""
+    """The settings whose values differ."""
     names = sorted(earlier.keys() | now.keys())
     changes = [SettingChange(name, earlier.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names]
     # Through JSON, because one side has been there: tuples are lists, keys are strings.
@@ -260,3 +271,54 @@ def start_time() -> int:
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+# -- formats 1 to 3: they are read until a run begins to write; the manifest then has what they say -------------------
+
+
+def read_older_runs(output: Path, *, has_manifest: bool) -> Runs:
+    """The last whole line of each run. Without a manifest no run of this output has served a row: runs that have were
+    of another output of that name.
+
+    Raises ConfigError for a file of whole lines none of which is a run's: no job has left it so.
+    """
+    path = runs_path(output)
+    with clear_file_errors(f"record of runs {path}"):
+        # What follows the last line end is torn.
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    found: list[Any] = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line, parse_constant=_refuse))
+    # A run that ended has no later line.
+    runs = Runs.from_json(found)
+    if lines and not runs.last:
+        raise ConfigError(f"record of runs {path}: no line of it can be read, so no job has left it so; move it away, "
+                          "and earlier runs are not counted")
+    return Runs(tuple(run for run in runs.last if has_manifest or not has_served(run)), runs.older)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def read_older_suspects(output: Path) -> dict[str, Suspicion]:
+    """The rows under suspicion, by custom_id."""
+    path = suspects_path(output)
+    try:
+        with clear_file_errors(f"suspects {path}"):
+            if not path.exists():
+                return {}
+            fields = json.loads(path.read_bytes())
+        if fields["format"] != 1:
+            raise ValueError("it is of another version of this program")
+        return {str(name): Suspicion(**row) for name, row in fields["rows"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"suspects {path}: cannot be read ({error}); without it all rows run together") from error
+
+
+def remove_older_files(output: Path) -> None:
+    """Once the manifest that has what they say is on disk."""
+    for path in (runs_path(output), suspects_path(output)):
+        with clear_file_errors(str(path)):
+            path.unlink(missing_ok=True)

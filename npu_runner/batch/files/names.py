@@ -1,4 +1,4 @@
-"""The names of what a job keeps beside the files it was given: one table. Knows nothing of what is in them."""
+"""The names of the files that a job keeps beside those it was given: one table. Knows nothing of their content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ new_version_path = _beside(".new", ".")
 
 
 def own_files(option: str, file: Path) -> dict[Path, str]:
-    """What a job makes beside the file that this option names, and what each is called."""
+    """The files that a job makes beside the file of this option, each with its name in messages."""
     found = {new_version_path(file): "next version"}
     if option in ("output", "error_file"):
         found[lock_path(file)] = "lock"

@@ -10,7 +10,7 @@ import stat
 import time
 from pathlib import Path
 
-from npu_runner.batch.files.durable import clear_file_errors, explain_file_error
+from npu_runner.batch.files.durable import clear_file_errors, explain_file_error, is_at
 from npu_runner.batch.files.names import lock_path
 from npu_runner.errors import ConfigError
 
@@ -48,7 +48,7 @@ class OutputLock:
                     f"output {self._output}: another job (pid {holder}) is writing it; wait or choose another output"
                 ) from None
             # The holder before us may have removed the file between our open and our lock.
-            if _is_still_there(self._path, descriptor):
+            if is_at(descriptor, self._path):
                 self._descriptor = descriptor
             else:
                 os.close(descriptor)
@@ -113,10 +113,3 @@ def _open_lock(path: Path) -> int:
 
 def _no_lock(path: Path) -> ConfigError:
     return ConfigError(f"lock {path}: is a link, or no file, so no job has made it; remove it, or choose another name")
-
-
-def _is_still_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

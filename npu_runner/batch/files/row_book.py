@@ -1,19 +1,126 @@
-"""The rows that are to be served, by their index: where each lies, cut into runs for the replicas.
+"""The rows of an input where they lie: one pass over the file finds them, workers and replicas read them.
 
 In columns, so that a million rows cost no million objects. Knows nothing of what is in a row.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from npu_runner.batch.files.durable import late_file_errors
-from npu_runner.batch.files.input_file import InputScan, RowFile
-from npu_runner.batch.rows.input_row import row_key
-from npu_runner.serving.replica import NUM_BYTES, START, RawRow, RowRun
+from npu_runner.batch.files.input_identity import InputIdentity
+from npu_runner.batch.rows.input_row import CHECKSUM_BYTES, KEY_BYTES, RowSource, row_key
+from npu_runner.batch.rows.shape import PIECE_BYTES
+from npu_runner.errors import JobError
+from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
+
+
+@dataclass(frozen=True)
+class InputScan:
+    """The result of one pass over the input. `keys`: 16 bytes per row, in order; `lines`: the line of each row, from 1.
+
+    `starts` and `sizes`: each row's bytes in the file, its line end included; `checksums`: their checksums.
+    """
+
+    keys: np.ndarray
+    lines: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    checksums: np.ndarray
+    identity: InputIdentity
+    continues_earlier: bool
+    """It begins with the whole of the earlier input, byte for byte."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.keys)
+
+    # R rows of a run
+    def run(self, numbers_R: np.ndarray, places_R: np.ndarray) -> RowRun:
+        """The rows at these places in the order, under these numbers."""
+        table_R4 = np.empty((len(places_R), 4), dtype=np.uint64)
+        table_R4[:, INDEX] = numbers_R
+        table_R4[:, LINE] = self.lines[places_R]
+        table_R4[:, START] = self.starts[places_R]
+        table_R4[:, NUM_BYTES] = self.sizes[places_R]
+        return RowRun(table_R4=table_R4, checksums=self.checksums[places_R].tobytes())
+
+
+def keys_array(keys: bytes | bytearray) -> np.ndarray:
+    """Concatenated keys as a sortable array."""
+    return np.frombuffer(keys, dtype=f"S{KEY_BYTES}")
+
+
+@dataclass(frozen=True)
+class RowFile(RowSource):
+    """Reads rows through an open descriptor, which worker processes inherit; the file may have no name any more."""
+
+    descriptor: int
+    file_name: str
+    is_unpacked: bool = False
+    """It was compressed: the rows' places are in what was unpacked of it, not in the file of that name."""
+
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
+        """The row's bytes in pieces. Raises JobError, at the last of them, when they are not what they were."""
+        position, end = row.start, row.start + row.num_bytes
+        checksum = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        while position < end:
+            with late_file_errors(f"input {self.file_name}"):
+                piece = os.pread(self.descriptor, min(PIECE_BYTES, end - position), position)
+            checksum.update(piece)
+            position += len(piece) or end
+            if position >= end and checksum.digest() != row.checksum:
+                raise input_changed(self.file_name, f"line {row.line} is not what it was")
+            yield piece
+
+
+@dataclass(frozen=True)
+class CarriedRows(RowSource):
+    """Rows that have their bytes with them. `file_name`: what the input is called where it lies."""
+
+    file_name: str
+
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
+        data = self.read(row)
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+
+    def read(self, row: RawRow) -> bytes:
+        assert row.data is not None, f"line {row.line} came without its bytes"
+        if hashlib.blake2b(row.data, digest_size=CHECKSUM_BYTES).digest() != row.checksum:
+            raise input_changed(self.file_name, f"line {row.line} is not what it was")
+        return row.data
+
+
+@dataclass(frozen=True)
+class SharedFile(RowSource):
+    """An input that a replica sees under the same path. It is opened for each row.
+
+    A file that was put in its place, or changed, is known by the checksums of its rows.
+    """
+
+    path: str
+    num_bytes: int = 0
+    """Its size on the driver's host."""
+
+    def pieces(self, row: RawRow) -> Iterator[bytes]:
+        with late_file_errors(f"input {self.path}"):
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield from RowFile(descriptor, self.path).pieces(row)
+        finally:
+            os.close(descriptor)
+
+
+def input_changed(file_name: str, how: str) -> JobError:
+    return JobError(
+        f"input {file_name}: was changed while the job ran: {how}. Answers in the output belong to the rows as they "
+        "were at its start; restore the file and run the same command again (only adding rows at its end is allowed)")
 
 
 class RowBook:

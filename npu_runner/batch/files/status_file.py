@@ -1,7 +1,7 @@
-"""`<output>.status.json`: the run under way, for people who look from outside and for the next run.
+"""`<output>.status.json`: the run under way, for a view from outside and for the next run.
 
 It is replaced every other second: whole whenever it is read, and never synced, so a power cut may leave an empty one.
-A status that cannot be written is said once, and the job goes on. Knows nothing of where the figures come from.
+A failure to write it is reported once, and the job goes on. Knows nothing of where the figures come from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Part(BaseModel):
-    """What a later version adds is read over."""
+    """A part of the status. Fields that a later version adds are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -52,7 +52,7 @@ class Moment(_Part):
     clock: Number
     """Seconds since the boot, suspensions of the host included."""
     time: Number
-    """Unix time."""
+    """Seconds since the epoch of Unix."""
 
     @classmethod
     def now(cls) -> Moment:
@@ -65,10 +65,10 @@ class Moment(_Part):
 
 
 class Rows(_Part):
-    """Of all runs, as far as they are on disk."""
+    """The rows of all runs, as far as they are on disk."""
 
     total: Count | None
-    """Of the input; None: it was not read yet."""
+    """Rows of the input; None: it was not read yet."""
     answered: Count
     failed: Count
     cut_off: Count
@@ -86,7 +86,7 @@ class Rows(_Part):
 
 
 class Pace(_Part):
-    """Of this run alone, by the monotonic clock."""
+    """The speed of this run alone, by the monotonic clock."""
 
     rows: Count
     """Finished by this run."""
@@ -100,7 +100,7 @@ class Pace(_Part):
 
 
 class Tokens(_Part):
-    """Of this run alone."""
+    """The tokens of this run alone."""
 
     prompt: Count
     completion: Count
@@ -109,7 +109,7 @@ class Tokens(_Part):
 
 
 class Engines(_Part):
-    """Of all replicas together: counters since their start, and gauges of the moment."""
+    """All engines together: counters since their start, and gauges of the moment."""
 
     running: Count
     waiting: Count
@@ -131,12 +131,12 @@ class ReplicaStatus(_Part):
 
 
 class Status(_Part):
-    """How a run of a job gets on, or how it has ended."""
+    """The progress of a run, or its end."""
 
     format: Literal[1] = 1
     run: Text
     last_recorded: Text | None
-    """The last run that the state beside it has, mostly this one. So a status of another output is known."""
+    """The last run that the state beside it has, mostly this one. It tells the status of another output."""
     npu_runner: Text
     pid: Count
     """The same as in the lock."""
@@ -144,7 +144,7 @@ class Status(_Part):
     updated: Moment
     phase: Phase
     doing: Text | None
-    """While it loads: what exactly."""
+    """The step of the load."""
     end: Text | None
     """FINISHED, INTERRUPTED or its error; None: it goes on, or was killed."""
     exit_status: Count | None
@@ -155,7 +155,7 @@ class Status(_Part):
     engines: Engines
     replicas: list[ReplicaStatus]
     report: Any = None
-    """Versions before 0.6 told of reports here."""
+    """Versions before 0.6 listed reports here."""
     runs: list[Any] = []
     """The figures of this run, behind those of earlier runs that the state does not have."""
 
@@ -165,7 +165,7 @@ class Status(_Part):
 
 
 def printable(text: str) -> str:
-    """As a status has it: errors name files, whose names may be no UTF-8."""
+    """Text for a status: errors name files, whose names may be no UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -192,7 +192,7 @@ class LiveFile:
             self._before = path.read_bytes() if path.is_file() else None
 
     def write(self, data: bytes) -> None:
-        """The first failure is said, and none is raised."""
+        """Raises nothing; the first failure is reported."""
         try:
             with replacing(self._path, is_synced=False) as file:
                 file.write(data)
@@ -200,7 +200,6 @@ class LiveFile:
             self._report(error)
 
     def put_back(self) -> None:
-        """As it was before."""
         if self._before is not None:
             self.write(self._before)
             return

@@ -1,25 +1,147 @@
-"""The runs of a job, from the first look at its output to the end of this run.
+"""This run of a job in figures, and its place among the runs of the output.
 
 Runs are in the state once a run has begun to write. Until then they are in the status: this run, and those before it
-that were killed while they loaded or whose last figures the state does not have. Knows nothing of how rows are served.
+that were killed while they loaded or whose last figures the state does not have. Knows nothing of how rows are served,
+or of how figures are shown.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_runner.batch.files.place import Place
+from npu_runner import __version__
+from npu_runner.batch.files.manifest import StateFile
 from npu_runner.batch.files.runs import FINISHED, INTERRUPTED, Run, Runs
-from npu_runner.batch.files.state_file import StateFile
 from npu_runner.batch.files.status_file import Status, printable, read_status
 from npu_runner.batch.job.signals import Interrupted
-from npu_runner.batch.job.summary import JobSummary, Totals
+from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
-from npu_runner.errors import ConfigError, JobError, NpuRunnerError
+from npu_runner.errors import ConfigError, JobError, NpuRunnerError, TooManyFailuresError
+from npu_runner.request.outputs import EngineStats
+from npu_runner.serving.replica import ReplicaStats
+from npu_runner.serving.replicas.replica_state import ReplicaState
+
+
+@dataclass(kw_only=True)
+class JobSummary:
+    """The progress and result of one run of a job, filled in as it proceeds. Only rows in the output count."""
+
+    num_rows: int | None = None
+    """Rows of the input; None: nothing was planned yet."""
+    num_resumed: int = 0
+    """Rows that earlier runs had finished."""
+    kept: Counts = field(default_factory=Counts)
+    """Rows of earlier runs that stay as they are."""
+    tally: Counts = field(default_factory=Counts)
+    """Rows of this run."""
+    all_stats: ReplicaStats = field(default_factory=ReplicaStats)
+    """The figures of all replicas together."""
+    replicas: tuple[ReplicaState, ...] = ()
+    """The replicas one by one, where there are several."""
+    num_workers: int = 0
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase of the first engine that was ready; the rest of `start_seconds` came before the model."""
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    started_at: float = field(default_factory=time.time)
+    """Unix time; the others are of the monotonic clock."""
+    started: float = field(default_factory=time.monotonic)
+    serve_began: float | None = None
+    serve_ended: float | None = None
+    platform: str | None = None
+    num_devices: int = 0
+    """Devices that the replicas held at the last `add_device_time`."""
+    device_seconds: float = 0.0
+    """The seconds of the start and of serving, times the devices."""
+    is_interrupted: bool = False
+    silence: str | None = None
+    """Why progress went quiet before the end; None: it did not."""
+    error: NpuRunnerError | None = None
+    """The error that ended the run early, or that kept it from sorting its output."""
+    end: str | None = None
+    """FINISHED, INTERRUPTED or the error; None: the run goes on."""
+    _held_since: float | None = None
+
+    @property
+    def rows(self) -> Counts:
+        """The rows of all runs that are in the output."""
+        return self.kept + self.tally
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.all_stats.engine
+
+    @property
+    def start_seconds(self) -> float:
+        """Reading the input and loading the model, while preprocessing begins."""
+        return (self.serve_began or time.monotonic()) - self.started
+
+    @property
+    def serve_seconds(self) -> float:
+        """From when the model stood ready to the last row."""
+        return 0.0 if self.serve_began is None else (self.serve_ended or time.monotonic()) - self.serve_began
+
+    @property
+    def num_unfinished(self) -> int:
+        assert self.num_rows is not None, "no work was planned yet"
+        return self.num_rows - self.num_resumed - self.tally.num_done
+
+    @property
+    def is_cut_short(self) -> bool:
+        return self.num_unfinished > 0
+
+    @property
+    def exit_status(self) -> int:
+        """0 all rows answered, 3 finished with failed rows, 1 ended early, 2 ended by what a setting must mend, 4 ended
+        early because too many rows failed."""
+        if isinstance(self.error, TooManyFailuresError):
+            return 4
+        if isinstance(self.error, ConfigError):
+            return 2
+        if self.is_interrupted or self.error is not None:
+            return 1
+        return 3 if self.rows.num_failed else 0
+
+    def add_device_time(self, num_devices: int) -> None:
+        """Count the time since the last call, or since the run began, for this number of devices."""
+        now = time.monotonic()
+        self.device_seconds += (now - (self._held_since or self.started)) * num_devices
+        self.num_devices, self._held_since = num_devices, now
+
+    def is_worth_reporting(self, error: NpuRunnerError) -> bool:
+        """A refused setting (exit status 2) changed nothing, and the summary of an earlier run is still true."""
+        return self.num_rows is not None and (self.serve_began is not None or not isinstance(error, ConfigError))
+
+    def to_run(self) -> Run:
+        """The figures that are added over runs."""
+        stats = self.stats
+        seconds = {
+            "start": self.start_seconds,
+            "serve": self.serve_seconds,
+            "device": self.device_seconds,
+            "prefill": stats.prefill_seconds,
+            "decode": stats.decode_seconds,
+            "preprocessing_wait": self.all_stats.wait_seconds,
+        }
+        drafts = {"draft_proposed": stats.num_draft_tokens, "draft_accepted": stats.num_accepted_tokens}
+        return {
+            "run": self.run_id,
+            "started": int(self.started_at),
+            "npu_runner": __version__,
+            "platform": self.platform,
+            "devices": self.num_devices,
+            "rows": self.num_rows,
+            "end": self.end,
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "computed": {"prefill": stats.num_prefill_tokens, "decode": stats.num_decode_tokens,
+                         **(drafts if stats.num_drafts else {})},
+            "tally": self.tally.to_json(),
+        }
 
 
 class JobHistory:
@@ -63,6 +185,11 @@ class JobHistory:
         return self._earlier.with_runs(self._this_run)
 
     @property
+    def has_earlier(self) -> bool:
+        """Another run has worked on the output before."""
+        return len(self._earlier) > 0 or self._summary.num_resumed > 0
+
+    @property
     def _this_run(self) -> list[Run]:
         return [self._final or self._summary.to_run()] if self.is_counted else []
 
@@ -83,7 +210,7 @@ class JobHistory:
             yield
         except (NpuRunnerError, Interrupted) as error:
             self._summary.end = INTERRUPTED if isinstance(error, Interrupted) else printable(str(error))
-            is_refused = isinstance(error, NpuRunnerError) and not self._summary.is_worth_saying(error)
+            is_refused = isinstance(error, NpuRunnerError) and not self._summary.is_worth_reporting(error)
             self.is_counted &= self._state.is_begun or not is_refused
             try:
                 self._save()
@@ -102,17 +229,3 @@ class JobHistory:
         self._final = self._summary.to_run()
         over: dict[str, Any] = {"retry": Flaw(0), "suspects": {}} if self.is_complete else {}
         self._state.update(runs=self.runs, **over)
-
-    def totals(self, output: str) -> Totals:
-        return Totals(output=output, num_rows=self._summary.num_rows, rows=self._summary.rows, runs=self.runs)
-
-    def lines(self, output: str) -> list[str]:
-        """The line of all runs together; empty for the first run of an output."""
-        is_first = not len(self._earlier) and not self._summary.num_resumed
-        return [] if is_first else [self.totals(output).to_line()]
-
-    def write(self, place: Place, output: str) -> None:
-        """Write --summary's file. Raises JobError."""
-        with place.writing() as file:
-            told = {**self.totals(output).to_json(), "this_run": self._summary.to_json()}
-            file.write(json.dumps(told, indent=2).encode() + b"\n")

@@ -1,10 +1,10 @@
-"""What made an output, held against what would go on with it: model, settings, input. Knows nothing of serving."""
+"""Compares model, settings and input of an output with those of the run that continues it. Knows nothing of serving."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from npu_runner.batch.files.destination import Destination
-from npu_runner.batch.files.input_file import InputFile, InputScan
-from npu_runner.batch.files.input_identity import InputIdentity, RowChange, first_change
-from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences, start_time
+from npu_runner.batch.files.input_file import InputFile
+from npu_runner.batch.files.input_identity import RowChange, first_change
+from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences
+from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts
 
 _LENGTH = "max_model_len"
+CheckSettings = Callable[[Mapping[str, Any]], None]
 
 
 def refuse_another_model(destination: Destination, model_files: Mapping[str, str]) -> None:
@@ -45,7 +47,7 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
     assert now is not None, "a scan has records of its rows"
     if known is None:
         what = ("rows may be added at its end, not changed: the version that began the output kept no digests of rows, "
-                "so nobody knows which of them were")
+                "so changed rows cannot be found")
     else:
         may_change = ~destination.finished(rows) & bool(retry)
         change = first_change(known, now, may_change, rows.lines, may_be_named=Flaw.ERRORS in retry)
@@ -57,7 +59,6 @@ def refuse_another_input(destination: Destination, file: InputFile, rows: InputS
 
 
 def _changed_row(destination: Destination, file: InputFile, rows: InputScan, change: RowChange) -> str:
-    """Which row it is, and what may be done about it."""
     here = change.place_now
     custom_id = destination.custom_id(change.name)
     if here is not None:
@@ -97,36 +98,34 @@ def config_to_go_on_with(config: RunnerConfig, earlier: Manifest | None) -> Runn
 
 
 @contextmanager
-def loading(given: RunnerConfig, taken: RunnerConfig, destination: Destination) -> Iterator[None]:
-    """What a want of memory means for this output. `taken`: what became of the `given` settings above."""
+def explain_memory(given: RunnerConfig, continued: RunnerConfig, destination: Destination) -> Iterator[None]:
+    """Tell a user who runs out of memory about this output's length. `continued`: the `given` settings after
+    `config_to_go_on_with`."""
     try:
         yield
     except OutOfMemoryError as error:
-        if taken.max_model_len == given.max_model_len:
+        if continued.max_model_len == given.max_model_len:
             raise
         raise OutOfMemoryError(
-            f"output {destination.name} was begun with {_LENGTH} {taken.max_model_len} and goes on with no other: free "
-            f"memory, --overwrite to start afresh with what fits now, or go on knowingly with a shorter one and "
+            f"output {destination.name} was begun with {_LENGTH} {continued.max_model_len} and goes on with no other: "
+            f"free memory, --overwrite to start afresh with what fits now, or go on knowingly with a shorter one and "
             f"--accept-changed {_LENGTH}. {error}") from error
 
 
-def manifest_of(destination: Destination, facts: ReplicaFacts, *, model_name: str, model_files: dict[str, str],
-                weights: dict[str, str], input: InputIdentity, accept: Collection[str] = (),
+def manifest_of(destination: Destination, new: Manifest, facts: ReplicaFacts, *, accept: Collection[str] = (),
                 is_retry: bool = False) -> Manifest:
-    """The manifest of this output: the earlier one, and what may have changed since (`accepted_changes`)."""
+    """The manifest of this output: the earlier one with `accepted_changes`, or `new`, with the settings of `facts`."""
     settings = json.loads(json.dumps(dict(facts.settings)))
-    if facts.weights is not None and (changes := differences({**model_files, **weights}, dict(facts.weights))):
+    if facts.weights is not None and (changes := differences({**new.model_files, **new.weights}, dict(facts.weights))):
         raise ConfigError(f"the replicas have loaded another model than this host sees: {_listed(changes)}")
     earlier = destination.earlier
     if earlier is None or not earlier.has_served:
-        return Manifest(
-            created=start_time(), model_name=model_name, model_files=model_files, weights=weights, settings=settings,
-            input=input)
+        return replace(new, settings=settings)
     if earlier.weights:
-        _refuse_model(destination, _changed_files(earlier.weights, weights))
+        _refuse_model(destination, _changed_files(earlier.weights, new.weights))
     changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, is_retry=is_retry)
     _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
-    return replace(earlier, input=input).changed(_with_decoders(settings, earlier.settings), changes)
+    return earlier.with_input(new.input).changed(_with_decoders(settings, earlier.settings), changes)
 
 
 def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str],
@@ -164,13 +163,10 @@ def _with_decoders(settings: Mapping[str, Any], others: Mapping[str, Any]) -> di
     return {**settings, DECODERS: decoders} if decoders else dict(settings)
 
 
-def manifest_without_model(destination: Destination, *, model_name: str, model_files: dict[str, str],
-                           input: InputIdentity) -> Manifest:
-    """For an input without a row to answer: no model is loaded."""
+def manifest_without_model(destination: Destination, new: Manifest) -> Manifest:
+    """The same where no model is loaded."""
     earlier = destination.earlier
-    if earlier is not None and earlier.has_served:
-        return earlier.with_input(input)
-    return Manifest(created=start_time(), model_name=model_name, model_files=model_files, settings={}, input=input)
+    return earlier.with_input(new.input) if earlier is not None and earlier.has_served else new
 
 
 def _refuse_model(destination: Destination, changes: list[SettingChange]) -> None:

@@ -1,4 +1,4 @@
-"""Every option of a batch job, checked once. Knows nothing of how the job goes about it."""
+"""Every option of a batch job, checked once. Knows nothing of the job itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FailureLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """What one batch job reads and writes, and how. Model settings are RunnerConfig's."""
+    """The options of one batch job. Model settings are RunnerConfig's."""
 
     input: str = field(metadata={"short": "-i", "values": "FILE", "file": READ})
     """JSONL file of OpenAI batch rows; - reads standard input."""

@@ -1,6 +1,6 @@
-"""Shows how a job gets on: a bar on a terminal, a plain line now and then elsewhere. Writes to stderr only.
+"""Shows the progress of a job: a bar on a terminal, a plain line now and then elsewhere. Writes to stderr only.
 
-Where nobody can read that any more it goes quiet. Knows nothing of the engine beyond its counters.
+Once stderr cannot be written it goes quiet. Knows nothing of the engine beyond its counters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{rema
 
 
 class Progress:
-    """Call `update` as often as you like; it draws when it is time to."""
+    """`update` may be called at any rate; it shows something when enough time has passed."""
 
     def __init__(self, style: str = "auto", stream: TextIO | PatientStream | None = None):
         self._stream = patient(sys.stderr if stream is None else stream)
@@ -39,7 +39,7 @@ class Progress:
         self._last_counts = (0, 0, 0)
 
     def loading(self, phase: str) -> None:
-        """What the model does before it is ready: on a terminal at once, elsewhere a line now and then."""
+        """Show the phase of the load: on a terminal at once, elsewhere a line now and then."""
         if self._style == "bar":
             self._bar = loading_line(self._out) if self._bar is None else self._bar
             self._bar.set_description_str(phase)
@@ -49,19 +49,18 @@ class Progress:
 
     @property
     def silence(self) -> str | None:
-        """Why it has gone quiet; None: whatever was to be shown was written."""
+        """The reason why it went quiet; None: everything was written."""
         return self._stream.silence
 
     def say(self, message: str, *, is_last: bool = False) -> None:
-        """A line for the person who watches. `is_last`: it tells how the job has ended, also where no progress is
-        shown."""
+        """Print a line. `is_last`: it reports the end of the job, also where no progress is shown."""
         if self._bar is not None:
             self._bar.write(message, file=self._out)
         elif is_last or self._style != "off":
             print(message, file=self._out, flush=True)
 
     def start(self, num_rows: int, num_before: int) -> None:
-        """Serving begins; `num_before` of the rows are finished already."""
+        """Rows are served from now on; `num_before` of them are finished already."""
         self._num_rows, self._num_before = num_rows, num_before
         self._start_time = self._last_time = time.monotonic()
         if self._style == "bar":
@@ -71,7 +70,7 @@ class Progress:
                 bar_format=_BAR_FORMAT)
 
     def update(self, tally: Counts, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:
-        """Draw if enough time has passed since the last drawing."""
+        """Show the counts if enough time has passed since the last time."""
         now = time.monotonic()
         elapsed = now - self._last_time
         if self._style == "off" or (elapsed < self._interval and not is_last):
@@ -84,12 +83,12 @@ class Progress:
                  f"prefill {rates[1]:.0f} tok/s", f"{stats.num_running} running", f"{stats.num_waiting} waiting"]
         if self._bar is not None:
             self._bar.n = self._num_before + tally.num_done
-            _draw(self._bar, state)
+            _show_state(self._bar, state)
         else:
             self.say(", ".join([*self._pace(tally, stats, now - self._start_time, rates[0]), *state]))
 
     def _pace(self, tally: Counts, stats: EngineStats, seconds: float, rate_lately: float) -> list[str]:
-        """How far it is and how fast: the rate over all of this run says how long the rest takes."""
+        # The time left follows from the rate over all of this run.
         num_done = tally.num_done
         rows = f"{self._num_before + num_done}/{self._num_rows} rows"
         if not num_done and stats.num_running:
@@ -104,10 +103,10 @@ class Progress:
             self._bar = None
 
 
-def _draw(bar: tqdm, state: list[str]) -> None:
-    """With as much of `state` as the terminal's width has room for, the first of it first; no entry is cut."""
-    drawn = bar.format_dict
-    while state and drawn["ncols"] is not None and drawn["ncols"] < len(
-        tqdm.format_meter(**{**drawn, "ncols": None, "postfix": ", ".join(state)})):
+def _show_state(bar: tqdm, state: list[str]) -> None:
+    """Show the first entries of `state` that fit into the terminal's width; no entry is cut."""
+    shown = bar.format_dict
+    while state and shown["ncols"] is not None and shown["ncols"] < len(
+        tqdm.format_meter(**{**shown, "ncols": None, "postfix": ", ".join(state)})):
         state = state[:-1]
     bar.set_postfix_str(", ".join(state))

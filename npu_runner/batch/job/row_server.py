@@ -6,14 +6,18 @@ It works in the driver's thread, or in a process of its own. Knows nothing of fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import npu_runner
+from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
+from npu_runner.batch.files.row_book import RowBook, RowFile
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
@@ -30,9 +34,13 @@ from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 from npu_runner.serving.endpoint import Endpoint, Prepared
+from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
 from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure
+
+_IDLE_SECONDS = 0.2
+_MAX_BYTES_IN_MEMORY = 64 << 20
 
 
 class CheckpointSide:
@@ -62,7 +70,7 @@ class CheckpointSide:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """What it takes to make a RowServer. Picklable as far as `open_model` and `source` are."""
+    """The plan of a RowServer. Picklable as far as `open_model` and `source` are."""
 
     config: RunnerConfig
     source: RowSource
@@ -79,11 +87,11 @@ class ServerPlan:
     """Threads that hash the weights while they load, for a server that sees another folder than the driver; 0: none."""
 
 
-def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSource, num_workers: int,
+def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
                 open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
-                inherited: tuple[int, ...] = ()) -> ServerPlan:
-    """A plan for a replica of a job. `num_workers`: its preprocessing workers. Raises ConfigError for a response_schema
-    that cannot be served."""
+                num_workers: int | None = None) -> ServerPlan:
+    """A plan for a replica of a job. `num_workers`: its preprocessing workers; None: as many as this host's cores
+    allow. Raises ConfigError for a response_schema that cannot be served."""
     folder = options.allowed_media_dir
     if options.response_schema is not None:
         config = config.replace(prepare_structured_outputs=True)
@@ -94,7 +102,7 @@ def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSourc
             allowed_dir=None if folder is None else folder.resolve(),
             max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes),
         limits=PoolLimits(
-            num_workers=num_workers,
+            num_workers=options.workers.num_workers(num_cpus()) if num_workers is None else num_workers,
             task_timeout_seconds=options.workers.preprocessing_timeout,
             worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
@@ -103,7 +111,7 @@ def server_plan(config: RunnerConfig, *, options: BatchOptions, source: RowSourc
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
         open_model=open_model,
-        inherited=inherited,
+        inherited=(source.descriptor,) if isinstance(source, RowFile) else (),
     )
 
 
@@ -112,42 +120,13 @@ def num_rows_ahead(plan: ServerPlan) -> int:
     return plan.limits.max_ready + 2 * plan.limits.num_workers
 
 
-class RowAnswers:
-    """Writes the output's line of each row. `stamp` is set when the job begins."""
-
-    def __init__(self) -> None:
-        self.stamp: JobStamp | None = None
-
-    def __call__(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        error = self._error_of(prepared.form, result)
-        if error is not None:
-            data = error_row(error, custom_id=prepared.name, line=prepared.line)
-            return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
-        assert isinstance(result, RequestOutput), "it has no error"
-        assert self.stamp is not None, "no row is answered before the job begins"
-        assert prepared.name is not None, "only a row that cannot be served has no name"
-        rule = getattr(prepared.params, "structured_outputs", None)
-        has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
-        form: AnswerForm = prepared.form
-        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
-        data = answer_row(result, custom_id=prepared.name, form=form, stamp=self.stamp,
-                          is_unparsed=bool(counts.num_unparsed))
-        return FinishedRow(prepared.number, counts, data)
-
-    def _error_of(self, form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
-        if isinstance(result, RequestOutput):
-            return why_unanswered(result, form)
-        error = RowError(code=result.code, message=result.message, param=result.param,
-                         status_code=500 if isinstance(result, WorkerFailure) else 400)
-        return error if form is None else placed(error, form, result.prompt_index)
-
-
 class RowServer(InlineReplica):
     """Serves the rows of a job's input."""
 
     def __init__(self, plan: ServerPlan, name: str = "this process"):
         super().__init__(name)
-        self._answers = RowAnswers()
+        self._stamp: JobStamp | None = None
+        """Known when the job begins."""
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
 
@@ -157,7 +136,7 @@ class RowServer(InlineReplica):
         if self._plan.answer_defaults.get("max_thinking_tokens") is not None:
             try:
                 self._model.processor.check_can_think()
-            except RequestError as error:  # nobody's request: an option
+            except RequestError as error:  # of an option
                 raise ConfigError(error.message) from error
         preprocessor = RowPreprocessor(
             source=self._plan.source,
@@ -167,16 +146,45 @@ class RowServer(InlineReplica):
             generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
             seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
-        self.endpoint = Endpoint(preprocessor, self._answers, self._plan.limits, self._plan.inherited,
+        self.endpoint = Endpoint(preprocessor, self._finish_row, self._plan.limits, self._plan.inherited,
                                  failed=preprocessor.failed)
         self._open.callback(self.endpoint.pool.close)
 
     def begin(self, terms: JobStamp) -> None:
-        self._answers.stamp = terms
+        self._stamp = terms
         super().begin(terms)
 
     def submit(self, run: RowRun) -> None:
         self.endpoint.submit(run.rows())
+
+    def _finish_row(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
+        error = _error_of(prepared.form, result)
+        if error is not None:
+            data = error_row(error, custom_id=prepared.name, line=prepared.line)
+            return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
+        assert isinstance(result, RequestOutput), "it has no error"
+        assert self._stamp is not None, "no row is answered before the job begins"
+        assert prepared.name is not None, "only a row that cannot be served has no name"
+        rule = getattr(prepared.params, "structured_outputs", None)
+        has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
+        form: AnswerForm = prepared.form
+        counts = Counts.from_answer(result, form.answer_of(result), form.expected, has_json_rule=has_json_rule)
+        data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
+                          is_unparsed=bool(counts.num_unparsed))
+        return FinishedRow(prepared.number, counts, data)
+
+    def prepare(self, book: RowBook) -> Iterator[Prepared]:
+        """All rows of `book`, in the order in which the workers are done, once the server was started."""
+        num_submitted = num_prepared = 0
+        while num_prepared < book.num_rows:
+            last = min(book.num_rows, num_prepared + self.num_rows_ahead)
+            if last > num_submitted:
+                self.submit(book.run(range(num_submitted, last)))
+                num_submitted = last
+            prepared = self.endpoint.next(_IDLE_SECONDS)
+            if prepared is not None:
+                num_prepared += 1
+                yield prepared
 
     def _load(self) -> ReplicaFacts:
         self._tell(Opened(self.known_settings()))
@@ -209,6 +217,38 @@ class RowServer(InlineReplica):
         }
 
 
+def _error_of(form: AnswerForm | None, result: RequestOutput | RequestError) -> RowError | None:
+    if isinstance(result, RequestOutput):
+        return why_unanswered(result, form)
+    error = RowError(code=result.code, message=result.message, param=result.param,
+                     status_code=500 if isinstance(result, WorkerFailure) else 400)
+    return error if form is None else placed(error, form, result.prompt_index)
+
+
+@contextmanager
+def all_refused(plan: ServerPlan, book: RowBook, check: Callable[[Mapping[str, Any]], None]
+                ) -> Iterator[Iterator[FinishedRow] | None]:
+    """The error rows, if preprocessing refuses all rows of `book`; None: it does not. No weights are loaded.
+
+    64 MiB of them are in memory, more in a nameless file. `check` is called with the settings that are known without
+    weights. Raises what it raises, and what a replica raises while it opens the checkpoint and prepares rows; JobError
+    when the disk is full.
+    """
+    with tempfile.SpooledTemporaryFile(_MAX_BYTES_IN_MEMORY) as file:
+        server = RowServer(plan)
+        with server:
+            server.start(lambda: None, lambda event: None)
+            check(server.known_settings())
+            for prepared in server.prepare(book):
+                if prepared.error is None:
+                    break
+                with late_file_errors(f"error rows in {tempfile.gettempdir()}", was_tried=False):
+                    pickle.dump(server.endpoint.finish(prepared, prepared.error), file)
+            is_one_fit = prepared.error is None
+        file.seek(0)
+        yield None if is_one_fit else (pickle.load(file) for _ in range(book.num_rows))
+
+
 # -- what a job asks of the answers of rows that say nothing else ------------------------------------------------------
 
 
@@ -217,23 +257,15 @@ def answer_defaults(options: BatchOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if options.response_schema is not None:
         found["structured_outputs"] = _read_schema(options.response_schema)
-    if options.max_thinking_tokens is not None:
-        found["max_thinking_tokens"] = options.max_thinking_tokens
-    return {**found, **_guards(options)}
-
-
-def _guards(options: BatchOptions) -> dict[str, Any]:
-    """What keeps answers from repeating themselves, as JSON has it."""
-    found: dict[str, Any] = {}
+    for name in ("max_thinking_tokens", "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
+        if (value := getattr(options, name)) not in (None, ()):
+            found[name] = list(value) if isinstance(value, tuple) else value
     try:
         if options.repetition_detection is not None:
             detection = RepetitionDetectionParams.of(options.repetition_detection)
             found["repetition_detection"] = dataclasses.asdict(detection)
-        for name in ("no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
-            if (value := getattr(options, name)) not in (None, ()):
-                found[name] = list(value) if isinstance(value, tuple) else value
         SamplingParams(**found)
-    except RequestError as error:  # nobody's request: an option
+    except RequestError as error:  # of an option
         raise ConfigError(error.message) from error
     return found
 

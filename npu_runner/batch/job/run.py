@@ -1,4 +1,4 @@
-"""The batch job from its first look at the files to its summary. Knows nothing of what is in a row or how it is served.
+"""The batch job from its first read of the files to its end. Knows nothing of rows' content or how they are served.
 
 Order matters: everything that can be refused is refused before the model is loaded, and nothing of an earlier run is
 changed before the model stands ready.
@@ -11,32 +11,34 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import numpy as np
-
-from npu_runner.batch.files.destination import Destination, Writers
-from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model, refuse_changed_files
-from npu_runner.batch.files.input_file import InputFile, InputScan
+from npu_runner.batch.files.answer_writer import Delivery
+from npu_runner.batch.files.destination import Destination
+from npu_runner.batch.files.fingerprint import (
+    WeightDigests,
+    fingerprint_model,
+    num_digest_threads,
+    refuse_changed_files,
+)
+from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
-from npu_runner.batch.files.row_book import RowBook
-from npu_runner.batch.files.suspects import Suspects
+from npu_runner.batch.files.place import Place, find_places, read_by
+from npu_runner.batch.files.row_book import InputScan, RowBook
+from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.job import manifest_check
-from npu_runner.batch.job.driver import Delivery, Driver, engine_stats
-from npu_runner.batch.job.history import JobHistory
+from npu_runner.batch.job.driver import Driver, stats_of
+from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
-from npu_runner.batch.job.places import Places, find_places
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.replica_plan import local_plan, num_present, planned_replicas
-from npu_runner.batch.job.row_server import CheckpointSide
-from npu_runner.batch.job.screening import RefusedRows
+from npu_runner.batch.job.replica_plan import num_present, planned_replicas
+from npu_runner.batch.job.row_server import CheckpointSide, all_refused, server_plan
 from npu_runner.batch.job.signals import Interrupted, StopSignals
-from npu_runner.batch.job.summary import JobSummary
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_response import JobStamp
@@ -48,45 +50,68 @@ from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
 
-_MAX_DIGEST_THREADS = 4
+_VIEWS = ("report", "summary", "metrics_file")
+_WRITTEN = ("output", "error_file", *_VIEWS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What is to do."""
+@dataclass(frozen=True)
+class Views:
+    """The views of a run that a command has: files that show each status, and a report of the end."""
 
-    rows: InputScan
-    wanted: np.ndarray
-    model_folder: Path
-    model_files: dict[str, str]
+    files: Mapping[Path, Callable[[Status], bytes]] = field(default_factory=dict)
+    end: Callable[[JobSummary, JobHistory, Progress], None] = lambda summary, history, progress: None
+
+
+def job_places(options: BatchOptions, config: RunnerConfig | None = None) -> dict[str, Place]:
+    """The places by their options, before anything starts. Raises ConfigError for a name that cannot be written.
+
+    `config`: the files that it names are no places to write to; None: no model is used.
+    """
+    named = [(option, getattr(options, option)) for option in _WRITTEN]
+    places = find_places(named, read_by(options, *([] if config is None else [config])))
+    is_stream = {option: place.is_stream for option, place in places.items()}
+    if is_stream.get("metrics_file"):
+        raise ConfigError(f"{places['metrics_file'].title}: is a stream, and it is replaced every other second; name a "
+                          "file")
+    if options.ordered and is_stream["output"]:
+        raise ConfigError(f"ordered: {places['output'].title} is a stream, whose rows go out as they finish and cannot "
+                          "be sorted afterwards; name a file as output, or leave --ordered out and sort what comes out "
+                          "by custom_id")
+    if "error_file" in places and is_stream["output"]:
+        raise ConfigError(f"{places['error_file'].title}: the output is a stream, and who resumes the one cannot "
+                          "resume the other; name a file as output, or leave it out")
+    if is_stream.get("error_file"):
+        raise ConfigError(f"{places['error_file'].title}: is no file; a stream cannot be resumed")
+    return places
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
-              open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
-              input: InputFile | None = None) -> JobSummary:
-    """Answer every row of the input that has no answer yet. Returns what was done, also when a signal cut it short.
+              open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide, input: InputFile | None = None,
+              views: Views = Views()) -> JobSummary:
+    """Answer every row of the input that has no answer yet. Returns its figures, also when a signal cut it short.
 
     Raises ConfigError for what has to be changed before it can work, JobError and EngineDeadError when the same
-    command may simply be run again. Of a job that ended so after its input was read there is a summary as well.
-    `open_model` stands in for a checkpoint and LLMEngine. `input`: the opened input, which stays open; None: it is
-    opened by its name.
+    command may simply be run again. `open_model` stands in for a checkpoint and LLMEngine. `input`: the opened input,
+    which stays open; None: it is opened by its name. `views.end` is called once, also before an error is raised, if the
+    input was read.
     """
-    if options.report is not None:
-        raise ConfigError("report: run_batch makes no report; call npu_runner.reports.report.run_batch_and_report")
+    for name in _VIEWS:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{name}: run_batch writes none; call npu_runner.reports.report.run_batch_and_report")
     start_time()  # raises ConfigError
-    places = find_places(options, config)
-    with StopSignals() as signals, _quiet_streams() as stderr, places.beside_the_answers():
+    places = job_places(options, config)
+    with StopSignals() as signals, _quiet_streams() as stderr:
         progress = Progress(options.progress, stderr)
-        job = _Job(config, options, places, progress, signals, open_model, input)
+        job = _Job(config, options, places, progress, signals, open_model, input, views)
         try:
             job.run()
         except NpuRunnerError as error:
-            if job.summary.is_worth_saying(error):
-                job.say_summary(error)
+            if job.summary.is_worth_reporting(error):
+                job.end(error)
             raise
         finally:
             progress.close()
-        return job.say_summary()
+        return job.end()
 
 
 @contextlib.contextmanager
@@ -97,236 +122,229 @@ def _quiet_streams() -> Iterator[PatientStream]:
 
 
 class _Job:
-    """`run` holds the output and does all of it, step by step; `summary` has what was done, wherever it ends."""
+    """`run` holds the output and does all of it, step by step; `summary` has the figures, wherever it ends."""
 
-    def __init__(self, config: RunnerConfig, options: BatchOptions, places: Places, progress: Progress,
+    _file: InputFile
+    _rows: InputScan
+    _book: RowBook
+    """The rows to be answered."""
+    _model_folder: Path
+    _new: Manifest
+    """The state if the output had no earlier runs."""
+
+    def __init__(self, config: RunnerConfig, options: BatchOptions, places: dict[str, Place], progress: Progress,
                  signals: StopSignals, open_model: Callable[[RunnerConfig], CheckpointSide],
-                 input: InputFile | None):
+                 input: InputFile | None, views: Views):
         self._config = config
         self._options = options
-        self._places = places
         self._progress = progress
         self._signals = signals
         self._open_model = open_model
         self._input = input
+        self._views = views
+        self._output = Destination(places["output"], overwrite=options.overwrite, errors=places.get("error_file"))
         self.summary = JobSummary()
-        self.history = JobHistory(self.summary, progress.say)
-        self.live = Live(self.summary, self.history, progress.say)
+        self._history = JobHistory(self.summary, progress.say)
+        self._live = Live(self.summary, self._history, progress.say)
         self._failure_limit = options.failure_limit
         self._fails_too_often = self._retries_errors = False
 
     def run(self) -> None:
-        """With the output locked: look, plan, answer."""
-        places, options = self._places, self._options
-        destination = Destination(places.output, overwrite=options.overwrite, errors=places.error_file)
-        metrics = None if places.metrics_file is None else places.metrics_file.path
+        """With the output locked: read, plan, answer."""
+        output = self._output
         try:
-            with destination:
-                self.history.read(destination.state, destination.path, overwrite=options.overwrite)
-                with self.live.told(destination.path, metrics), self._signals.interrupting():
-                    destination.scan()
-                    with self._open_input(destination) as file:
-                        work = self._plan(file, destination)
-                        with self.history.ending():
-                            self._answer(file, work, destination)
+            with output:
+                self._history.read(output.state, output.path, overwrite=self._options.overwrite)
+                with self._live.writing(output.path, self._views.files), self._signals.interrupting():
+                    output.scan()
+                    with self._open_input() as self._file:
+                        self._plan()
+                        with self._history.ending(), self._counting_anew():
+                            if not self._book.num_rows:
+                                self._finish_without_rows()
+                            elif not self._are_all_refused_again():
+                                self._refuse_earlier_failures()
+                                self._serve()
+                            if not self.summary.is_cut_short:
+                                self._finish()
         except Interrupted as signal:
             self.summary.is_interrupted = True
             raise JobError(f"interrupted by {signal} before the first row; the same command starts again") from None
 
-    def _answer(self, file: InputFile, work: _Work, destination: Destination) -> None:
-        """The rows that were planned, as far as they are wanted."""
+    @contextlib.contextmanager
+    def _counting_anew(self) -> Iterator[None]:
+        """If the output is lost, the rows that are still there count, whichever run wrote them."""
         try:
-            if not work.wanted.any():
-                self._nothing_to_do(work, destination)
-            elif not self._all_are_refused_again(file, work, destination):
-                self._refuse_earlier_failures()
-                self._serve(file, work, destination)
-            if not self.summary.is_cut_short:
-                self._finish(file, work, destination)
+            yield
         except OutputLostError:
-            # Whoever wrote them, runs before or this one: what counts is what is still there.
-            self.summary.tally, self.summary.kept = Counts(), destination.counts_now()
+            self.summary.tally, self.summary.kept = Counts(), self._output.counts_now()
             self.summary.num_resumed = self.summary.kept.num_done
             raise
 
-    def _open_input(self, destination: Destination) -> AbstractContextManager[InputFile]:
+    def _open_input(self) -> AbstractContextManager[InputFile]:
         if self._input is not None:
             return contextlib.nullcontext(self._input)
-        path = destination.path
+        path = self._output.path
         return InputFile(self._options.input, None if path is None else path.parent)
 
-    def _plan(self, file: InputFile, destination: Destination) -> _Work:
+    def _plan(self) -> None:
         """Everything that can be refused before a model is loaded is refused here."""
-        earlier = destination.earlier
-        rows = file.scan(earlier.input if earlier else None)
+        output, file, earlier = self._output, self._file, self._output.earlier
+        self._rows = rows = file.scan(earlier.input if earlier else None)
         if not rows.num_rows:
             raise ConfigError(f"input {file.name}: it has no row; whatever was to write it has written nothing, or not "
                               "there")
-        self._decide_retry(file, rows, destination)
-        manifest_check.refuse_another_input(destination, file, rows, retry=self._options.retried)
-        folder = resolve_checkpoint(self._config.model, self._config.revision)
-        files = fingerprint_model(folder)
-        manifest_check.refuse_another_model(destination, files)
-        finished = destination.finished(rows)
-        self.summary.num_resumed, self.summary.kept = int(finished.sum()), destination.kept_counts()
+        self._decide_retry()
+        manifest_check.refuse_another_input(output, file, rows, retry=self._options.retried)
+        self._model_folder = resolve_checkpoint(self._config.model, self._config.revision)
+        self._new = Manifest(created=start_time(), model_name=self._model_folder.name, settings={}, input=rows.identity,
+                             model_files=fingerprint_model(self._model_folder))
+        # The folder that was read, whatever a hub id stands for a moment later.
+        self._config = self._config.replace(model=str(self._model_folder), revision=None)
+        manifest_check.refuse_another_model(output, self._new.model_files)
+        finished = output.finished(rows)
+        self._book = RowBook(rows, ~finished, file.source)
+        self.summary.num_resumed, self.summary.kept = int(finished.sum()), output.kept_counts()
         self.summary.num_rows = rows.num_rows
-        return _Work(rows=rows, wanted=~finished, model_folder=folder, model_files=files)
 
-    def _decide_retry(self, file: InputFile, rows: InputScan, destination: Destination) -> None:
-        """Which rows of earlier runs are tried again."""
-        asked = self._options.retried
-        decided = destination.retry(asked, rows)
-        kept, limit = destination.kept_counts(), self._failure_limit
-        if Flaw.ERRORS in asked and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_done):
+    def _decide_retry(self) -> None:
+        output, requested = self._output, self._options.retried
+        decided = output.retry(requested, self._rows)
+        kept, limit = output.kept_counts(), self._failure_limit
+        if Flaw.ERRORS in requested and limit is not None and limit.is_exceeded(kept.num_failed, kept.num_done):
             decided |= Flaw.ERRORS  # a run that was cut short by its failures has to try them again
         unparsed = None
-        if Flaw.UNPARSED in decided and destination.earlier is not None:
-            has_rule = RULE_OF_JOB in destination.earlier.settings
-            joined = Joined(file, rows, destination.rows, self._options.max_row_bytes)
-            unparsed = unparsed_keys(joined, rows, has_rule)
-        destination.decide(decided, unparsed)
+        if Flaw.UNPARSED in decided and output.earlier is not None:
+            joined = Joined(self._file, self._rows, output.rows, self._options.max_row_bytes)
+            unparsed = unparsed_keys(joined, self._rows, RULE_OF_JOB in output.earlier.settings)
+        output.decide(decided, unparsed)
         self._retries_errors = Flaw.ERRORS in decided
 
-    def _all_are_refused_again(self, file: InputFile, work: _Work, destination: Destination) -> bool:
+    def _are_all_refused_again(self) -> bool:
         """Whether only failed rows are left, to be tried again, and preprocessing refuses all: their errors are written
         without a model.
 
         Where rows are read on other hosts, only those know what is refused.
         """
-        earlier, options = destination.earlier, self._options
-        are_left = int(work.wanted.sum()) == destination.num_retried_failures()
-        if earlier is None or not are_left or options.ray is not None:
+        earlier, book = self._output.earlier, self._book
+        if earlier is None or book.num_rows != self._output.num_retried_failures() or self._options.ray is not None:
             return False
-        book = RowBook(work.rows, work.wanted, file.source)
-        config = manifest_check.config_to_go_on_with(self._config_of(work), earlier)
-        plan = local_plan(config, options, file.source, self._open_model)
-        with contextlib.closing(RefusedRows()) as refused:
-            if not refused.add_all(plan, book, self._check(destination)):
+        config = manifest_check.config_to_go_on_with(self._config, earlier)
+        plan = server_plan(config, self._options, self._file.source, self._open_model)
+        with all_refused(plan, book, self._check) as refused:
+            if refused is None:
                 return False
             self.summary.num_workers = plan.limits.num_workers
             self._say_without_model(f"no model is loaded: preprocessing refuses all {book.num_rows} rows")
-            self._signals.defer()
-            self.history.is_counted = True
-            self._write_refused(refused, self._begin(destination, earlier.with_input(work.rows.identity)))
+            delivery = self._start_writing(manifest_check.manifest_without_model(self._output, self._new))
+            self.summary.serve_began = time.monotonic()
+            with delivery:
+                for row in refused:
+                    delivery.put(row)
+            self.summary.serve_ended = time.monotonic()
         return True
 
-    def _write_refused(self, refused: RefusedRows, writers: Writers) -> None:
-        record = self.summary
-        record.serve_began = time.monotonic()
-        with Delivery(writers, record.tally) as delivery:
-            for row in refused:
-                delivery.put(row)
-        record.serve_ended = time.monotonic()
+    @property
+    def _check(self) -> manifest_check.CheckSettings:
+        """Refuses settings that are known before the weights load."""
+        return functools.partial(manifest_check.refuse_other_settings, self._output, **self._accepted)
 
-    def _check(self, destination: Destination) -> Callable[[Mapping[str, Any]], None]:
-        """Of settings that are known before the weights load."""
-        return functools.partial(manifest_check.refuse_other_settings, destination, accept=self._options.accept_changed,
-                                 is_retry=bool(self._options.retried))
+    @property
+    def _accepted(self) -> dict[str, Any]:
+        return {"accept": self._options.accept_changed, "is_retry": bool(self._options.retried)}
 
-    def _config_of(self, work: _Work) -> RunnerConfig:
-        """Of the folder that was looked at, whatever a hub id stands for a moment later."""
-        return self._config.replace(model=str(work.model_folder), revision=None)
-
-    def _serve(self, file: InputFile, work: _Work, destination: Destination) -> None:
-        """Load replicas of the model, and have them answer the rows that are wanted."""
-        options, record = self._options, self.summary
-        self.history.start()
-        if record.num_resumed:
-            self._progress.say(f"resuming: {record.num_resumed} of {work.rows.num_rows} rows are finished")
-        if num_replaced := destination.num_replaced():
+    def _serve(self) -> None:
+        options, summary, output, book = self._options, self.summary, self._output, self._book
+        self._history.start()
+        if summary.num_resumed:
+            self._progress.say(f"resuming: {summary.num_resumed} of {self._rows.num_rows} rows are finished")
+        if num_replaced := output.num_replaced():
             self._progress.say(f"retry: {num_replaced} answers are replaced; copies go to "
-                               f"{replaced_path(Path(destination.name)).name}")
-        self._loading(f"opening {work.model_folder.name}")
-        given = self._config_of(work)
-        taken = manifest_check.config_to_go_on_with(given, destination.earlier)
-        book = RowBook(work.rows, work.wanted, file.source)
-        earlier = destination.earlier
-        suspects = Suspects({} if earlier is None else earlier.suspects,
-                            lambda rows: destination.state.update(suspects=dict(rows)),
-                            retry_errors=self._retries_errors)
+                               f"{replaced_path(Path(output.name)).name}")
+        self._report_loading(f"opening {self._model_folder.name}")
+        config = manifest_check.config_to_go_on_with(self._config, output.earlier)
         queue = RowQueue(book.num_rows)
-        with planned_replicas(taken, options, file.source, self._open_model) as plan:
-            record.num_workers = round(plan.workers_each * len(plan.replicas))
+        with planned_replicas(config, options, self._file.source, self._open_model) as plan:
+            summary.num_workers = round(plan.workers_each * len(plan.replicas))
             if plan.notice is not None:
                 self._progress.say(plan.notice)
-            driver = Driver(book, suspects, self._progress, check=self._check(destination), loading=self._loading,
-                            rows_carry_data=plan.rows_carry_data)
+            driver = Driver(book, {} if output.earlier is None else output.earlier.suspects,
+                            retry_errors=self._retries_errors,
+                            save_suspects=lambda rows: output.state.update(suspects=rows), say=self._progress.say,
+                            check=self._check, loading=self._report_loading, rows_carry_data=plan.rows_carry_data)
             with Fleet(plan.replicas, queue, driver, max_restarts=plan.max_restarts, scale_up=plan.scale_up,
                        given_up=driver.known_suspects(queue)) as fleet:
-                self.live.fleet = fleet
+                self._live.fleet = fleet
                 self._hold(lambda: len(plan.replicas))
-                manifest = self._load(fleet, work, destination, manifest_check.loading(given, taken, destination))
-                # From here on a signal lets the step under way end, and then the job.
-                self._signals.defer()
-                self.history.is_counted = True
-                writers = self._begin(destination, replace(manifest, suspects=dict(suspects.rows)))
+                manifest = self._load(fleet, manifest_check.explain_memory(self._config, config, output))
+                delivery = self._start_writing(replace(manifest, suspects=dict(driver.suspects)))
                 self._hold(lambda: num_present(fleet.states))
                 fleet.begin(self._stamp(manifest))
                 try:
-                    delivery = Delivery(writers, record.tally)
                     with self._serving(fleet, delivery):
-                        driver.run(fleet, delivery, record.tally, functools.partial(self._should_stop, fleet),
-                                   self.live.beat)
+                        driver.run(fleet, delivery, functools.partial(self._should_stop, fleet),
+                                   functools.partial(self._report_progress, fleet))
                 finally:
-                    record.num_workers = round(plan.workers_each * len(fleet.states))
+                    summary.num_workers = round(plan.workers_each * len(fleet.states))
 
-    def _load(self, fleet: Fleet, work: _Work, destination: Destination,
-              loading: AbstractContextManager[None]) -> Manifest:
+    def _load(self, fleet: Fleet, explain_memory: AbstractContextManager[None]) -> Manifest:
         """Have the replicas load while the weights are hashed. Returns the manifest of what they serve."""
-        num_threads = max(1, min(_MAX_DIGEST_THREADS, num_cpus() // 2))
-        with WeightDigests(work.model_folder, num_threads=num_threads) as digests:
+        folder = self._model_folder
+        with WeightDigests(folder, num_threads=num_digest_threads(num_cpus())) as digests:
             try:
-                with loading:
+                with explain_memory:
                     facts = fleet.load()
             finally:
                 self._hold(lambda: len(fleet.states))
-                self.live.measure()
-            refuse_changed_files(work.model_folder, work.model_files)
+                self._live.measure()
+            refuse_changed_files(folder, self._new.model_files)
             self.summary.start_phases, self.summary.platform = facts.start_seconds, facts.settings.get("platform")
             shown = ", ".join(f"{name} {value}" for name, value in facts.settings.items() if "." not in name)
-            self._progress.say(f"model {work.model_folder}: {shown}\n{facts.ledger}")
+            self._progress.say(f"model {folder}: {shown}\n{facts.ledger}")
             if not digests.is_done:
                 self._progress.say("the model is ready; waiting until its weights are hashed")
-            return manifest_check.manifest_of(
-                destination, facts, model_name=work.model_folder.name, model_files=work.model_files,
-                weights=digests.lines(), input=work.rows.identity, accept=self._options.accept_changed,
-                is_retry=bool(self._options.retried))
+            new = replace(self._new, weights=digests.lines())
+            return manifest_check.manifest_of(self._output, new, facts, **self._accepted)
 
-    def _begin(self, destination: Destination, manifest: Manifest) -> Writers:
-        return destination.open_writers(replace(manifest, runs=self.history.runs))
+    def _start_writing(self, manifest: Manifest) -> Delivery:
+        # From here on a signal lets the step under way end, and then the job.
+        self._signals.defer()
+        self._history.is_counted = self._book.num_rows > 0
+        return self._output.open_writers(replace(manifest, runs=self._history.runs), self.summary.tally)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(
-            created=manifest.created,
-            system_fingerprint=manifest.system_fingerprint,
-            model_name=manifest.model_name,
+            created=manifest.created, system_fingerprint=manifest.system_fingerprint, model_name=manifest.model_name,
             splits_reasoning="prompts.reasoning_tokens" in manifest.settings,
             with_cached_tokens=self._options.cached_tokens)
 
     @contextlib.contextmanager
     def _serving(self, fleet: Fleet, delivery: Delivery) -> Iterator[None]:
-        """Within this context, rows are served."""
-        record = self.summary
-        record.serve_began = time.monotonic()
+        summary = self.summary
+        summary.serve_began = time.monotonic()
         try:
             with delivery:
-                self._progress.start(record.num_rows or 0, record.num_resumed)
-                self.live.enter("serving")
+                self._progress.start(summary.num_rows or 0, summary.num_resumed)
+                self._live.enter("serving")
                 yield
-            self._progress.update(record.tally, functools.partial(engine_stats, fleet), is_last=True)
-            if record.is_cut_short and self._fails_too_often:
+            self._progress.update(summary.tally, lambda: stats_of(fleet).engine, is_last=True)
+            if summary.is_cut_short and self._fails_too_often:
                 raise self._too_many_failures()
         finally:
-            record.serve_ended = time.monotonic()
-            self.live.measure()
-            record.replicas = tuple(fleet.states) if len(fleet.states) > 1 else ()
+            summary.serve_ended = time.monotonic()
+            self._live.measure()
+            summary.replicas = tuple(fleet.states) if len(fleet.states) > 1 else ()
             self._progress.close()
+
+    def _report_progress(self, fleet: Fleet) -> None:
+        self._progress.update(self.summary.tally, lambda: stats_of(fleet).engine)
+        self._live.beat()
 
     def _should_stop(self, fleet: Fleet) -> bool:
         if self._failure_limit is not None and not self._fails_too_often:
             rows = self._rows_done
-            # With the rows that engines have: they take a look at each replica, so the limit is held against the others
-            # alone before.
+            # With the rows that engines have: counting them visits each replica, so the limit is held against the
+            # others alone before.
             self._fails_too_often = self._failure_limit.is_exceeded(*rows) and self._failure_limit.is_exceeded(
                 *rows, sum(len(state.begun) for state in fleet.states))
         return self._signals.is_requested or self._fails_too_often
@@ -349,46 +367,40 @@ class _Job:
             f"{self._options.max_failures} allows: ended early. Finished rows are kept; mend what fails and try it "
             "again with --retry-errors, or raise the limit")
 
-    def _loading(self, doing: str) -> None:
-        self._progress.loading(doing)
-        self.live.enter("loading", doing)
+    def _report_loading(self, phase: str) -> None:
+        self._progress.loading(phase)
+        self._live.enter("loading", phase)
 
     def _hold(self, num_replicas: Callable[[], int]) -> None:
         """From here on the run holds the devices of this number of replicas."""
-        self.live.num_held = lambda: num_replicas() * self._config.parallel.tensor_parallel_size
+        self._live.num_held = lambda: num_replicas() * self._config.parallel.tensor_parallel_size
 
-    def _nothing_to_do(self, work: _Work, destination: Destination) -> None:
-        self._say_without_model(f"nothing to do: all {work.rows.num_rows} rows are finished")
-        self._signals.defer()
-        manifest = manifest_check.manifest_without_model(
-            destination, model_name=work.model_folder.name, model_files=work.model_files, input=work.rows.identity)
-        # No row is added, but the file is repaired.
-        self._begin(destination, manifest).close()
+    def _finish_without_rows(self) -> None:
+        """No row is added, but the file is repaired."""
+        self._say_without_model(f"nothing to do: all {self._rows.num_rows} rows are finished")
+        with self._start_writing(manifest_check.manifest_without_model(self._output, self._new)):
+            pass
 
     def _say_without_model(self, line: str) -> None:
         names = ", ".join(self._options.accept_changed)
         self._progress.say(f"{line}; accept_changed {names}: without effect, the manifest's settings stay" if names
                            else line)
 
-    def _finish(self, file: InputFile, work: _Work, destination: Destination) -> None:
+    def _finish(self) -> None:
         """Every row is there: put them in order."""
-        file.refuse_changes()
-        self.live.enter("ordering")
+        self._file.refuse_changes()
+        self._live.enter("ordering")
         if self._options.ordered:
-            destination.sort(work.rows)
-        self.history.is_complete = True
+            self._output.sort(self._rows)
+        self._history.is_complete = True
 
-    def say_summary(self, error: NpuRunnerError | None = None) -> JobSummary:
-        """Tell what was done, on the terminal and in the summary's file. After an `error` it raises no second one."""
-        summary, output = self.summary, self._places.output.name
+    def end(self, error: NpuRunnerError | None = None) -> JobSummary:
+        """Have the end reported. After an `error` it raises no second one."""
+        summary = self.summary
         summary.error = error
         summary.is_interrupted |= error is None and summary.is_cut_short
-        for line in [*summary.to_lines(), *self.history.lines(output)]:
-            self._progress.say(line, is_last=True)
-        summary.silence = self._progress.silence  # these lines may have been the first to be lost
         try:
-            if self._places.summary is not None:
-                self.history.write(self._places.summary, output)
+            self._views.end(summary, self._history, self._progress)
         except JobError as second:
             if error is None:
                 raise

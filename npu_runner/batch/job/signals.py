@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a job: the first one stops it in good order, the second one at once."""
+"""SIGINT and SIGTERM stop a job: the first one in good order, the second one at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StopSignals:
             self.defer()
 
     def defer(self) -> None:
-        """From here on the job looks at `is_requested` by itself."""
+        """From here on the job polls `is_requested` by itself."""
         self._is_deferred = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -70,6 +70,6 @@ class StopSignals:
 
 
 def _say(line: str) -> None:
-    """In one write: the handler may run in the midst of another one, where what is buffered is lost."""
+    """Print in one write: the handler may run in the midst of another one, where buffered text is lost."""
     sys.stderr.write(line)
     sys.stderr.flush()
