@@ -76,8 +76,7 @@ def names_to_round(model: nn.Module, renamed: Mapping[str, str], how: Held = BY_
 
 
 def names_in_blocks(model: nn.Module, renamed: Mapping[str, str], how: Held) -> set[str]:
-    """The names among `names_to_round` that get scales of blocks: FP8 of experts, which have no matmul of FP8 by row.
-    """
+    """The names among `names_to_round` that get scales of blocks: FP8 of experts, without a matmul of FP8 by row."""
     if form_of(how) != FP8:
         return set()
     inside = set(getattr(model, "decoder", model).modules())
