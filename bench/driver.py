@@ -60,7 +60,6 @@ from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.input_row import RowSource
 from npu_runner.reports.metrics import metrics_of
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -71,6 +70,7 @@ from npu_runner.serving.replica import (
     ReplicaStats,
     Returned,
     RowRun,
+    Started,
 )
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
@@ -108,23 +108,23 @@ class EchoReplica(Replica):
         self._events: list[Event] = []
         self._rows_a_step = 0
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version=npu_runner.__version__, settings={}, ledger="", max_rows=MAX_ROWS)
         self._events.append(Ready(facts))
 
-    def begin(self, terms: Any) -> None:
+    def serve(self, stamp: Any) -> None:
         self._rows_a_step = ROWS_A_STEP
 
     def submit(self, run: RowRun) -> None:
         self._rows.extend(run.rows())
 
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
         self._events.append(Returned([self._rows.pop().number for _ in range(min(num_rows, len(self._rows)))]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         rows = [self._rows.popleft() for _ in range(min(self._rows_a_step, len(self._rows)))]
         if rows:
-            self._events.append(Begun([row.number for row in rows]))
+            self._events.append(Started([row.number for row in rows]))
             self._events.append(Finished([self._answer(row) for row in rows]))
             self._events.append(Progressed(ReplicaStats()))
         events, self._events = self._events, []
@@ -269,7 +269,7 @@ def measure(folder: Path, num_replicas: int, *, is_carried: bool, is_ray: bool, 
             fleet.load()
             peak_before, used = peak_kib(), time.process_time()
             served = time.perf_counter()
-            fleet.begin(None)
+            fleet.serve(None)
             summary, spent = JobSummary(num_rows=scan.num_rows, tally=tally), Spent()
             summary.serve_began = time.monotonic()
             writer = TimedWriter(descriptor, str(output), path=output)

@@ -81,7 +81,7 @@ class SchedulerConfig:
     @functools.cached_property
     def speculative(self) -> SpeculativeConfig | None:
         """`speculative_config`, parsed. A model may refuse it: `RunnerInfo` has what is run."""
-        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+        return None if self.speculative_config is None else SpeculativeConfig.from_mapping(self.speculative_config)
 
     def schedules_ahead(self, by_default: bool) -> bool:
         """Whether a step is submitted while the one before runs. `by_default`: the platform's async_scheduling."""

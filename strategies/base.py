@@ -22,8 +22,7 @@ from npu_runner.errors import ConfigError, ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoForm
+from npu_runner.prompts.media.video_settings import VideoForm, read_video_settings
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.text.tokenizer import read_tokenizer
 from npu_runner.request.prompt_inputs import ImageInput
@@ -80,7 +79,7 @@ class LoadStrategy(ABC):
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
-    takes_videos: ClassVar[bool] = False
+    accepts_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
     takes_ranks: ClassVar[bool] = True
     """Served with tensor_parallel_size above 1."""
@@ -132,7 +131,7 @@ class LoadStrategy(ABC):
         """Chat messages and images to prompts; picklable, for worker processes."""
         settings = ProcessorSettings(
             **flat_values(config.prompts),
-            takes_videos=self.takes_videos,
+            accepts_videos=self.accepts_videos,
             video_form=self.video_form,
             no_videos=self.no_videos,
             image_defaults=self.image_defaults,
@@ -149,7 +148,7 @@ class LoadStrategy(ABC):
                                      min_pixels=config.prompts.image_min_pixels,
                                      max_pixels=config.prompts.image_max_pixels)
         videos = None
-        if self.takes_videos:
+        if self.accepts_videos:
             with suppress(ModelError):  # images and text are served all the same
                 videos = read_video_settings(self.path, raw, form=self.video_form)
         return partial(largest_image, images, videos)

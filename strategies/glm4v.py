@@ -25,8 +25,7 @@ from npu_runner.layers.rotary import sectioned_axes
 from npu_runner.models.decoder import DecoderLayer
 from npu_runner.models.mixers.attention import PairRotationAttention
 from npu_runner.models.vision.glm import GatedVisionTower
-from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.resizing import Resizing
+from npu_runner.prompts.media.image_settings import ImageSettings, Resizing
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 

@@ -18,8 +18,7 @@ from npu_runner.layers.parallel import LayerContext
 from npu_runner.models.mixers.attention import DecoderAttention
 from npu_runner.models.vision.paddleocr_vl import SiglipTower
 from npu_runner.models.vision.parts import known_activation
-from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.resizing import Resizing
+from npu_runner.prompts.media.image_settings import ImageSettings, Resizing
 from npu_runner.strategies.qwen2_vl import is_tied
 from npu_runner.strategies.qwen3_vl import Qwen3VLStrategy, tower_fields
 
@@ -33,7 +32,7 @@ _UNUSED = ("vision_model.head.", "vision_model.embeddings.packing_position_embed
 
 class PaddleOCRVLStrategy(Qwen3VLStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("paddleocr_vl",)
-    takes_videos = False
+    accepts_videos = False
     no_videos = "the processor that transformers has for PaddleOCR-VL takes images only"
     attention_class = DecoderAttention
     image_defaults = ImageSettings(min_pixels=384 * 384, max_pixels=1536 * 1536, temporal_patch_size=1,

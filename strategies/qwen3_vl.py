@@ -22,7 +22,7 @@ from npu_runner.models.vision.parts import known_activation
 from npu_runner.models.vision.patches import cut_patches, groups_within
 from npu_runner.models.vision.qwen3_vl import VisionTower
 from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings
-from npu_runner.prompts.media.video_reading import read_video_settings
+from npu_runner.prompts.media.video_settings import read_video_settings
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import StagedImages, TowerInputs, VisionEmbeddings
 from npu_runner.strategies.causal_lm import CausalLMStrategy
@@ -40,7 +40,7 @@ class Qwen3VLStrategy(CausalLMStrategy):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
     attention_class: ClassVar[type[DecoderAttention]] = HeadNormAttention
     is_multimodal = True
-    takes_videos = True
+    accepts_videos = True
 
     def model_config(self, config: RawConfig) -> ModelConfig:
         return decoder_config(config, layers=qwen3_layers(config), head_dim=HEAD_DIM, **with_vision(config))

@@ -34,7 +34,7 @@ class Family:
     """transformers' class."""
     images: dict[str, Any] = field(default_factory=dict)
     """What its preprocessor_config.json has instead of what all have (tiny_checkpoints.write_preprocessor)."""
-    takes_videos: bool = True
+    accepts_videos: bool = True
     """If it sees images."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other configs that are compared with transformers, each under a few words that say what is different."""
@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
         ranks={"num_key_value_heads": 1, "num_hidden_layers": 2},  # both ranks hold the key head
         npu=({"num_hidden_layers": 1},)),
     "paddleocr_vl": Family(
-        text={**_MROPE, "rms_norm_eps": 1e-5}, takes_videos=False,
+        text={**_MROPE, "rms_norm_eps": 1e-5}, accepts_videos=False,
         vision={"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 2,
                 "image_size": 70, "patch_size": 14, "depth": None, "num_heads": None, "out_hidden_size": None,
                 "num_position_embeddings": None},
@@ -231,8 +231,8 @@ def sees_images(model_type: str) -> bool:
     return model_type in FAMILIES and FAMILIES[model_type].vision is not None
 
 
-def takes_videos(model_type: str) -> bool:
-    return sees_images(model_type) and FAMILIES[model_type].takes_videos
+def accepts_videos(model_type: str) -> bool:
+    return sees_images(model_type) and FAMILIES[model_type].accepts_videos
 
 
 def split_by(what: str) -> tuple[list[str], list[str]]:

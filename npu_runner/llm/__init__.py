@@ -47,9 +47,15 @@ from npu_runner.prompts.pair_prompts import pairs_of
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.prompts.text.tokenizer import transformers_tokenizer
-from npu_runner.request.limits import shown
-from npu_runner.request.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from npu_runner.request.pooling_outputs import ClassificationRequestOutput, PoolingRequestOutput
+from npu_runner.request.limits import field_error, shown, wrong_type
+from npu_runner.request.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    EngineStats,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
@@ -66,7 +72,8 @@ optionally with "mm_processor_kwargs", or an already prepared prompt."""
 Conversation = Sequence[Mapping[str, Any]]
 """OpenAI-style messages; image parts are {"type": "image", "image": PIL image, array, bytes or address}, or OpenAI's
 image_url; video parts {"type": "video", "video": bytes or address} or vLLM's video_url."""
-Embedded = Prompt | Conversation
+Prompts = Prompt | Iterable[Prompt]
+Conversations = Conversation | Iterable[Conversation]
 Sided = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 """A query or a document, or several: text, or vLLM's {"content": parts} with parts as in a conversation."""
 Bar = bool | Callable[..., Any] | None
@@ -78,8 +85,8 @@ Stream = Iterator[tuple[int, _T]]
 Results = Stream[RequestOutput]
 Answers = list[_T] | Stream[_T]
 _TASKS = {TOKEN_EMBED: TOKEN_EMBED, "embed": None, CLASSIFY: None}
-"""What PoolingParams call the tasks of `encode`."""
-# Of each step, for an iterator: one that is slow must not keep the model from what is there already.
+"""The tasks of `encode`, and their names in PoolingParams."""
+# The longest time in which an iterator is read before a step: a slow one must not stop the model.
 _READ_SECONDS = 0.05
 
 
@@ -101,7 +108,7 @@ class LLM:
     """
 
     max_engine_restarts: float = 0
-    """How often the engine of this process is loaded again when it has died, and its requests are tried again."""
+    """The number of times that this process loads its engine again after a death, and tries its requests again."""
 
     def __init__(self, model: str | Path, **settings: Any):
         given = {"model": str(model), **own_settings(str(model), settings)}
@@ -111,13 +118,13 @@ class LLM:
         self._turns = Turns()
         self._tokenizer: Any = None
         self._is_torn = False
-        """A call was interrupted, or is under way: what the service holds has to be aborted."""
-        # The last line: nothing that comes behind it may leave replicas running.
+        """A call was interrupted, or is under way: the requests of the service have to be aborted."""
+        # The last line: a fault behind it would leave replicas running.
         self._service = make_service(config, self.options, several, self.max_engine_restarts)
 
     @property
     def config(self) -> RunnerConfig:
-        """As it was settled for the checkpoint."""
+        """The configuration, with the checkpoint's values where none was set."""
         return self._service.config
 
     @property
@@ -131,13 +138,13 @@ class LLM:
         return self._service.generation_defaults
 
     def get_default_sampling_params(self, *, for_chat: bool = False) -> SamplingParams:
-        """What `generate`, or `chat`, takes where a call gives none: generation_config.json's, then OpenAI's."""
+        """The params of a `generate`, or a `chat`, without any: generation_config.json's, then OpenAI's."""
         limit = UnsaidLimit(self.generation_defaults, None if for_chat else DEFAULT_MAX_TOKENS)
         return limit.bounded(SamplingParams(**self.generation_defaults))
 
     @property
     def num_requests(self) -> int:
-        """So far: the request_id of the next one is request-<num_requests>."""
+        """The number of requests so far; the request_id of the next one is request-<num_requests>."""
         return self._service.num_requests
 
     @property
@@ -159,14 +166,14 @@ class LLM:
         return self._tokenizer
 
     @overload
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Bar = None, *,
                  stream_results: Literal[False] = False, return_errors: bool = False,
                  **options: Unpack[PromptOptions]) -> list[RequestOutput]: ...
     @overload
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Bar = None, *,
                  stream_results: Literal[True], return_errors: bool = False,
                  **options: Unpack[PromptOptions]) -> Results: ...
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = None, *,
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Bar = None, *,
                  stream_results: bool = False, return_errors: bool = False,
                  **options: Unpack[PromptOptions]) -> Answers[RequestOutput]:
         """Continue raw prompts. One prompt may stand alone; one SamplingParams may serve all prompts.
@@ -180,15 +187,14 @@ class LLM:
                          DEFAULT_MAX_TOKENS)
 
     @overload
-    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
-             use_tqdm: Bar = None, *, stream_results: Literal[False] = False, return_errors: bool = False,
+    def chat(self, messages: Conversations, sampling_params: Params = None, use_tqdm: Bar = None, *,
+             stream_results: Literal[False] = False, return_errors: bool = False,
              **options: Unpack[ChatOptions]) -> list[RequestOutput]: ...
     @overload
-    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
-             use_tqdm: Bar = None, *, stream_results: Literal[True], return_errors: bool = False,
-             **options: Unpack[ChatOptions]) -> Results: ...
-    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
-             use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
+    def chat(self, messages: Conversations, sampling_params: Params = None, use_tqdm: Bar = None, *,
+             stream_results: Literal[True], return_errors: bool = False, **options: Unpack[ChatOptions]) -> Results: ...
+    def chat(self, messages: Conversations, sampling_params: Params = None, use_tqdm: Bar = None, *,
+             stream_results: bool = False, return_errors: bool = False,
              **options: Unpack[ChatOptions]) -> Answers[RequestOutput]:
         """Answer conversations through the checkpoint's chat template. One conversation may stand alone.
 
@@ -219,21 +225,21 @@ class LLM:
         `return_errors` such a conversation is a result with finish_reason `error`, `error` and `error_code` instead, as
         one always is that makes the model fail.
         """
-        asked = checked_options("chat", options, ChatOptions)
-        parse = chat_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
+        given = checked_options("chat", options, ChatOptions)
+        parse = chat_parser(self.processor, self._media_rules(given.pop("allowed_media_dir", None)), **given)
         items: Iterable[Any] = [messages] if is_one_conversation(messages) else messages
         return self._run(items, sampling_params, parse, use_tqdm, stream_results, return_errors)
 
     @overload
-    def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
-              use_tqdm: Bar = None, *, stream_results: Literal[False] = False, return_errors: bool = False,
+    def embed(self, prompts: Prompts | Conversations, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+              stream_results: Literal[False] = False, return_errors: bool = False,
               **options: Unpack[ChatOptions]) -> list[EmbeddingRequestOutput]: ...
     @overload
-    def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
-              use_tqdm: Bar = None, *, stream_results: Literal[True], return_errors: bool = False,
+    def embed(self, prompts: Prompts | Conversations, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+              stream_results: Literal[True], return_errors: bool = False,
               **options: Unpack[ChatOptions]) -> Stream[EmbeddingRequestOutput]: ...
-    def embed(self, prompts: Embedded | Iterable[Embedded], pooling_params: PoolingRequests = None,
-              use_tqdm: Bar = None, *, stream_results: bool = False, return_errors: bool = False,
+    def embed(self, prompts: Prompts | Conversations, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+              stream_results: bool = False, return_errors: bool = False,
               **options: Unpack[ChatOptions]) -> Answers[EmbeddingRequestOutput]:
         """A vector of each raw prompt or conversation, of a model that was loaded for that (setting `runner`).
 
@@ -241,56 +247,53 @@ class LLM:
         template, with the options of `chat`; its prompt ends behind the last message, unless `add_generation_prompt` is
         True. Everything else is as in `chat`.
         """
-        asked = checked_options("embed", options, ChatOptions)
-        rules = self._media_rules(asked.pop("allowed_media_dir", None))
-        return self._pool(prompts, pooling_params, "embed", lambda output, is_raw: EmbeddingRequestOutput.of(output),
-                          use_tqdm, stream_results, return_errors, prompt_or_chat_parser(self.processor, rules, asked))
+        given = checked_options("embed", options, ChatOptions)
+        rules = self._media_rules(given.pop("allowed_media_dir", None))
+        return self._pool(prompts, pooling_params, "embed", EmbeddingRequestOutput.from_output, use_tqdm,
+                          stream_results, return_errors, prompt_or_chat_parser(self.processor, rules, given))
 
     @overload
-    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
-               *, pooling_task: str, stream_results: Literal[False] = False,
+    def encode(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+               pooling_task: str, stream_results: Literal[False] = False,
                return_errors: bool = False) -> list[PoolingRequestOutput]: ...
     @overload
-    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
-               *, pooling_task: str, stream_results: Literal[True],
+    def encode(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+               pooling_task: str, stream_results: Literal[True],
                return_errors: bool = False) -> Stream[PoolingRequestOutput]: ...
-    def encode(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
-               *, pooling_task: str, stream_results: bool = False,
+    def encode(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+               pooling_task: str, stream_results: bool = False,
                return_errors: bool = False) -> Answers[PoolingRequestOutput]:
         """Arrays of raw prompts, of a model that was loaded for numbers. `pooling_task`, as vLLM calls them:
 
         - token_embed: the hidden state behind the final norm of every token, float32 (T, D), as it is, not normalised.
-          Each step's come to the host with it. Nothing is taken from the prefix cache.
+          The states of a step are copied to the host with it. The prefix cache is not used.
         - embed: the vector that `embed` gives. classify: the probabilities that `classify` gives.
 
         Everything else is as in `embed`. Raises RequestError for another task.
         """
         if pooling_task not in _TASKS:
-            raise RequestError(f"pooling_task: {shown(pooling_task)} is not one of {', '.join(_TASKS)}",
-                               "invalid_value", "pooling_task")
+            raise field_error("pooling_task", f"{shown(pooling_task)} is not one of {', '.join(_TASKS)}")
         classes = self.processor.classes if pooling_task == CLASSIFY else None
-        of = partial(PoolingRequestOutput.of, classes=classes)
-        return self._pool(prompts, with_task(pooling_params, _TASKS[pooling_task]), pooling_task, of, use_tqdm,
+        wrap = partial(PoolingRequestOutput.from_output, classes=classes)
+        return self._pool(prompts, with_task(pooling_params, _TASKS[pooling_task]), pooling_task, wrap, use_tqdm,
                           stream_results, return_errors)
 
     @overload
-    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
-                 use_tqdm: Bar = None, *, stream_results: Literal[False] = False,
+    def classify(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+                 stream_results: Literal[False] = False,
                  return_errors: bool = False) -> list[ClassificationRequestOutput]: ...
     @overload
-    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
-                 use_tqdm: Bar = None, *, stream_results: Literal[True],
-                 return_errors: bool = False) -> Stream[ClassificationRequestOutput]: ...
-    def classify(self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingRequests = None,
-                 use_tqdm: Bar = None, *, stream_results: bool = False,
-                 return_errors: bool = False) -> Answers[ClassificationRequestOutput]:
+    def classify(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+                 stream_results: Literal[True], return_errors: bool = False) -> Stream[ClassificationRequestOutput]: ...
+    def classify(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
+                 stream_results: bool = False, return_errors: bool = False) -> Answers[ClassificationRequestOutput]:
         """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification). With
         `use_activation` False in `pooling_params` `probs` are the logits.
 
         Prompts are those of `generate`, template included; everything else is as in `chat`.
         """
-        of = partial(ClassificationRequestOutput.of, classes=self.processor.classes)
-        return self._pool(prompts, pooling_params, CLASSIFY, of, use_tqdm, stream_results, return_errors)
+        wrap = partial(ClassificationRequestOutput.from_output, classes=self.processor.classes)
+        return self._pool(prompts, pooling_params, CLASSIFY, wrap, use_tqdm, stream_results, return_errors)
 
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
@@ -298,13 +301,12 @@ class LLM:
               return_errors: bool = False, **options: Unpack[PairOptions]) -> list[ScoringRequestOutput]: ...
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
-              pooling_params: PoolingParams | None = None, stream_results: Literal[True],
-              return_errors: bool = False, **options: Unpack[PairOptions]) -> Stream[ScoringRequestOutput]: ...
+              pooling_params: PoolingParams | None = None, stream_results: Literal[True], return_errors: bool = False,
+              **options: Unpack[PairOptions]) -> Stream[ScoringRequestOutput]: ...
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,
-              pooling_params: PoolingParams | None = None, stream_results: bool = False,
-              return_errors: bool = False,
+              pooling_params: PoolingParams | None = None, stream_results: bool = False, return_errors: bool = False,
               **options: Unpack[PairOptions]) -> Answers[ScoringRequestOutput]:
-        """How well each document of `data_2` answers its query in `data_1`, of a model that was loaded for that
+        """Scores of each document of `data_2` for its query in `data_1`, from a model that was loaded for that
         (setting `task`). One query serves all documents.
 
         `instruction` says what is looked for; without one the checkpoint's own counts. `pooling_params`:
@@ -314,15 +316,14 @@ class LLM:
         self.processor.check_task("score")
         params = PoolingParams() if pooling_params is None else pooling_params
         if not isinstance(params, PoolingParams):
-            raise RequestError(f"pooling_params: one PoolingParams is needed, not {type(params).__name__}",
-                               "invalid_type", "pooling_params")
-        asked = checked_options("score", options, PairOptions)
-        parse = pair_parser(self.processor, self._media_rules(asked.pop("allowed_media_dir", None)), **asked)
+            raise wrong_type("pooling_params", "one PoolingParams", params)
+        given = checked_options("score", options, PairOptions)
+        parse = pair_parser(self.processor, self._media_rules(given.pop("allowed_media_dir", None)), **given)
         return self._run(pairs_of(data_1, data_2), params, parse, use_tqdm, stream_results, return_errors,
-                         of=ScoringRequestOutput.of)
+                         wrap=ScoringRequestOutput.from_output)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; of several replicas their sums, as they told last."""
+        """Counters and gauges; sums of the last reports if there are several replicas."""
         return self._service.stats()
 
     def close(self) -> None:
@@ -350,20 +351,19 @@ class LLM:
             allowed_dir=allowed_dir or self.allowed_media_dir,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
-    def _pool(self, prompts: Any, params: PoolingRequests, task: str, of: Callable[..., _T], use_tqdm: Bar,
-              stream_results: bool, return_errors: bool,
-              parse: Parse = parse_prompt) -> list[_T] | Iterator[tuple[int, _T]]:
-        """A request for `task` of each prompt. `of`: as in `_run`."""
+    def _pool(self, prompts: Any, params: PoolingRequests, task: str, wrap: Callable[..., Any], use_tqdm: Bar,
+              stream_results: bool, return_errors: bool, parse: Parse = parse_prompt) -> Any:
         is_one = is_one_prompt(prompts) or is_conversation(prompts)
         self.processor.check_task(task)
         given = PoolingParams() if params is None else params
-        return self._run([prompts] if is_one else prompts, given, parse, use_tqdm, stream_results, return_errors, of=of)
+        return self._run([prompts] if is_one else prompts, given, parse, use_tqdm, stream_results, return_errors,
+                         wrap=wrap)
 
     def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse, use_tqdm: Bar,
              stream_results: bool, return_errors: bool, max_tokens: int | None = None,
-             of: Callable[..., Any] = lambda output, is_raw: output) -> Any:
-        """`max_tokens`: where neither params nor the checkpoint say any; None: the model's length. `of` makes what the
-        caller gets of an output; `is_raw`: the request asks for numbers as they are (`use_activation` False)."""
+             wrap: Callable[..., Any] = lambda output, is_raw: output) -> Any:
+        """`max_tokens`: the limit where neither params nor the checkpoint name one; None: the model's length. `wrap`
+        makes the caller's result of an output; `is_raw`: the request wants logits (`use_activation` False)."""
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
@@ -379,7 +379,7 @@ class LLM:
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
             use_tqdm = not stream_results and shows_progress(sys.stderr)
-        results = self._results(call, tasks, read_seconds, total, use_tqdm, return_errors, limit, of)
+        results = self._results(call, tasks, read_seconds, total, use_tqdm, return_errors, limit, wrap)
         call.follow(results)
         if stream_results:
             return results
@@ -390,8 +390,8 @@ class LLM:
         return [finished[index] for index in range(len(finished))]
 
     def _results(self, call: Call, tasks: Iterator[PromptTask], read_seconds: float, total: int | None, use_tqdm: Bar,
-                 return_errors: bool, limit: UnsaidLimit, of: Callable[..., _T]) -> Generator[tuple[int, _T]]:
-        self._turns.take(call)
+                 return_errors: bool, limit: UnsaidLimit, wrap: Callable[..., Any]) -> Generator[tuple[int, Any]]:
+        self._turns.start(call)
         if self._is_torn:
             self._reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
@@ -399,14 +399,14 @@ class LLM:
             first, raw = self.num_requests, set[int]()
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, found in self._service.answers(_with_raw_noted(tasks, raw), read_seconds):
-                    if isinstance(found, RequestError) and not return_errors:
-                        raise with_index(index, found)
+                for index, answer in self._service.answers(_record_raw(tasks, raw), read_seconds):
+                    if isinstance(answer, RequestError) and not return_errors:
+                        raise with_index(index, answer)
                     bar.update()
-                    if isinstance(found, RequestError):
-                        found = RequestOutput.failed(f"request-{first + index}", found)
-                    limit.look_at(found)
-                    yield index, of(found, is_raw=index in raw)
+                    if isinstance(answer, RequestError):
+                        answer = RequestOutput.failed(f"request-{first + index}", answer)
+                    limit.log_cut_off(answer)
+                    yield index, wrap(answer, is_raw=index in raw)
                     raw.discard(index)
                     if not self._turns.is_current(call):
                         raise RequestError("these results ended when the LLM was called again, or closed",
@@ -414,7 +414,7 @@ class LLM:
         except EngineDeadError:
             self.close()
             raise
-        except GeneratorExit:  # nobody reads on; whichever thread this is, the next call cleans up
+        except GeneratorExit:  # the stream is dropped, by any thread; the next call cleans up
             raise
         except BaseException:
             if self._turns.is_current(call):
@@ -423,13 +423,13 @@ class LLM:
         self._is_torn = False
 
     def _reset(self) -> None:
-        """Whatever is under way is aborted. Nothing is repaired, all is made again."""
+        """Abort all requests. Nothing is repaired, all is made again."""
         self._service.reset()
         self._is_torn = False
 
 
-def _with_raw_noted(tasks: Iterator[PromptTask], raw: set[int]) -> Iterator[PromptTask]:
-    """`tasks`; those that ask for numbers as they are get into `raw`."""
+def _record_raw(tasks: Iterator[PromptTask], raw: set[int]) -> Iterator[PromptTask]:
+    """`tasks`; the indices of those that want logits are added to `raw`."""
     for index, task in enumerate(tasks):
         if isinstance(task.params, PoolingParams) and task.params.use_activation is False:
             raw.add(index)

@@ -10,7 +10,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import npu_runner
 from npu_runner.config import RunnerConfig
@@ -33,15 +33,15 @@ _TOKEN_TEXT = "token_text"
 
 
 def pack_answer(answer: Answer) -> bytes:
-    """For another process."""
     packed = io.BytesIO()
     _Packer(packed, protocol=5).dump(answer)
     return packed.getvalue()
 
 
-def unpack_answer(data: bytes, processor: ChatProcessor) -> Answer:
-    """`processor`: its tokenizer gives the texts of tokens in log probabilities."""
-    answer: Answer = _Unpacker(data, processor).load()
+def unpack_answer(answer: Answer | bytes, processor: ChatProcessor) -> Answer:
+    """The answer, packed or not. The processor's tokenizer gives the texts of tokens in log probabilities."""
+    if isinstance(answer, bytes):
+        answer = cast(Answer, _Unpacker(answer, processor).load())
     return answer
 
 
@@ -62,8 +62,8 @@ class _Unpacker(pickle.Unpickler):
 
 
 class PromptServer(InlineReplica):
-    """The number of a row is the number of its request. `load`: gives the engine, and calls what it is given with what
-    that does meanwhile; `pack`: makes the data of a FinishedRow."""
+    """The number of a row is the number of its request. `load` gives the engine, and reports its progress; `pack` makes
+    the data of a FinishedRow."""
 
     num_rows_ahead = 0
 
@@ -75,10 +75,9 @@ class PromptServer(InlineReplica):
         self._options = options
         self._pack = pack
         self.pool: WorkerPool[Any] | None = None
-        """The processor that prepares prompts; None until the model is loaded."""
+        """None until the model is loaded."""
 
-    def submit(self, run: Sequence[PromptTask | bytes]) -> None:
-        """Take these tasks, which are packed where they come from another process."""
+    def submit(self, run: Sequence[PromptTask | bytes]) -> None:  # bytes: from another process
         self.endpoint.submit(pickle.loads(task) if isinstance(task, bytes) else task for task in run)
 
     def _load(self) -> ReplicaFacts:
@@ -100,5 +99,5 @@ class PromptServer(InlineReplica):
 
 
 def load_engine(config: RunnerConfig, progress: Progress = silent) -> LLMEngine:
-    """For a process of its own."""
+    """The engine of a replica's own process, or of this one after a death."""
     return LLMEngine(open_checkpoint(config), progress=progress)

@@ -1,7 +1,6 @@
 """Serves the requests of `LLM`: one engine in the caller's thread, or replicas in processes of this host.
 
-Both assign requests through a Fleet, so blame for a death and retries are the same. Knows
-nothing of conversations, nor of what a caller does with answers.
+Both assign requests through a Fleet, so blame for a death and retries are the same. Knows no conversations.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.engine.executors.executor import CLOSED, Progress, silent
 from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.errors import ConfigError, EngineDeadError, ReplicaDeadError, RequestError
-from npu_runner.llm.prompt_server import (
-    Answer,
-    PromptServer,
-    load_engine,
-    pack_answer,
-    unpack_answer,
-)
+from npu_runner.llm.prompt_server import Answer, PromptServer, load_engine, unpack_answer
 from npu_runner.processes.log_level import show_log
 from npu_runner.prompts.tasks import MadeTask, PromptTask
 from npu_runner.request.outputs import EngineStats, RequestOutput
@@ -49,7 +42,7 @@ from npu_runner.strategies import OpenedCheckpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.2
-# Requests hold the caller's images: no further one is read while those that wait are larger together.
+# Requests hold the caller's images: no further request is read while the waiting ones are larger together.
 MAX_AHEAD_BYTES = 1 << 29
 _EXIT_SECONDS = 30.0
 
@@ -58,23 +51,23 @@ class PromptService(Owner):
     """Used by one thread at a time. Raises what loading an engine raises."""
 
     engine: LLMEngine | None = None
-    """That of this process; None: each replica has one in a process of its own."""
+    """The engine of this process; None: each replica has one in a process of its own."""
 
     def __init__(self, checkpoint: OpenedCheckpoint, config: RunnerConfig):
         self.config = config
         self.processor, self.generation_defaults = checkpoint.processor, checkpoint.generation_defaults
         self.num_requests = 0
-        """So far, of all calls: the number of the next one."""
+        """The number of the next request, over all calls."""
         self._requests: dict[int, Any] = {}
-        """Those that are not answered, as replicas take them."""
+        """Unanswered requests, as replicas accept them."""
         self._max_ahead = 0
         self._failure: BaseException | None = None
 
     def answers(self, tasks: Iterator[PromptTask], read_seconds: float) -> Iterator[tuple[int, Answer]]:
         """(index in `tasks`, answer) of each, as they finish. `tasks` is read in the caller's thread, as far
-        ahead as there is room; `read_seconds`: longest time of reading before answers are fetched.
+        ahead as there is room; `read_seconds`: the longest time of reading before answers are fetched.
 
-        Raises what reading raises, and what ends all replicas.
+        Raises the errors of reading, and the error that ended all replicas.
         """
         self._raise_failure()
         first, unanswered, is_read = self.num_requests, dict[int, int](), False
@@ -86,15 +79,15 @@ class PromptService(Owner):
                     is_read = True
                     break
                 number = self.num_requests
-                unanswered[number] = self._hand_in(replace(task, number=number))
+                unanswered[number] = self._submit(replace(task, number=number))
             must_wait = bool(unanswered) and (is_read or not self._has_room(unanswered))
-            for number, data in self._fetch(_IDLE_SECONDS if must_wait else 0.0):
+            for number, answer in self._fetch(_IDLE_SECONDS if must_wait else 0.0):
                 if unanswered.pop(number, None) is not None:
-                    yield number - first, self._unpack(data)
+                    yield number - first, unpack_answer(answer, self.processor)
 
     @abstractmethod
     def reset(self) -> None:
-        """Abort whatever is under way. After an exception this comes before the next call."""
+        """Abort all requests. After an exception this comes before the next call."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -105,38 +98,29 @@ class PromptService(Owner):
         """End all processes and free the device. May be called twice."""
 
     @abstractmethod
-    def _hand_in(self, task: PromptTask) -> int:
-        """Take over a task, whose number is `num_requests`. Returns its bytes."""
+    def _submit(self, task: PromptTask) -> int:
+        """Queue a task, whose number is `num_requests`. Returns its bytes."""
 
     @abstractmethod
     def _has_room(self, unanswered: dict[int, int]) -> bool:
-        """Whether one more may be read; `unanswered`: number and bytes of those of this call."""
+        """Whether one more may be read; `unanswered`: number and bytes of the requests of this call."""
 
     @abstractmethod
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
-        """(number, answer) of those that are done since the last call; waits for one at most so long."""
-
-    def _pack(self, answer: Answer) -> Any:
-        """An answer, as `_fetch` gives it."""
-        return answer
-
-    def _unpack(self, data: Any) -> Answer:
-        """The other way round."""
-        answer: Answer = data
-        return answer
+        """(number, answer, packed or not) of the requests that finished since the last call."""
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _made_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float, progress: Progress = silent) -> Fleet:
+    def _make_fleet(self, replicas: Sequence[MakeReplica], max_restarts: float, progress: Progress = silent) -> Fleet:
         self._progress, self._deaths = progress, LoneDeaths()
         self._rows = RowQueue(sys.maxsize)
         self._rows.allow(0)
         self._rows.drop_before(self.num_requests)
         return Fleet(replicas, self._rows, self, max_restarts=max_restarts)
 
-    def hear(self, news: Opened | Loading | str) -> None:
+    def notify(self, news: Opened | Loading | str) -> None:
         if isinstance(news, str):
             logger.warning(news)
         elif isinstance(news, Loading):
@@ -152,7 +136,7 @@ class PromptService(Owner):
         return [self._requests[number] for number in indices]
 
     def _sendable(self, task: PromptTask) -> PromptTask:
-        """The same for a worker. An image that cannot be sent is an error, which takes the way of an answer."""
+        """The task for a worker. An image that cannot be sent becomes an error, returned as an answer."""
         try:
             return task.sendable(self.config.prompts.max_source_pixels)
         except RequestError as error:
@@ -161,32 +145,31 @@ class PromptService(Owner):
     def _poll(self, fleet: Fleet, timeout_seconds: float) -> list[tuple[int, Any]]:
         self._rows.allow(self.num_requests)
         finished, given_up = fleet.poll(timeout_seconds)
-        found = [(row.number, row.data) for row in finished]
+        answers: list[tuple[int, Any]] = [(row.number, row.data) for row in finished]
         for lost in given_up:
             error = RequestError(lost.message, lost.code)
-            found.append((lost.index, self._pack(RequestOutput.failed(f"request-{lost.index}", error))))
-        return [(number, data) for number, data in found if self._requests.pop(number, None) is not None]
+            answers.append((lost.index, RequestOutput.failed(f"request-{lost.index}", error)))
+        return [answer for answer in answers if self._requests.pop(answer[0], None) is not None]
 
 
 class LocalService(PromptService):
     """One engine, which works in the caller's thread while answers are read.
 
-    `max_restarts`: how often it is loaded again after a death; the next death ends the service.
+    `max_restarts`: the number of loads after a death; the next death ends the service.
     """
 
     def __init__(self, config: RunnerConfig, options: PreprocessingOptions, max_restarts: float, progress: Progress):
         checkpoint = open_checkpoint(config)
         super().__init__(checkpoint, checkpoint.config)
-        # An engine after a restart opens the same folder, whatever a hub id stands for by then.
+        # An engine after a restart opens the same folder, also if a hub id means another one by then.
         self._same_folder = checkpoint.config.replace(model=str(checkpoint.path), revision=None)
         self._options = options
         self.max_restarts = max_restarts
         self.engine: LLMEngine = LLMEngine(checkpoint, progress=progress)
-        """Another one after a restart."""
-        # One step at a time, whoever closes it meanwhile. Reading requests is no part of a step, and may take for ever.
+        # Any thread may close the engine during a step. Reading requests is no part of a step, and may take for ever.
         self._lock = threading.RLock()
         _local_services.add(self)
-        self._begin()
+        self._start()
 
     @property
     def workers(self) -> list[int]:
@@ -194,14 +177,12 @@ class LocalService(PromptService):
         return [] if self._server.pool is None else self._server.pool.worker_pids()
 
     def reset(self) -> None:
-        """Nothing is repaired, all is made again but the engine, which is reset."""
         with self._lock:
             self._close_workers()
             self.engine.reset()
-            self._begin()
+            self._start()
 
     def stats(self) -> EngineStats:
-        """The figures of this moment."""
         return self.engine.stats()
 
     def close(self) -> None:
@@ -213,23 +194,23 @@ class LocalService(PromptService):
                 self.engine.close()
 
     def stop_steps(self, timeout_seconds: float) -> None:
-        """Wait at most so long for the step under way; no other thread begins a further one."""
+        """Wait for the step under way; no other thread starts a further one."""
         self._lock.acquire(timeout=timeout_seconds)
 
     def _close_workers(self) -> None:
         if self._server.pool is not None:
             self._server.pool.close()
 
-    def _begin(self) -> None:
-        """With the engine that there is. Requests that are held are aborted."""
+    def _start(self) -> None:
+        """Make a new fleet around the present engine, without the requests of the old one."""
         self._requests.clear()
         self._is_new = True
-        self._fleet = self._made_fleet([self._make], self.max_restarts)
+        self._fleet = self._make_fleet([self._make], self.max_restarts)
         self._max_ahead = self._fleet.load().max_rows
-        self._fleet.begin(None)
+        self._fleet.serve(None)
 
     def _make(self) -> PromptServer:
-        self._server = PromptServer(self._load, self._options, "this process", pack=self._pack,
+        self._server = PromptServer(self._load, self._options, "this process", pack=lambda answer: answer,
                                     can_restart=self.max_restarts > 0)
         return self._server
 
@@ -239,7 +220,7 @@ class LocalService(PromptService):
         self._is_new = False
         return self.engine
 
-    def _hand_in(self, task: PromptTask) -> int:
+    def _submit(self, task: PromptTask) -> int:
         self._requests[task.number] = task
         self.num_requests = task.number + 1
         return 0
@@ -248,7 +229,7 @@ class LocalService(PromptService):
         pool = self._server.pool
         has_workers = pool is not None and pool.num_workers > 0
         run = super().make_run(indices)
-        if not self.max_restarts:  # they are asked for once: their images are not kept
+        if not self.max_restarts:  # no second run needs their images
             self._requests.update(dict.fromkeys(indices, True))
         return [self._sendable(task) if has_workers and task.is_worth_a_worker else task for task in run]
 
@@ -260,7 +241,7 @@ class LocalService(PromptService):
         with self._lock:
             self._raise_failure()
             try:
-                # Where requests were admitted nothing was run yet.
+                # A poll that admits requests runs no step.
                 return self._poll(self._fleet, timeout_seconds) or self._poll(self._fleet, timeout_seconds)
             except ReplicaDeadError as error:
                 raise EngineDeadError(str(error), request_ids=error.request_ids, blame=error.blame) from error
@@ -271,40 +252,40 @@ _local_services: weakref.WeakSet[LocalService] = weakref.WeakSet()
 
 @atexit.register
 def _stop_steps() -> None:
-    """Python exits. A daemon thread that is inside torch then is ended there, which aborts the process."""
+    """Python exits, and ends daemon threads. Inside torch that aborts the process."""
     for service in list(_local_services):
         service.stop_steps(_EXIT_SECONDS)
 
 
-os.register_at_fork(after_in_child=_local_services.clear)  # no other thread is in a fork
+os.register_at_fork(after_in_child=_local_services.clear)  # a fork has no other threads
 
 
 class ReplicaService(PromptService):
     """Replicas in processes of this host. A thread of its own drives the fleet, so an interrupt of the caller leaves no
-    half-changed state. It ends the call, and replicas discard its requests.
+    half-changed state: the call ends, and replicas discard its requests.
 
-    Raises ConfigError where devices do not suffice or a setting is wrong, ReplicaDeadError where none can be loaded.
+    Raises ConfigError for too few devices or a wrong setting, ReplicaDeadError if no replica can be loaded.
     """
 
     def __init__(self, config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
                  progress: Progress):
         checkpoint = open_checkpoint(config)
-        # The folder that was looked at, whatever a hub id stands for a moment later.
+        # The folder that was opened, also if a hub id means another one a moment later.
         super().__init__(checkpoint, checkpoint.config.replace(model=str(checkpoint.path), revision=None))
         self._first = 0
         """Requests before it are aborted."""
         self._answered: queue.SimpleQueue[list[tuple[int, Any]] | BaseException] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[ReplicaFacts | BaseException] = queue.SimpleQueue()
         self._is_closing = threading.Event()
-        self._fleet = self._made_fleet(_plan_replicas(self.config, options, several), several.max_replica_restarts,
+        self._fleet = self._make_fleet(_plan_replicas(self.config, options, several), several.max_replica_restarts,
                                        progress)
         self._thread = threading.Thread(target=self._drive, name="replicas", daemon=True)
         try:
             self._thread.start()
-            found = self._loaded.get()
-            if isinstance(found, BaseException):
-                raise found
-            self._max_ahead = found.max_rows * len(self._fleet.states)
+            loaded = self._loaded.get()
+            if isinstance(loaded, BaseException):
+                raise loaded
+            self._max_ahead = loaded.max_rows * len(self._fleet.states)
         except BaseException:
             self.close()
             raise
@@ -325,9 +306,9 @@ class ReplicaService(PromptService):
 
     # -- the caller's thread ---------------------------------------------------------------------------------------
 
-    def _hand_in(self, task: PromptTask) -> int:
-        """Packed here, so that the caller hears what pickling raises. What other processes cannot unpickle is prepared
-        here, too."""
+    def _submit(self, task: PromptTask) -> int:
+        """The task is packed here, so that the caller gets the errors of pickling. A prompt that other processes could
+        not unpickle is prepared here, too."""
         if task.is_plain:
             task = self._sendable(task)
         else:
@@ -346,53 +327,45 @@ class ReplicaService(PromptService):
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         self._raise_failure()
         try:
-            found = self._answered.get(timeout=timeout_seconds) if timeout_seconds else self._answered.get_nowait()
+            answers = self._answered.get(timeout=timeout_seconds) if timeout_seconds else self._answered.get_nowait()
         except queue.Empty:
             return []
-        if isinstance(found, BaseException):
-            self._failure = found
-            raise found
-        return found
-
-    def _unpack(self, data: Any) -> Answer:
-        return unpack_answer(data, self.processor)
-
-    def _pack(self, answer: Answer) -> bytes:
-        return pack_answer(answer)
+        if isinstance(answers, BaseException):
+            self._failure = answers
+            raise answers
+        return answers
 
     # -- the fleet's thread ----------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        # Whatever happens here the caller waits for it.
         try:
             with self._fleet as fleet:
                 fleet.start()
                 while not (fleet.is_loaded or self._is_closing.is_set()):
                     fleet.poll(_IDLE_SECONDS)
                 if not self._is_closing.is_set():
-                    fleet.begin(None)
+                    fleet.serve(None)
                     self._loaded.put(fleet.facts)
                 while not self._is_closing.is_set():
-                    self._turn(fleet)
+                    self._abort_and_poll(fleet)
         except BaseException as error:  # noqa: BLE001 - the border of the thread: raised again in the caller's
             self._loaded.put(error)
             self._answered.put(error)
 
-    def _turn(self, fleet: Fleet) -> None:
+    def _abort_and_poll(self, fleet: Fleet) -> None:
         first = self._first
         if first > self._rows.first:
             fleet.abort_before(first)
             for number in list(self._requests):
                 if number < first:
                     del self._requests[number]
-        found = self._poll(fleet, _IDLE_SECONDS)
-        if found:
-            self._answered.put(found)
+        if answers := self._poll(fleet, _IDLE_SECONDS):
+            self._answered.put(answers)
 
 
 def make_service(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions,
                  max_restarts: float) -> PromptService:
-    """`max_restarts`: of an engine of this process."""
+    """`max_restarts`: for an engine of this process."""
     try:
         show_log()
     except ValueError as error:
@@ -406,20 +379,20 @@ def make_service(config: RunnerConfig, options: PreprocessingOptions, several: R
             else:
                 service = ReplicaService(config, options, several, progress)
         return service
-    except BaseException:  # an interrupt while the line is taken away: nobody would have the service to close it
+    except BaseException:  # an interrupt while the line is erased: the caller never gets the service to close it
         if service is not None:
             service.close()
         raise
 
 
 def _plan_replicas(config: RunnerConfig, options: PreprocessingOptions, several: ReplicaOptions) -> list[MakeReplica]:
-    asked = several.data_parallel_size
-    placements = place(config.platform, None if asked == AUTO else int(asked), config.parallel.tensor_parallel_size)
-    return [functools.partial(_made_process, config, options, f"replica {number}", placement)
+    count = several.data_parallel_size
+    placements = place(config.platform, None if count == AUTO else int(count), config.parallel.tensor_parallel_size)
+    return [functools.partial(_make_process, config, options, f"replica {number}", placement)
             for number, placement in enumerate(placements)]
 
 
-def _made_process(config: RunnerConfig, options: PreprocessingOptions, name: str,
+def _make_process(config: RunnerConfig, options: PreprocessingOptions, name: str,
                   placement: Placement) -> ProcessReplica:
     options = replace(options, preprocessing_workers=options.num_workers(placement.num_cores))
     load = functools.partial(load_engine, config.replace(platform=placement.platform))

@@ -1,7 +1,6 @@
-"""What callers of `LLM` may write: one prompt or many, params of each, options, and what a wrong one is called; and the
-tasks that are made of it. Knows no service and no engine.
+"""Parses the arguments of `LLM`'s calls into tasks. Knows no service and no engine.
 
-Names of options are vLLM's where it has them. What it has and is not served may be there while it asks for nothing.
+Names of options are vLLM's where it has them. An option that is not served may have a value that changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from npu_runner.prompts.tasks import MadeTask, PromptTask, chat_task, pair_task,
 from npu_runner.prompts.text.chat_template import kwargs_with_effort
 from npu_runner.prompts.text.tokenizer import plain_number
 from npu_runner.prompts.text.tools import parse_tools
-from npu_runner.request.limits import plain_template_kwargs, shown
+from npu_runner.request.limits import field_error, plain_template_kwargs, shown
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -52,25 +51,23 @@ def is_one_conversation(conversations: Any) -> bool:
     return isinstance(conversations, Sequence) and len(conversations) > 0 and isinstance(conversations[0], Mapping)
 
 
-def no_params(given: Any) -> RequestError:
-    """The error of what stands where SamplingParams or PoolingParams should."""
-    return RequestError(
-        f"sampling_params: {type(given).__name__} {shown(given)} is not SamplingParams (for embed: PoolingParams), nor "
-        "a list of them; write SamplingParams(max_tokens=3), or SamplingParams(**fields)", "invalid_type",
-        "sampling_params")
+def _no_params(given: Any) -> RequestError:
+    return field_error("sampling_params", f"{type(given).__name__} {shown(given)} is not SamplingParams (for embed: "
+                       "PoolingParams), nor a list of them; write SamplingParams(max_tokens=3), or "
+                       "SamplingParams(**fields)", "invalid_type")
 
 
 def with_task(given: PoolingParams | Iterable[PoolingParams] | None, task: str | None) -> PoolingParams | Iterable[Any]:
-    """`given`, for `task`. What is no PoolingParams stays what it is, and is refused where it is read."""
+    """`given`, for `task`. An object that is no PoolingParams stays as it is, and is refused when it is read."""
     if given is None:
         return PoolingParams(task=task)
 
-    def of(one: Any) -> Any:
+    def set_task(one: Any) -> Any:
         return one.replace(task=task) if isinstance(one, PoolingParams) else one
 
     if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
-        return of(given)
-    return list(map(of, given)) if isinstance(given, Sequence) else map(of, given)
+        return set_task(given)
+    return list(map(set_task, given)) if isinstance(given, Sequence) else map(set_task, given)
 
 
 def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyParams:
@@ -79,7 +76,7 @@ def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyPara
     if given is None:
         return default
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (SamplingParams, PoolingParams, Iterable)):
-        raise no_params(given)
+        raise _no_params(given)
     if count is not None and isinstance(given, Sized) and len(given) != count:
         raise RequestError(f"{len(given)} sampling_params for {count} prompts; pass one, or one for each")
     if count is None or isinstance(given, (SamplingParams, PoolingParams, Sequence)):
@@ -114,7 +111,7 @@ class PromptOptions(TypedDict, total=False):
 
 
 class ChatOptions(PromptOptions, total=False):
-    """Of a call with conversations; see LLM.chat."""
+    """Options of calls with conversations; see LLM.chat."""
 
     allowed_media_dir: Path | str | None
     mm_processor_kwargs: Mapping[str, Any] | None
@@ -128,7 +125,7 @@ class ChatOptions(PromptOptions, total=False):
 
 
 class PairOptions(PromptOptions, total=False):
-    """Of a call with queries and documents; see LLM.score."""
+    """Options of calls with queries and documents; see LLM.score."""
 
     allowed_media_dir: Path | str | None
     mm_processor_kwargs: Mapping[str, Any] | None
@@ -137,15 +134,14 @@ class PairOptions(PromptOptions, total=False):
 
 
 def checked_options(call: str, options: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Those that ask for anything. Raises TypeError for a name that `kind` has not, RequestError for what is not
-    served."""
+    """The options that change something. Raises TypeError for a name that `kind` lacks, RequestError for an option that
+    is not served."""
     known = sorted(kind.__optional_keys__)  # type: ignore[attr-defined]
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; {_instead_of(name, known)}")
         if name in _UNSERVED and value is not None and value != _UNSERVED[name][0]:
-            message = f"{name}: {shown(value)} is not served: {_UNSERVED[name][1]}"
-            raise RequestError(message, "unsupported_parameter", name)
+            raise field_error(name, f"{shown(value)} is not served: {_UNSERVED[name][1]}", "unsupported_parameter")
     return {name: value for name, value in options.items() if name not in _UNSERVED and value is not None}
 
 
@@ -160,7 +156,7 @@ def _instead_of(name: str, known: Sequence[str]) -> str:
 def pair_parser(processor: ChatProcessor, rules: MediaRules, *, instruction: str | None = None,
                 mm_processor_kwargs: Mapping[str, Any] | None = None,
                 chat_template_kwargs: Mapping[str, Any] | None = None) -> Parse:
-    """Of a query and a document. Raises RequestError for options that cannot be."""
+    """Parses a query and a document. Raises RequestError for invalid options."""
     options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
                "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
     return lambda pair: pair_task(processor, pair, rules, options)
@@ -170,47 +166,40 @@ def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwa
                 chat_template: Path | str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
                 add_generation_prompt: bool | None = None, continue_final_message: bool = False,
                 tools: Sequence[Mapping[str, Any]] | None = None, reasoning_effort: str | None = None) -> Parse:
-    """Of conversations. Raises RequestError for options that cannot be."""
+    """Parses conversations. Raises RequestError for invalid options."""
     template = None if chat_template is None else template_text(chat_template)
-
-    def is_read(name: str) -> bool:
-        return processor.template_reads(name, template)
-
     kwargs = None if chat_template_kwargs is None else plain_template_kwargs(dict(chat_template_kwargs))
-    kwargs_and_effort = kwargs_with_effort(kwargs, reasoning_effort, is_read)
-    checked_tools = None if tools is None else parse_tools(tools)
-
-    def parse(messages: Any) -> PromptTask:
-        return chat_task(
-            processor, messages, rules, chat_template_kwargs=kwargs_and_effort, tools=checked_tools,
-            add_generation_prompt=add_generation_prompt, chat_template=template,
-            continue_final_message=continue_final_message, mm_processor_kwargs=mm_processor_kwargs)
-
-    return parse
+    options = {
+        "chat_template_kwargs": kwargs_with_effort(
+            kwargs, reasoning_effort, lambda name: processor.template_reads(name, template)),
+        "tools": None if tools is None else parse_tools(tools), "add_generation_prompt": add_generation_prompt,
+        "chat_template": template, "continue_final_message": continue_final_message,
+        "mm_processor_kwargs": mm_processor_kwargs}
+    return lambda messages: chat_task(processor, messages, rules, **options)
 
 
 def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: Mapping[str, Any]) -> Parse:
-    """Of raw prompts and conversations in any order. A conversation is looked at, not answered: its prompt ends behind
-    the last message, as in vLLM."""
+    """Parses raw prompts and conversations in any order. The prompt of a conversation ends behind its last message, as
+    in vLLM."""
     chat = chat_parser(processor, rules, **{"add_generation_prompt": False, **options})
 
     def parse(item: Any) -> PromptTask:
         if is_conversation(item):
             return chat(item)
         for name in options:
-            raise RequestError(f"{name}: belongs to messages; a raw prompt is taken as it is", "invalid_value", name)
+            raise field_error(name, "belongs to messages; a raw prompt is used as it is")
         return parse_prompt(item)
 
     return parse
 
 
 def parse_prompt(item: Any) -> PromptTask:
-    """Of a raw prompt."""
+    """Parses a raw prompt."""
     return MadeTask(made=item) if isinstance(item, PromptInputs) else text_task(item)
 
 
 def is_conversation(item: Any) -> bool:
-    """Messages, and no list of prompts."""
+    """Whether it is a list of messages, not of prompts."""
     is_list = isinstance(item, Sequence) and not isinstance(item, (str, bytes)) and len(item) > 0
     return is_list and isinstance(item[0], Mapping) and "role" in item[0]
 
@@ -218,39 +207,39 @@ def is_conversation(item: Any) -> bool:
 # -- the tasks of a call -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _say_once() -> None:
-    """Cached, so that a process says it once."""
+@functools.cache  # a process logs it once
+def _log_default_limit() -> None:
     logger.warning("an answer was cut off: its SamplingParams name no max_tokens, and the default was reached "
                    "(LLM.get_default_sampling_params()); finish_reason is \"length\" then. This is said once.")
 
 
 class UnsaidLimit:
-    """max_tokens of those of a call's requests that have none. `otherwise`: where the checkpoint's `defaults`, fields
-    of SamplingParams, have none either; None: what the model's length leaves."""
+    """max_tokens of a call's requests that set none: the checkpoint's `defaults` (fields of SamplingParams), then
+    `otherwise`. None: as many as the model's length leaves."""
 
     def __init__(self, defaults: Mapping[str, Any], otherwise: int | None = None):
         self._most: int | None = defaults.get("max_tokens", otherwise)
         self._given: set[int] = set()
 
     def bounded(self, params: _Params) -> _Params:
-        """With a limit, where there is one."""
+        """`params` with a limit, if there is one."""
         if not isinstance(params, SamplingParams) or params.max_tokens is not None or self._most is None:
             return params
         limited = params.with_limit(self._most)
         self._given.add(limited.max_tokens or 0)
         return limited
 
-    def look_at(self, output: RequestOutput) -> None:
+    def log_cut_off(self, output: RequestOutput) -> None:
         """Log the first answer of this process that such a limit has cut off."""
         for completion in output.completions:
             if completion.is_cut_off and len(completion.token_ids) in self._given:
-                _say_once()
+                _log_default_limit()
 
 
 def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: UnsaidLimit,
              processor: ChatProcessor) -> Iterator[PromptTask]:
-    """Each item with its settings, the errors among them as such. Raises RequestError where there are fewer params."""
+    """The task of each item, with its params; an invalid item becomes a task with its error. Raises RequestError if
+    there are fewer params."""
     wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
     last = resolved = None
     for index, item in enumerate(items):
@@ -259,7 +248,7 @@ def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: Unsai
             raise RequestError(f"{index} sampling_params for more prompts; pass one, or one for each")
         try:
             if not isinstance(one, (SamplingParams, PoolingParams)):
-                raise no_params(one)
+                raise _no_params(one)
             if one is not last or resolved is None:
                 last, resolved = one, processor.resolve_params(limit.bounded(one))
             processor.most_prompt_tokens(resolved)  # raises for more than the model takes

@@ -1,6 +1,6 @@
-"""Turns: one call of an `LLM` at a time, from any thread. Knows nothing of what calls do.
+"""Lets one call of an `LLM` run at a time, from any thread. Knows nothing of what calls do.
 
-A call is open as long as the interpreter says so of its generator: an interrupt could leave a flag behind.
+The interpreter says whether a call's generator runs or has ended: a flag of ours could be left behind by an interrupt.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
 from npu_runner.errors import RequestError
 
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _NESTED = ("this LLM was called inside an iterator of prompts that another call of it is reading; make a list of them "
            "first, or use a second LLM")
 _BUSY = ("thread {} is in a call of this LLM that reads an iterator or gives a stream, which may take for ever; wait "
@@ -25,34 +24,30 @@ _FORKED = ("process {} has loaded this LLM, and this process is a fork of it: th
 
 
 class Call:
-    """A call of an LLM, whose results come out of a generator.
+    """A call of an LLM, whose results a generator gives.
 
-    is_open: it ends when its stream has been read, or its iterator of prompts ends. The code that does so may wait for
-    another call, so no call waits for this one.
+    `is_open`: its caller reads a stream, or gives an iterator of prompts. That code may itself wait for another call,
+    so no call waits for this one.
     """
 
     def __init__(self, is_open: bool):
         self.is_open = is_open
         self.thread = threading.current_thread()
-        """That which read its results last."""
+        """The thread that read its results last."""
         self._results: weakref.ref[GeneratorType[Any, Any, Any]] | None = None
 
-    def follow(self, results: Iterator[Any]) -> None:
-        """These are its results. Held weakly: a stream that is dropped has ended."""
-        assert isinstance(results, GeneratorType), "the interpreter tells of generators only whether they run"
+    def follow(self, results: Any) -> None:
+        """Set its generator. It is held weakly: a stream that is dropped has ended."""
         self._results = weakref.ref(results)
 
     @property
-    def is_running(self) -> bool:
-        """It is at work at this moment, in some thread."""
+    def running(self) -> bool | None:
+        """Whether a thread is inside it at this moment. None: its results have ended, or the thread that read them
+        has."""
         results = None if self._results is None else self._results()
-        return results is not None and results.gi_running
-
-    @property
-    def is_over(self) -> bool:
-        """Its results have ended, or the thread that read them has."""
-        results = None if self._results is None else self._results()
-        return results is None or results.gi_frame is None or not (results.gi_running or self.thread.is_alive())
+        if results is None or results.gi_frame is None:
+            return None
+        return results.gi_running or (False if self.thread.is_alive() else None)
 
 
 class Turns:
@@ -69,37 +64,36 @@ class Turns:
         return os.getpid() == self._process_id
 
     def is_current(self, call: Call) -> bool:
-        """Whether no later call, no `close` and no fork has ended it. Asked by whichever thread reads its results."""
+        """Whether no later call, no `close` and no fork has ended it. Called by the thread that reads its results."""
         call.thread = threading.current_thread()
         return call is self._current and self.are_here
 
-    def take(self, call: Call) -> None:
-        """Make it the current one; in the call's own generator. A stream of this thread that was not read to its end
-        has ended then; a call of another thread is waited for.
+    def start(self, call: Call) -> None:
+        """Make `call` the current one, in its own generator. This ends an unread stream of this thread. A call of
+        another thread is waited for.
 
         Raises RequestError inside another call of this thread, beside an open call of another thread, and in a fork of
         the process that loaded the LLM.
         """
-        if not self.are_here:  # before the lock, which another thread may have held when this process began
+        if not self.are_here:  # before the lock, which another thread may have held at the fork
             raise RequestError(_FORKED.format(self._process_id), "forked_llm")
         call.thread = threading.current_thread()
-        while not self._has_taken(call):
-            time.sleep(_LOOK_SECONDS)
+        while not self._try_start(call):
+            time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
-        """No call is the current one."""
+        """End the current call."""
         self._current = None
 
-    def _has_taken(self, call: Call) -> bool:
+    def _try_start(self, call: Call) -> bool:
         with self._lock:
             other = self._current
-            if other is not None and not other.is_over:
-                if other.thread is call.thread:
-                    if other.is_running:
-                        raise RequestError(_NESTED, "nested_call")
-                elif other.is_open:
-                    raise RequestError(_BUSY.format(other.thread.name), "llm_busy")
-                else:
+            if other is not None and (running := other.running) is not None:
+                if other.thread is not call.thread:
+                    if other.is_open:
+                        raise RequestError(_BUSY.format(other.thread.name), "llm_busy")
                     return False
+                if running:
+                    raise RequestError(_NESTED, "nested_call")
             self._current = call
             return True

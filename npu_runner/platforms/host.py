@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
 def _status_within(limit: float, child: Child) -> int | None:
     watch = Stopwatch()
     while not watch.exceeds(limit):
-        status = child.exit_status(watch.look_seconds(limit))
+        status = child.exit_status(watch.poll_seconds(limit))
         if status is not None:
             return status
     return None

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from npu_runner.processes.stopwatch import LOOK_SECONDS, Stopwatch
+from npu_runner.processes.stopwatch import POLL_SECONDS, Stopwatch
 
 _Result = TypeVar("_Result")
 
@@ -56,7 +56,7 @@ class Channel:
     """One end of a socket pair. Used by one thread at a time, or by one that sends and one that receives."""
 
     def __init__(self, end: socket.socket, timeout_seconds: float | None = None):
-        end.settimeout(None if timeout_seconds is None else min(timeout_seconds, LOOK_SECONDS))
+        end.settimeout(None if timeout_seconds is None else min(timeout_seconds, POLL_SECONDS))
         self._socket = end
         self._timeout_seconds = timeout_seconds or float("inf")
 

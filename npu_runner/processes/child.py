@@ -1,5 +1,4 @@
-"""A child process as its parent sees it: running, stopped or ended. Also the start of the child (`main`). Knows nothing
-of its work.
+"""A child process for its parent: running, stopped or ended. Also the start of the child (`main`). Knows no work.
 
 One recipe for workers, ranks, replicas and probes. Nothing is imported from the working directory (commands.py). Ctrl-C
 in a terminal does not reach it. Its standard output is the parent's standard error unless a file is given. It has a
@@ -32,13 +31,13 @@ from npu_runner.processes.stopwatch import Stopwatch
 
 Result = TypeVar("Result")
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 """Python sees a signal that came just before a wait only once the wait is over; so no wait lasts longer than this."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 _lock = threading.Lock()
-_of_process: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None
+_start_queue: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None
 
 
 class Child:
@@ -157,7 +156,7 @@ def in_start_thread(start: Callable[[], Result], *, unclaimed: Callable[[Result]
     _queue().put(work)
     try:
         while not future.done():
-            wait([future], timeout=_LOOK_SECONDS)
+            wait([future], timeout=_POLL_SECONDS)
         return future.result()
     except BaseException:
         future.add_done_callback(lambda done: None if done.exception() else unclaimed(done.result()))
@@ -166,14 +165,14 @@ def in_start_thread(start: Callable[[], Result], *, unclaimed: Callable[[Result]
 
 def _queue() -> queue.SimpleQueue[Callable[[], None]]:
     """The queue of this process's thread; a forked process starts without one."""
-    global _of_process
+    global _start_queue
     with _lock:
-        if _of_process is None or _of_process[0] != os.getpid():
+        if _start_queue is None or _start_queue[0] != os.getpid():
             found: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-            # A daemon: at the interpreter's end it must not go before children that are asked to end in good order.
+            # A daemon: at the interpreter's end it must not go before children that end in good order.
             threading.Thread(target=_work, args=(found,), name="start-children", daemon=True).start()
-            _of_process = os.getpid(), found
-        return _of_process[1]
+            _start_queue = os.getpid(), found
+        return _start_queue[1]
 
 
 def _work(todo: queue.SimpleQueue[Any]) -> None:

@@ -1,11 +1,10 @@
-"""Prompts of a query and a document, for a model that scores: parsed, shown, cut where that is asked for, with images
-in their places. Knows nothing of rows, nor of what is made of a prompt.
+"""Prompts of a query and a document, for a model that scores: parsed, rendered, truncated, with images in their places.
+Knows nothing of rows, nor of what is made of a prompt.
 
-A reranker is shown both by the checkpoint's chat template, if it renders both, else by the text that Qwen's rerankers
-are published with. A template is given one message of each role, and one of role system in front for an instruction, as
-sentence-transformers and vLLM do. A classifier of one label takes both texts as the checkpoint's tokenizer puts
-pairs together: sentence-transformers' CrossEncoder and vLLM make the same ones, and where they would differ, scores are
-refused.
+A reranker's prompt is rendered by the checkpoint's chat template, if it renders both, else by the published text of
+Qwen's rerankers. A template gets one message of each role, and one of role system in front for an instruction, as in
+sentence-transformers and vLLM. For a classifier of one label the checkpoint's tokenizer joins both texts, as in
+sentence-transformers' CrossEncoder and vLLM. Where these two differ, scores are refused.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ from npu_runner.prompts.text.chat_template import (
 )
 from npu_runner.prompts.text.messages import Conversation, MediaLimits, Seen, checked_text, parse_content
 from npu_runner.prompts.text.tokenizer import TextLength
-from npu_runner.prompts.vision_prompts import Known, VisionPrompts, not_cut
-from npu_runner.request.limits import shown
+from npu_runner.prompts.vision_prompts import Known, VisionPrompts, config_token, not_cut
+from npu_runner.request.limits import field_error, shown
 from npu_runner.request.pooling_params import SIGMOID, Classes
 from npu_runner.request.prompt_inputs import PromptInputs
 
 logger = logging.getLogger(__name__)
 
 QUERY, DOCUMENT, INSTRUCTION = "query", "document", "system"
-"""The roles."""
 _PUBLISHED_TOKENS = ("<|im_start|>", "<|im_end|>")
-"""What a tokenizer must have for the published text."""
+"""Tokens that the published text needs."""
 
 _JUDGE = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that '
           'the answer can only be "yes" or "no".')
@@ -81,12 +79,12 @@ def parse_side(content: Any, where: str, limits: MediaLimits, addresses: Address
     """A query or a document of text, or of vLLM's {"content": parts}. Raises RequestError naming the field."""
     if isinstance(content, Mapping):
         if list(content) != ["content"]:
-            message = f'{where}: an object is {{"content": parts}}, and this one has {shown(list(content))}'
-            raise RequestError(message, "invalid_type", where)
+            raise field_error(where, f'an object is {{"content": parts}}, and this one has {shown(list(content))}',
+                              "invalid_type")
         content, where = content["content"], f"{where}.content"
     elif not isinstance(content, str):
-        message = f'{where}: text or an object {{"content": parts}} is needed, not {type(content).__name__}'
-        raise RequestError(message, "invalid_type", where)
+        raise field_error(where, f'text or an object {{"content": parts}} is needed, not {type(content).__name__}',
+                          "invalid_type")
     seen: list[tuple[Seen, str]] = []
     side = Side(parse_content(content, where, limits, seen, addresses), seen)
     limits.check(seen, seen[-1][1] if seen else where)
@@ -119,7 +117,7 @@ def _is_one(given: Any) -> bool:
 
 
 def pair_files(settings: PairSettings) -> tuple[str, ...]:
-    """What else shapes these prompts, beside PROMPT_FILES."""
+    """The files that shape these prompts, beside PROMPT_FILES."""
     named = () if settings.template_name is None else (named_template_file(settings.template_name),)
     return (*PAIR_FILES, *named)
 
@@ -146,10 +144,9 @@ def read_pair_template(folder: Path, settings: PairSettings, config: Mapping[str
 
 
 def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """What stands for an image and for a video in a text: their token, between those of vision."""
+    """The placeholders of an image and of a video in a text: their token, between the tokens around vision."""
     def text(name: str) -> str:
-        token_id = config.get(name)
-        return (tokenizer.id_to_token(token_id) or "") if isinstance(token_id, int) and token_id >= 0 else ""
+        return (config_token(config, name, tokenizer) or (0, ""))[1]
 
     start, end = text("vision_start_token_id"), text("vision_end_token_id")
     return {kind: f"{start}{text(f'{kind}_token_id')}{end}" for kind in ("image", "video")}
@@ -158,20 +155,19 @@ def _placeholders(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
 class PairTemplate(ChatTemplate):
     """A template that renders a query and a document.
 
-    `takes_parts`: it is given each message's content as a list of parts, else as one string. There `placeholders`
-    ("image", "video") stand for what is seen. `is_published`: it is the published text, not the checkpoint's.
+    `accepts_parts`: each message's content is a list of parts, else one string with `placeholders` ("image", "video").
+    `is_published`: it is the published text, not the checkpoint's.
     """
 
-    def __init__(self, source: str, token_variables: Mapping[str, str], *, takes_parts: bool,
+    def __init__(self, source: str, token_variables: Mapping[str, str], *, accepts_parts: bool,
                  placeholders: Mapping[str, str], is_published: bool = False):
         super().__init__(source, token_variables)
         self.is_published = is_published
-        self._takes_parts = takes_parts
+        self._takes_parts = accepts_parts
         self._placeholders = placeholders
 
     def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
                tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
-        """See ChatTemplate."""
         shaped = [{**message, "content": self._shaped(message["content"])} for message in messages]
         return super().render(shaped, kwargs, tools=tools, add_generation_prompt=add_generation_prompt)
 
@@ -195,7 +191,7 @@ class PairTemplate(ChatTemplate):
         return sorted((role for role, place in found.items() if place >= 0), key=found.__getitem__)
 
     def kept(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that the template reads."""
+        """The kwargs that the template reads."""
         return {name: value for name, value in kwargs.items() if name in self.variables}
 
 
@@ -209,11 +205,12 @@ def _pair_template(own: ChatTemplate | None, settings: PairSettings, *, has_visi
     is_meant = own is not None and (settings.is_saved or {QUERY, DOCUMENT} <= set(own.literals()))
     if own is not None and is_meant:
         # Text models are given strings first, models with vision parts, as transformers does.
-        for takes_parts in (has_vision, not has_vision):
-            found = PairTemplate(own.source, own.token_variables, takes_parts=takes_parts, placeholders=placeholders)
+        for accepts_parts in (has_vision, not has_vision):
+            found = PairTemplate(own.source, own.token_variables, accepts_parts=accepts_parts,
+                                 placeholders=placeholders)
             if {QUERY, DOCUMENT} <= set(found.probe(settings)):
                 return found
-    return PairTemplate(_PUBLISHED_VISION if has_vision else _PUBLISHED, {}, takes_parts=False,
+    return PairTemplate(_PUBLISHED_VISION if has_vision else _PUBLISHED, {}, accepts_parts=False,
                         placeholders=placeholders, is_published=True)
 
 
@@ -232,23 +229,23 @@ class PairPrompts:
         self._reads_variable = _VARIABLE in chat.template.variables
 
     def identity(self) -> dict[str, Any]:
-        """What shapes them beside the template, JSON-ready."""
+        """The settings that shape prompts beside the template, JSON-ready."""
         return {"instruction": self._settings.instruction, "chat_template_kwargs": self._template_kwargs,
                 "add_generation_prompt": self._settings.add_generation_prompt, "is_published": self._is_published}
 
     def __call__(self, query: Side, document: Side, *, instruction: str | None = None,
                  chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None) -> PromptInputs:
-        """`instruction`: what is looked for, in words. `truncate_prompt_tokens`: of a longer prompt the end of the
-        document is left out, the template stays whole. `known`: as in VisionPrompts. Raises RequestError."""
-        asked = self._vision.as_asked(mm_processor_kwargs)
+        """`instruction`: the task of the search, in words. `truncate_prompt_tokens`: a longer prompt loses the end of
+        the document, and no part of the template. `known`: as in VisionPrompts. Raises RequestError."""
+        requested = self._vision.requested(mm_processor_kwargs)
         kwargs = {**self._template_kwargs, **self._chat.checked_kwargs(chat_template_kwargs or {})}
         messages = [{"role": QUERY, "content": query.content}, {"role": DOCUMENT, "content": document.content}]
-        told = self._settings.instruction if instruction is None else instruction
-        if told is not None and INSTRUCTION in self._order:
-            messages.insert(0, {"role": INSTRUCTION, "content": told})
-        elif told is not None:
-            kwargs |= self._as_variable(told)
+        instruction = self._settings.instruction if instruction is None else instruction
+        if instruction is not None and INSTRUCTION in self._order:
+            messages.insert(0, {"role": INSTRUCTION, "content": instruction})
+        elif instruction is not None:
+            kwargs |= self._as_variable(instruction)
         conversation = Conversation(messages, [*query.seen, *document.seen])
         self._check(conversation, is_cut=truncate_prompt_tokens is not None)
         most = None if conversation.seen else truncate_prompt_tokens
@@ -256,10 +253,9 @@ class PairPrompts:
         sides = {QUERY: query, DOCUMENT: document}
         in_order = [located for role in self._order if role in sides for located in sides[role].seen]
         seen = self._vision.in_order(token_ids, in_order)
-        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked, known), text=text)
+        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, requested, known), text=text)
 
     def _as_variable(self, instruction: str) -> dict[str, Any]:
-        """Of a template that renders no message of role system."""
         if not self._reads_variable:
             raise RequestError("instruction: the model's chat template renders none; leave it out",
                                "unsupported_parameter", _VARIABLE)
@@ -317,19 +313,19 @@ class TextPairs:
     def __call__(self, query: Side, document: Side, *, instruction: str | None = None,
                  chat_template_kwargs: Mapping[str, Any] | None = None, truncate_prompt_tokens: int | None = None,
                  mm_processor_kwargs: Mapping[str, Any] | None = None, known: Known | None = None) -> PromptInputs:
-        """`truncate_prompt_tokens`: of a longer prompt the end of the document is left out. Raises RequestError."""
+        """`truncate_prompt_tokens`: a longer prompt loses the end of the document. Raises RequestError."""
         for name, value in (("instruction", instruction), ("chat_template_kwargs", chat_template_kwargs),
                             ("mm_processor_kwargs", mm_processor_kwargs)):
             if value:
-                raise RequestError(f"{name}: a classifier's prompt is the two texts alone; leave it out",
-                                   "unsupported_parameter", name)
-        asked, shown = _text_of(query, "the query"), _text_of(document, "the document")
-        if not asked.strip() and not shown.strip():
+                raise field_error(name, "a classifier's prompt is the two texts alone; leave it out",
+                                  "unsupported_parameter")
+        query_text, document_text = _text_of(query, "the query"), _text_of(document, "the document")
+        if not query_text.strip() and not document_text.strip():
             raise RequestError("query and document are both empty; give text", "empty_prompt")
-        self._text_length.check([asked, shown], is_cut=truncate_prompt_tokens is not None)
-        token_ids = _cut(self._tokenizer.encode(asked, shown), truncate_prompt_tokens)
+        self._text_length.check([query_text, document_text], is_cut=truncate_prompt_tokens is not None)
+        token_ids = _cut(self._tokenizer.encode(query_text, document_text), truncate_prompt_tokens)
         self._vision.in_order(token_ids, [])
-        prompt = self._vision.prompt(token_ids, [], None, self._vision.as_asked(None))
+        prompt = self._vision.prompt(token_ids, [], None, self._vision.requested(None))
         return replace(prompt, text=self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 

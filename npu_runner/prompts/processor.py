@@ -64,6 +64,7 @@ from npu_runner.prompts.vision_prompts import (
     read_video_prompts,
     read_vision_tokens,
 )
+from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
@@ -72,20 +73,20 @@ from npu_runner.request.structured_outputs import StructuredOutputsParams
 class ProcessorSettings(PromptConfig):
     """The user's settings of prompts, and what the family and the rest of the settings add."""
 
-    takes_videos: bool = False
+    accepts_videos: bool = False
     """The family takes videos, ..."""
     video_form: VideoForm = VideoForm.TIMESTAMPS
     """... in this form; ..."""
     no_videos: str = "its family has none here"
     """... or the reason why it does not."""
     image_defaults: ImageSettings = QWEN2_VL_IMAGES
-    """What the family's images have that the checkpoint's file does not say."""
+    """The family's defaults for fields that the checkpoint's file lacks."""
     max_model_len: int | None = None
     """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
     uses_mrope: bool | None = None
     """None: as the checkpoint's config says."""
     pooling: PoolingConfig | None = None
-    """What is made of prompts; None: text."""
+    """The pooling of prompts; None: the model generates text."""
 
     def of_videos(self) -> dict[str, float | int | None]:
         return {"video_fps": self.video_fps, "video_max_frames": self.video_max_frames,
@@ -137,9 +138,8 @@ class ChatProcessor(RequestChecks):
         self._vision_tokens = read_vision_tokens(config, self.tokenizer)
         self._chat = self._chat_with(self._template)
         self._chat_of_tools = None if of_tools is None else self._chat_with(of_tools)
-        """Of requests with tools, where the checkpoint has another template for them."""
-        self._chat_of = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_of_source)
-        """Of a template that requests bring."""
+        """For requests with tools, if the checkpoint has another template for them."""
+        self._chat_from = lru_cache(maxsize=_KEPT_TEMPLATES)(self._chat_from_source)  # templates of requests
         self._template_kwargs = self._kwargs_of_settings()
         self._why_no_scores = why_no_scores(
             self.pooling.classes, config, has_template=self._template is not None
@@ -167,11 +167,11 @@ class ChatProcessor(RequestChecks):
         return ChatPrompts(model_path=self.model_path, template=template, control=control,
                            adds_special_tokens=self.has_vision)
 
-    def _chat_of_source(self, source: str) -> ChatPrompts:
+    def _chat_from_source(self, source: str) -> ChatPrompts:
         try:
             return self._chat_with(ChatTemplate(source, self._special_tokens))
         except ModelError as error:
-            raise RequestError(f"chat_template: {error}", "chat_template_error", "chat_template") from error
+            raise field_error("chat_template", f"{error}", "chat_template_error") from error
 
     def _kwargs_of_settings(self) -> dict[str, Any]:
         try:
@@ -183,7 +183,7 @@ class ChatProcessor(RequestChecks):
         """Raises ConfigError for settings of videos that the model does not take."""
         settings = self.settings
         videos, no_videos = None, settings.no_videos
-        if settings.takes_videos:
+        if settings.accepts_videos:
             try:
                 videos = read_video_prompts(folder, config, self.tokenizer, form=settings.video_form,
                                             fps=settings.video_fps, max_frames=settings.video_max_frames,
@@ -218,20 +218,19 @@ class ChatProcessor(RequestChecks):
         Raises RequestError if it is not set and no parser is known.
         """
         if self._tool_call_parser is None and self.settings.tool_call_parser == "auto":
-            raise RequestError(
-                "tools: how this model writes its calls is not known; name a parser with --tool-call-parser, or none "
-                "to have them as text", "unsupported_parameter", "tools")
+            raise field_error("tools", "how this model writes its calls is not known; name a parser with "
+                              "--tool-call-parser, or none to have them as text", "unsupported_parameter")
         return self._tool_call_parser
 
     def grammar_of_calls(self, tools: Any, *, name: str | None, is_parallel: bool) -> StructuredOutputsParams:
-        """What an answer is that is nothing but calls of `tools`, as OpenAI has them; of the one called `name` alone,
-        then once. Raises RequestError where this model's calls, or these, cannot be forced."""
+        """The grammar of an answer of calls of `tools` alone, as OpenAI has them; with `name` of one call of that tool.
+        Raises RequestError if these calls cannot be forced with this model."""
         checked = parse_tools(tools, is_call_forced=True)
         return forced_calls(self.parser_of_calls(), checked, name=name, is_parallel=is_parallel)
 
     def template_reads(self, name: str, chat_template: str | None = None) -> bool:
         """Whether `chat_template_kwargs` may have this name; `chat_template`: the text of another one than ours."""
-        template = self._template if chat_template is None else self._chat_of(chat_template).template
+        template = self._template if chat_template is None else self._chat_from(chat_template).template
         return template is not None and name in template.variables
 
     def __call__(self, messages: Sequence[Mapping[str, Any]] | Conversation,
@@ -240,20 +239,19 @@ class ChatProcessor(RequestChecks):
                  add_generation_prompt: bool | None = None, continue_final_message: bool = False,
                  truncate_prompt_tokens: int | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
                  chat_template: str | None = None) -> PromptInputs:
-        """The prompt of a conversation, up to where the assistant's answer begins.
+        """The prompt of a conversation, up to the start of the assistant's answer.
 
         `messages` are OpenAI's, {"role", "content", ...}, or were parsed before. Content is text, or parts {"type":
         "text", "text"} and {"type": "image", "image": encoded bytes or a PIL image}; with `media` images and videos may
         be addresses that it allows. Control tokens typed in the text are encoded as ordinary characters.
         `chat_template_kwargs`: what the template reads beside them, over the settings' own. With
         `continue_final_message` it ends where the last message, the assistant's, does; with `add_generation_prompt`
-        False after it, without the next role. `truncate_prompt_tokens`: keep the last so many tokens, as
-        `most_prompt_tokens` says. `mm_processor_kwargs`: how videos are sampled, by `fps`, `num_frames` or
-        `max_frames`, and how images are bounded, by `min_pixels` and `max_pixels`. `chat_template`: the text of one
-        that stands in for the checkpoint's.
+        False after it, without the next role. `truncate_prompt_tokens`: the number of last tokens to keep, as
+        `most_prompt_tokens` says. `mm_processor_kwargs`: `fps`, `num_frames` or `max_frames` sample videos,
+        `min_pixels` and `max_pixels` bound images. `chat_template`: the text of one that replaces the checkpoint's.
         """
-        asked = self._vision.as_asked(mm_processor_kwargs)
-        chat = self._chat if chat_template is None else self._chat_of(chat_template)
+        requested = self._vision.requested(mm_processor_kwargs)
+        chat = self._chat if chat_template is None else self._chat_from(chat_template)
         own = self._template_kwargs if chat is self._chat else chat.checked_kwargs(self._template_kwargs)
         if chat_template is None and tools is not None and self._chat_of_tools is not None:
             chat = self._chat_of_tools
@@ -269,7 +267,7 @@ class ChatProcessor(RequestChecks):
             conversation, kwargs, tools=checked_tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt is not False)
         seen = self._vision.in_order(token_ids, conversation.seen)
-        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, asked)
+        prompt = self._vision.prompt(token_ids, seen, truncate_prompt_tokens, requested)
         tokens = self.reasoning_tokens
         thinking = None if tokens is None else thinking_after(prompt.token_ids, tokens, self.tokenizer)
         return replace(prompt, thinking=thinking, text=text)
@@ -290,13 +288,14 @@ class ChatProcessor(RequestChecks):
             return self([{"role": "user", "content": content}], shown_as.template_kwargs,
                         add_generation_prompt=shown_as.add_generation_prompt,
                         truncate_prompt_tokens=truncate_prompt_tokens)
-        asked = self._vision.as_asked(mm_processor_kwargs)
+        requested = self._vision.requested(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
         places = (f"videos[{number}]" for number in range(len(videos)))
-        located += [(Video.of(video, where), where) for video, where in zip(videos, places, strict=True)]
+        located += [(Video.from_source(video, where), where) for video, where in zip(videos, places, strict=True)]
         self.media_limits.check(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
-        made = self._vision.prompt(token_ids, self._vision.in_order(token_ids, located), truncate_prompt_tokens, asked)
+        located = self._vision.in_order(token_ids, located)
+        made = self._vision.prompt(token_ids, located, truncate_prompt_tokens, requested)
         return replace(made, text=prompt) if isinstance(prompt, str) else made
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -304,8 +303,8 @@ class ChatProcessor(RequestChecks):
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def end_token_ids(self, model_config: ModelConfig) -> tuple[int, ...]:
-        """What ends an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune may have
-        changed there alone."""
+        """The tokens that end an answer: the ids of the configs, and the tokenizer's own end token, which a fine-tune
+        may have changed there alone."""
         ids, eos_token = [*model_config.eos_token_ids], self._special_tokens.get("eos_token")
         token_id = None if eos_token is None else self.tokenizer.token_to_id(eos_token)
         if token_id is not None and token_id not in ids:
@@ -370,7 +369,7 @@ class ChatProcessor(RequestChecks):
         else:
             token_ids = checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
         if not token_ids:
-            raise RequestError("prompt: it is empty", "empty_prompt", "prompt")
+            raise field_error("prompt", "it is empty", "empty_prompt")
         return token_ids
 
 

@@ -1,4 +1,4 @@
-"""What a model may be loaded for, and what requests may ask of it then. Knows no checkpoint's files and no prompts."""
+"""Checks requests against the task that a model was loaded for. Knows no checkpoint's files and no prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.text.tokenizer import TextLength, resolve_sampling
 from npu_runner.prompts.vision_prompts import not_cut
-from npu_runner.request.limits import check_logprobs, check_prompt_logprobs
+from npu_runner.request.limits import check_logprobs, check_prompt_logprobs, field_error
 from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
 from npu_runner.request.sampling_params import SamplingParams
@@ -34,17 +34,17 @@ _NEEDS = {
     CLASSIFY: "classes need a checkpoint whose architectures name a *ForSequenceClassification",
     TOKEN_EMBED: "states of all tokens need runner pooling (--runner pooling)",
 }
-"""What a request for a task needs, in a model that was loaded for another."""
+"""The remedy for a request for a task, if the model was loaded for another."""
 
 
 def task_of(pooling: PoolingConfig | None) -> str:
-    """What a model with this pooling is loaded for."""
+    """The task of a model with this pooling."""
     return GENERATE if pooling is None else pooling.task
 
 
-def wrong_task(loaded: str, asked: str) -> RequestError:
-    """The error of a request for `asked` where the model is loaded for `loaded`."""
-    needed = "take the checkpoint that it was made of" if loaded == CLASSIFY else _NEEDS[asked]
+def wrong_task(loaded: str, requested: str) -> RequestError:
+    """The error of a request for `requested` where the model is loaded for `loaded`."""
+    needed = "take the checkpoint that it was made of" if loaded == CLASSIFY else _NEEDS[requested]
     return RequestError(f"{_LOADED_FOR[loaded]}: {needed}", "wrong_endpoint")
 
 
@@ -74,11 +74,11 @@ def _check_dimensions(dimensions: int | None, pooling: VectorPooling, hidden_siz
 
 
 def _refusal(name: str, why: str) -> RequestError:
-    return RequestError(f"{name}: {why}", "invalid_pooling_parameter", name)
+    return field_error(name, f"{why}", "invalid_pooling_parameter")
 
 
 class RequestChecks:
-    """Holds params of requests against what one model was loaded for. Who knows the model sets the fields."""
+    """Checks params of requests for one model. A subclass that knows the model sets the fields."""
 
     tokenizer: Tokenizer
     pooling: PoolingConfig | None
@@ -95,17 +95,16 @@ class RequestChecks:
     _why_no_scores: str | None
 
     def most_prompt_tokens(self, params: SamplingParams | PoolingParams) -> int | None:
-        """What `truncate_prompt_tokens` of a request comes to here; None: it asks for nothing. Raises RequestError for
-        more than the model takes."""
-        name, asked = "truncate_prompt_tokens", params.truncate_prompt_tokens
-        if asked is None:
+        """The most tokens of a prompt by its `truncate_prompt_tokens`; None: no limit. Raises RequestError for more
+        than the model accepts."""
+        name, requested = "truncate_prompt_tokens", params.truncate_prompt_tokens
+        if requested is None:
             return None
         most = self.max_model_len - (params.max_tokens or 1)
-        if asked > self.max_model_len or (asked == -1 and most < 1):
-            raise RequestError(
-                f"{name}: {asked} with max_tokens {params.max_tokens} leaves no prompt that fits into the model's "
-                f"{self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter", name)
-        return most if asked == -1 else asked
+        if requested > self.max_model_len or (requested == -1 and most < 1):
+            raise field_error(name, f"{requested} with max_tokens {params.max_tokens} leaves no prompt that fits into "
+                              f"the model's {self.max_model_len} tokens (max_model_len)", "invalid_sampling_parameter")
+        return most if requested == -1 else requested
 
     def check_length(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
         """Raises RequestError for a prompt that was prepared without the requested truncation, or is too long for its
@@ -119,36 +118,36 @@ class RequestChecks:
     def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
         """Raises RequestError for a thinking budget that nothing would come of."""
         if params.max_thinking_tokens is not None and prompt.thinking is None:
-            raise RequestError("max_thinking_tokens: a raw prompt does not say where reasoning begins; ask in a chat",
-                               "unsupported_parameter", "max_thinking_tokens")
+            raise field_error("max_thinking_tokens", "a raw prompt does not say where reasoning begins; ask in a chat",
+                              "unsupported_parameter")
 
     def check_can_think(self) -> None:
         """Raises RequestError where a thinking budget would limit nothing."""
         if self.reasoning_tokens is None:
-            raise RequestError("max_thinking_tokens: this model has no end-of-thinking token, or reasoning_parser is "
-                               "none; leave it out", "unsupported_parameter", "max_thinking_tokens")
+            raise field_error("max_thinking_tokens", "this model has no end-of-thinking token, or reasoning_parser is "
+                              "none; leave it out", "unsupported_parameter")
 
     @property
     def task(self) -> str:
-        """What the model is loaded for."""
+        """The task that the model was loaded for."""
         return task_of(self.pooling)
 
     @property
     def classes(self) -> Classes:
-        """What the model tells apart. Raises RequestError where it is not loaded for that."""
+        """The classes of the model. Raises RequestError if it was not loaded as a classifier."""
         if not isinstance(self.pooling, ClassPooling):
             raise wrong_task(self.task, CLASSIFY)
         return self.pooling.classes
 
-    def check_task(self, asked: str) -> None:
+    def check_task(self, requested: str) -> None:
         """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
         are there whatever it pools."""
-        has_states = asked == TOKEN_EMBED and self.pooling is not None
-        if asked == ScorePooling.task and isinstance(self.pooling, ClassPooling):
+        has_states = requested == TOKEN_EMBED and self.pooling is not None
+        if requested == ScorePooling.task and isinstance(self.pooling, ClassPooling):
             if self._why_no_scores is not None:
                 raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")
-        elif asked != self.task and not has_states:
-            raise wrong_task(self.task, asked)
+        elif requested != self.task and not has_states:
+            raise wrong_task(self.task, requested)
 
     def check_rules(self, params: Iterable[object]) -> None:
         """Check the rules for answers of many requests, several at once; `resolve_params` finds what came of it."""

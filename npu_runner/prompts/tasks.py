@@ -1,4 +1,4 @@
-"""Prompts that are to be prepared, in this process or in a worker, with the images that they bring. Imports no torch.
+"""Prompts to prepare, in this process or in a worker, with their images. Imports no torch.
 
 Encoded images travel as they are, and so does the file of a PIL image that was opened and not yet read: the worker
 decodes them. A PIL image whose pixels the caller has already is made upright RGB here and travels as these pixels.
@@ -25,6 +25,7 @@ from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.messages import Conversation, check_ending, parse_messages
 from npu_runner.prompts.text.tokenizer import plain_ids
+from npu_runner.request.limits import field_error, wrong_type
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ class PromptTask(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """About what a sendable task takes until it is prepared."""
+        """The approximate size of a sendable task."""
         return self.num_chars + sum({id(image): _size(image) for image, _ in self.images}.values())
 
     def sendable(self, max_source_pixels: int) -> PromptTask:
@@ -89,7 +90,7 @@ class MadeTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(PromptTask):
-    """A conversation that was parsed. `options`: ChatProcessor's, as far as they ask for anything."""
+    """A parsed conversation. `options`: ChatProcessor's, without None."""
 
     conversation: Conversation
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class TextTask(PromptTask):
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask(PromptTask):
-    """A query and a document that were parsed. `options`: PairPrompts' own."""
+    """A parsed query and document. `options`: PairPrompts' own."""
 
     query: Side
     document: Side
@@ -154,7 +155,7 @@ class PairTask(PromptTask):
 
 def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules,
               options: Mapping[str, Any]) -> PairTask:
-    """Raises RequestError for what can be seen without reading an address or decoding an image."""
+    """Raises RequestError for faults that show without reading an address or decoding an image."""
     addresses = Addresses(media)
     query, document = (parse_side(side, name, processor.media_limits, addresses)
                        for side, name in zip(pair, ("data_1", "data_2"), strict=True))
@@ -164,8 +165,8 @@ def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules
 
 
 def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **options: Any) -> ChatTask:
-    """`options`: ChatProcessor's; None asks for nothing. Raises RequestError for what can be seen without reading an
-    address or decoding an image."""
+    """`options`: ChatProcessor's, or None. Raises RequestError for faults that show without reading an address or
+    decoding an image."""
     conversation = parse_messages(messages, processor.media_limits, media)
     check_ending(conversation, options.get("add_generation_prompt"), options.get("continue_final_message", False))
     # A string of a class of its own may be one that no worker knows.
@@ -178,10 +179,10 @@ def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **opti
 
 
 def text_task(item: Any) -> TextTask:
-    """Of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or "multi_modal_data":
-    {"image": one or several, "video": one or several}, "mm_processor_kwargs"}. None asks for nothing.
+    """The task of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or
+    "multi_modal_data": {"image": one or several, "video": one or several}, "mm_processor_kwargs"}.
 
-    Raises RequestError naming the field. Where the prompt is neither text nor token ids, preparing it says so.
+    Raises RequestError naming the field. A prompt that is neither text nor token ids is refused when it is prepared.
     """
     if not isinstance(item, Mapping):
         return _text_task(plain_ids(item))
@@ -189,13 +190,12 @@ def text_task(item: Any) -> TextTask:
     for name in given:
         if name not in _FIELDS:
             shown = str(name)[:60]
-            message = f"{shown}: not supported; a prompt has {', '.join(_FIELDS)}"
-            raise RequestError(message, "unsupported_field", shown)
+            raise field_error(shown, f"not supported; a prompt has {', '.join(_FIELDS)}", "unsupported_field")
     kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
     prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
     images, where_images, videos, where_videos = _media(given)
     seen: list[tuple[Any, str]] = [
-        (Video.of(video, where_videos), f"videos[{number}]")
+        (Video.from_source(video, where_videos), f"videos[{number}]")
         for number, video in enumerate(_several(videos, where_videos, "the encoded bytes of videos"))]
     seen = [(as_image(image, where_images), f"images[{number}]") for number, image in enumerate(
         _several(images, where_images, "PIL images, arrays or encoded bytes"))] + seen
@@ -211,10 +211,10 @@ def _text_task(prompt: Any, **shown: Any) -> TextTask:
 
 def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:
     if first not in given and second not in given:
-        raise RequestError(f"{second}: missing; give it as text or token ids", "missing_field", second)
+        raise field_error(second, "missing; give it as text or token ids", "missing_field")
     # vLLM's prompts of ids may bring their text along; the ids count, there as here.
     if isinstance(given.get(first), str):
-        raise RequestError(f"{first}: a list of token ids is needed, not text", "invalid_type", first)
+        raise field_error(first, "a list of token ids is needed, not text", "invalid_type")
     return given.get(first, given.get(second))
 
 
@@ -225,13 +225,12 @@ def _media(given: Mapping[str, Any]) -> tuple[Any, str, Any, str]:
     name, data = "multi_modal_data", given["multi_modal_data"]
     for own in ("images", "videos"):
         if own in given:
-            raise RequestError(f"{own}: there is {name} as well; give one of the two", "invalid_value", own)
+            raise field_error(own, f"there is {name} as well; give one of the two")
     if not isinstance(data, Mapping):
-        raise RequestError(f"{name}: an object is needed, not {type(data).__name__}", "invalid_type", name)
+        raise wrong_type(name, "an object", data)
     for kind, value in data.items():
         if kind not in ("image", "video") and value is not None:
-            where = f"{name}.{str(kind)[:60]}"
-            raise RequestError(f"{where}: not supported; image and video are", "unsupported_field", where)
+            raise field_error(f"{name}.{str(kind)[:60]}", "not supported; image and video are", "unsupported_field")
     return _listed(data.get("image")), f"{name}.image", _listed(data.get("video")), f"{name}.video"
 
 
@@ -247,7 +246,7 @@ def _listed(value: Any) -> Any:
 
 def _several(given: Any, name: str, what: str) -> Sequence[Any]:
     if isinstance(given, (str, bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
-        raise RequestError(f"{name}: {what} are needed, not {type(given).__name__}", "invalid_type", name)
+        raise field_error(name, f"{what} are needed, not {type(given).__name__}", "invalid_type")
     return given
 
 
@@ -265,10 +264,8 @@ class _Pixels:
 
 
 def _sendable_images(images: Sequence[tuple[Any, str]], max_source_pixels: int) -> list[tuple[Any, str]]:
-    """What travels in the place of each (image, where it stood); of the same image it is the same object.
-
-    Raises RequestError for an image that is decoded here and cannot be.
-    """
+    """Each image in a picklable form; the same image is the same object. Raises RequestError for an image that is
+    decoded here and cannot be."""
     known: dict[int, Any] = {}
     for image, where in images:
         if id(image) not in known:
@@ -297,7 +294,7 @@ def _sendable(image: Any, where: str, max_source_pixels: int) -> Any:
     try:
         return _Pixels(open_image(image, max_source_pixels=max_source_pixels))
     except RequestError as error:
-        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+        raise field_error(where, error.message, error.code) from error
 
 
 def unread_file(image: Image.Image) -> bytes | None:

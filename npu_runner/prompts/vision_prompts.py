@@ -23,12 +23,12 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
-from npu_runner.prompts.media.processor_kwargs import FIELD, OF_IMAGES, bounded, checked_kwargs, most_tokens
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
+from npu_runner.prompts.media.processor_kwargs import FIELD, IMAGE_BOUNDS, bounded, checked_kwargs, most_tokens
+from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.messages import Seen
 from npu_runner.prompts.text.tokenizer import TextLength
+from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import ImageInput, ImageSpan, PromptInputs
 
 _STEPS_PER_SECOND = 4
@@ -45,10 +45,9 @@ class Shown:
     image: ImageInput
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    later: int | None = None
-    """As in ImageSpan."""
+    later: int | None = None  # as in ImageSpan
     token: int | None = None
-    """What stands for it; None: its placeholder."""
+    """The token of each of its places; None: its placeholder."""
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +93,7 @@ class VideoPrompts:
 
     def written_behind(self, token_ids: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
         """`before`, the time of a pair, as the tokenizer writes it directly behind `token_ids`. Punctuation at their
-        end may become one token with it, and is taken from them."""
+        end may become one token with it, and is removed from them."""
         marks: list[int] = []
         while self.form is VideoForm.TIMESTAMPS and token_ids:
             piece = self.tokenizer.decode([token_ids[-1]], skip_special_tokens=False)
@@ -128,15 +127,14 @@ class VideoPrompts:
 def read_video_prompts(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, form: VideoForm,
                        fps: float | None, max_frames: int | None, num_frames: int | None = None,
                        min_pixels: int | None = None, max_pixels: int | None = None) -> VideoPrompts:
-    """Of a checkpoint whose family sees videos. Raises ModelError where its files do not say how."""
+    """The video prompts of a checkpoint whose family accepts videos. Raises ModelError if its files lack settings."""
     start, end = _AROUND_IMAGES if form.is_of_images else _AROUND_ALL
     tokens: dict[str, tuple[int, str]] = {}
     for name in ("video_token_id", start, end):
-        token_id = config.get(name)
-        token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+        token = config_token(config, name, tokenizer)
         if token is None:
-            raise ModelError(f"config.json's {name} {token_id!r} is no token of tokenizer.json")
-        tokens[name] = token_id, token  # type: ignore[assignment]
+            raise ModelError(f"config.json's {name} {config.get(name)!r} is no token of tokenizer.json")
+        tokens[name] = token
     return VideoPrompts(
         tokenizer=tokenizer,
         settings=read_video_settings(folder, config, form=form, fps=fps, max_frames=max_frames,
@@ -147,13 +145,13 @@ def read_video_prompts(folder: Path, config: Mapping[str, Any], tokenizer: Token
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How one request wants its images and its videos; None where the model sees none."""
+class RequestedMedia:
+    """The settings of one request's images and videos; None where the model accepts none."""
 
     images: ImageSettings | None
     videos: VideoPrompts | None
     bounds: Mapping[str, int] = field(default_factory=dict)
-    """min_pixels and max_pixels that it gives, which `videos` have where they are shown."""
+    """The request's min_pixels and max_pixels, which also apply to shown videos."""
 
 
 class VisionPrompts:
@@ -182,7 +180,7 @@ class VisionPrompts:
         return self._no_videos if self.videos is None else None
 
     def in_order(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]]) -> list[tuple[Seen, str]]:
-        """Images and videos, each with where it stood, in the order of their placeholders.
+        """(image or video, its field), in the order of their placeholders.
 
         Raises RequestError where placeholders are not as many, and for a video where the model sees none.
         """
@@ -198,73 +196,73 @@ class VisionPrompts:
         waiting = {self.image_token_id: iter(images), self.video_token_id: iter(videos)}
         return [next(waiting[token]) for token in token_ids if token in waiting] if seen else []
 
-    def as_asked(self, kwargs: Mapping[str, Any] | None) -> Asked:
-        """How a request wants what it shows, which says so in its `mm_processor_kwargs`. Raises RequestError."""
+    def requested(self, kwargs: Mapping[str, Any] | None) -> RequestedMedia:
+        """The settings of a request with these `mm_processor_kwargs`. Raises RequestError."""
         if not kwargs:
-            return Asked(self.settings, self.videos)
+            return RequestedMedia(self.settings, self.videos)
         name = FIELD
         is_map = isinstance(kwargs, Mapping)
-        if self.videos is None and is_map and any(key not in OF_IMAGES for key in kwargs if kwargs[key] is not None):
-            message = f"{name}: it is about videos, and this model takes none: {self._no_videos}; leave it out"
-            raise RequestError(message, "model_has_no_video", name)
+        if self.videos is None and is_map and any(key not in IMAGE_BOUNDS for key in kwargs if kwargs[key] is not None):
+            raise field_error(name, f"it is about videos, and this model takes none: {self._no_videos}; leave it out",
+                              "model_has_no_video")
         given = checked_kwargs(kwargs)
         if self.settings is None and given:
-            raise RequestError(f"{name}: this model reads text only; leave it out", "model_has_no_vision", name)
-        of_videos = {key: value for key, value in given.items() if key not in OF_IMAGES}
+            raise field_error(name, "this model reads text only; leave it out", "model_has_no_vision")
+        of_videos = {key: value for key, value in given.items() if key not in IMAGE_BOUNDS}
         images = None if self.settings is None else bounded(self.settings, given)
         videos = self.videos
         if videos is not None and of_videos:
-            videos = replace(videos, settings=videos.settings.asked(of_videos))
-        return Asked(images, videos, {key: value for key, value in given.items() if key in OF_IMAGES})
+            videos = replace(videos, settings=videos.settings.with_kwargs(of_videos))
+        return RequestedMedia(images, videos, {key: value for key, value in given.items() if key in IMAGE_BOUNDS})
 
-    def prompt(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None, asked: Asked,
-               known: Known | None = None) -> PromptInputs:
-        """`seen`: as `in_order` gives them, `asked`: as `as_asked` does. `most_tokens`: keep the last; None: all.
+    def prompt(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
+               requested: RequestedMedia, known: Known | None = None) -> PromptInputs:
+        """`seen`: as `in_order` gives them, `requested`: as `requested` does. `most_tokens`: keep the last; None: all.
         `known`: what other prompts of the same objects have prepared of them; it grows."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
         if self.videos is not None and seen:
             token_ids = self.videos.without_outer(token_ids)
         known = {} if known is None else known
-        asked = self._with_bounded_frames(asked, [item for item, _ in seen])
-        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), asked, known))
+        requested = self._with_bounded_frames(requested, [item for item, _ in seen])
+        prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), requested, known))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
         return prompt
 
-    def _with_bounded_frames(self, asked: Asked, seen: Sequence[Seen]) -> Asked:
-        """`asked`, with its bounds of pixels for videos, too, where the family has them for each frame. Raises
+    def _with_bounded_frames(self, requested: RequestedMedia, seen: Sequence[Seen]) -> RequestedMedia:
+        """`requested`, with its bounds of pixels for videos, too, where the family has them for each frame. Raises
         RequestError where they would bound nothing."""
         num_videos = sum(isinstance(item, Video) for item in seen)
-        if not asked.bounds or not num_videos:
-            return asked
-        assert asked.videos is not None, "videos were refused before"
+        if not requested.bounds or not num_videos:
+            return requested
+        assert requested.videos is not None, "videos were refused before"
         assert self.settings is not None, "videos come with settings of images"
-        settings = asked.videos.settings
+        settings = requested.videos.settings
         if not settings.bounds_each_frame:
             if num_videos < len(seen):
-                return asked
-            where = f"{FIELD}.{next(iter(asked.bounds))}"
-            raise RequestError(f"{where}: it bounds images, and this prompt shows videos alone, whose pixels `size` in "
-                               "the checkpoint's file bounds; leave it out", "unsupported_field", where)
+                return requested
+            where = f"{FIELD}.{next(iter(requested.bounds))}"
+            raise field_error(where, "it bounds images, and this prompt shows videos alone, whose pixels `size` in the "
+                              "checkpoint's file bounds; leave it out", "unsupported_field")
         loaded = max(self.settings, settings.frame, key=most_tokens)
-        frame = bounded(settings.frame, asked.bounds, loaded)
-        return replace(asked, videos=replace(asked.videos, settings=replace(settings, frame=frame)))
+        frame = bounded(settings.frame, requested.bounds, loaded)
+        return replace(requested, videos=replace(requested.videos, settings=replace(settings, frame=frame)))
 
-    def _prepare(self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, asked: Asked,
+    def _prepare(self, seen: Sequence[tuple[Seen, str]], num_text_tokens: int, requested: RequestedMedia,
                  known: Known) -> list[list[Shown]]:
-        """One after the other, each different one once; as soon as they make the prompt too long the rest is left."""
+        """Prepare each different one once. A prompt that gets too long is refused before the rest is prepared."""
         num_tokens = num_text_tokens
         self._text_length.check_tokens(num_tokens)
         keys = [(isinstance(item, Video), id(item.source if isinstance(item, Video) else item)) for item, _ in seen]
         for key, (item, where) in zip(keys, seen, strict=True):
             if key not in known:
-                known[key] = self._show(item, where, num_tokens - 1, asked)
+                known[key] = self._show(item, where, num_tokens - 1, requested)
             num_tokens += sum(shown.num_tokens for shown in known[key]) - 1
             self._text_length.check_tokens(num_tokens)
         return [known[key] for key in keys]
 
-    def _show(self, item: Seen, where: str, num_tokens_before: int, asked: Asked) -> list[Shown]:
+    def _show(self, item: Seen, where: str, num_tokens_before: int, requested: RequestedMedia) -> list[Shown]:
         source = item.source if isinstance(item, Video) else item
         is_low = isinstance(source, Media) and source.detail == "low"
         name = ""
@@ -272,12 +270,12 @@ class VisionPrompts:
             where, name, source = source.where, source.name, source.load()
         try:
             if not isinstance(item, Video):
-                return [Shown(self._prepare_image(source, asked.images, is_low=is_low))]
-            assert asked.videos is not None, "videos were refused before"
+                return [Shown(self._prepare_image(source, requested.images, is_low=is_low))]
+            assert requested.videos is not None, "videos were refused before"
             assert isinstance(source, bytes), "a video is encoded bytes"
-            return asked.videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
+            return requested.videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))
         except RequestError as error:
-            raise RequestError(f"{where}: {name}{error.message}", error.code, where) from error
+            raise field_error(where, f"{name}{error.message}", error.code) from error
 
     def _prepare_image(self, image: bytes | Image.Image, settings: ImageSettings | None, *, is_low: bool) -> ImageInput:
         assert settings is not None, "a prompt for a model that reads text only has no images"
@@ -302,27 +300,30 @@ class VisionPrompts:
 def not_cut(num_tokens: int, most: int, why: str) -> RequestError:
     """The error of a prompt that should have been truncated to `most` tokens."""
     name = "truncate_prompt_tokens"
-    message = f"{name}: the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it"
-    return RequestError(message, "prompt_not_truncated", name)
+    return field_error(name, f"the prompt has {num_tokens} tokens, {most} are to be kept, but it {why}; shorten it",
+                       "prompt_not_truncated")
+
+
+def config_token(config: Mapping[str, Any], name: str, tokenizer: Tokenizer) -> tuple[int, str] | None:
+    """Id and text of the token that the field `name` of config.json names; None: there is none."""
+    token_id = config.get(name)
+    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+    return None if token is None else (token_id, token)  # type: ignore[return-value]
 
 
 def read_image_token(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, str]:
     """Id and text of the placeholder of images. Raises ModelError where there is none."""
-    token_id = config.get("image_token_id")
-    token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+    token = config_token(config, "image_token_id", tokenizer)
     if token is None:
-        raise ModelError(
-            f"config.json has a vision_config but image_token_id {token_id!r} is not a token of tokenizer.json; "
-            f"the files belong to different checkpoints")
-    return token_id, token  # type: ignore[return-value]
+        raise ModelError(f"config.json has a vision_config but image_token_id {config.get('image_token_id')!r} is not "
+                         "a token of tokenizer.json; the files belong to different checkpoints")
+    return token
 
 
 def read_vision_tokens(config: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """The texts of all tokens that stand around and in the place of what is seen."""
+    """The texts of all tokens around and in the place of images and videos."""
     names = ("image_token_id", "video_token_id", *_AROUND_ALL, *_AROUND_IMAGES, *_AROUND_VIDEOS)
-    ids = [config.get(name) for name in names]
-    tokens = [tokenizer.id_to_token(token_id) for token_id in ids if isinstance(token_id, int) and token_id >= 0]
-    return [token for token in tokens if token is not None]
+    return [token[1] for name in names if (token := config_token(config, name, tokenizer)) is not None]
 
 
 def _check_count(token_ids: list[int], token_id: int | None, token: str | None, kind: str, num_given: int) -> None:
@@ -337,7 +338,7 @@ def _check_count(token_ids: list[int], token_id: int | None, token: str | None, 
 def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]],
                          written: Callable[[list[int], tuple[int, ...]], tuple[int, ...]] | None,
                          ) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
-    """Repeat each placeholder as often as what it stands for has tokens, with what is written around that. `written`:
+    """Repeat each placeholder once per token of its image, with the tokens around it. `written`:
     VideoPrompts.written_behind."""
     if not seen:
         return token_ids, [], []

@@ -22,7 +22,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_formats import open_encoded
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import load_media
-from npu_runner.prompts.media.video_files import VideoFile
+from npu_runner.prompts.media.videos import VideoFile
 from npu_runner.reports.cards import Medium
 from npu_runner.reports.priority import lower_session
 from npu_runner.request.limits import LIMITS

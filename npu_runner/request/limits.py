@@ -1,6 +1,6 @@
-"""What one request may ask for: every limit in one place, with the words that name value and limit. Knows no request.
+"""All limits of a request, and the checks whose messages name value and limit. Knows no request.
 
-They are checked before anything is decoded, tokenized, validated or queued. Generous ones are settings (RunnerConfig)
+They are checked before any data is decoded, tokenized, validated or queued. Generous ones are settings (RunnerConfig)
 or options of the batch job (BatchOptions), whose defaults are these; docs/limits.md lists all of them.
 """
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """One number for each thing a request can have too much of."""
+    """The limits, each with its unit."""
 
     max_row_bytes: int = 256 * MIB
     """Bytes of a row."""
@@ -69,7 +69,8 @@ class Limits:
     max_pattern_size: int = 512
     """Tokens of a pattern that `repetition_detection` looks for."""
     max_ngram_window: int = 8192
-    """Last tokens of an answer that `no_repeat_ngram_size` looks back at; without `no_repeat_ngram_window` so many."""
+    """Last tokens of an answer in which `no_repeat_ngram_size` finds repetitions; the default of
+    `no_repeat_ngram_window`."""
     max_ngram_exempt_ids: int = 64
     """Entries of `no_repeat_ngram_exempt_ids`."""
     max_template_kwargs: int = 64
@@ -105,7 +106,7 @@ class Limits:
     and enum hold; definitions of a grammar, places with alternatives, repetitions (one that is counted by its binary
     digits), and 64 for each schema or grammar inside."""
     max_optional_parts: int = 512
-    """What may be left out of one expression, or of a terminal: memory grows with the square."""
+    """Optional parts of one expression, or of a terminal: memory grows with the square."""
     max_all_optional_parts: int = 4096
     """The same of all expressions of a rule together."""
     max_rule_intersections: int = 8
@@ -145,18 +146,27 @@ def check_count(name: str, what: str, value: Sized | int, limit: int, code: str 
     """RequestError, naming the field, the value and the limit, if there are more than `limit`."""
     count = value if isinstance(value, int) else len(value)
     if count > limit:
-        raise RequestError(f"{name}: {count} {what}, at most {limit} are allowed", code, name)
+        raise field_error(name, f"{count} {what}, at most {limit} are allowed", code)
+
+
+def field_error(field: str, what: str, code: str = "invalid_value") -> RequestError:
+    """The error of one field of a request. The message begins with its name."""
+    return RequestError(f"{field}: {what}", code, field)
+
+
+def wrong_type(field: str, needed: str, value: object, code: str = "invalid_type") -> RequestError:
+    return field_error(field, f"{needed} is needed, not {type(value).__name__}", code)
 
 
 def given_fields(value: Any, name: str, known: Sequence[str], code: str) -> dict[str, Any]:
-    """What the object `value` has of the fields of `name` that are known, but for null. Raises RequestError for what is
-    no object, with `code`, and for an unknown field."""
+    """The fields of the object `value` that are not null. Raises RequestError for an unknown field, and, with `code`,
+    for a value that is no object."""
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", code, name)
+        raise wrong_type(name, "an object", value, code)
     for each in value:
         if each not in known:
             field = f"{name}.{str(each)[:60]}"
-            raise RequestError(f"{field}: unknown field; {', '.join(known)} are known", "unknown_parameter", field)
+            raise field_error(field, f"unknown field; {', '.join(known)} are known", "unknown_parameter")
     return {each: item for each, item in value.items() if item is not None}
 
 
@@ -165,21 +175,18 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
     if num_top is None or n * max_tokens * (num_top + 1) <= limit:
         return
     most = limit // (n * (num_top + 1))
-    raise RequestError(
-        f"logprobs: n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is {n * max_tokens * (num_top + 1)} "
-        f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); max_tokens {most} would fit",
-        "too_many_logprobs",
-        "logprobs")
+    raise field_error("logprobs", f"n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is "
+                      f"{n * max_tokens * (num_top + 1)} log probabilities, at most {limit} are allowed "
+                      f"(max_logprobs_per_request); max_tokens {most} would fit", "too_many_logprobs")
 
 
 def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> None:
     """Refuse more log probabilities of a prompt of `num_tokens` than one answer may hold. `num_top`: as above."""
     if num_top is None or num_tokens * (num_top + 1) <= limit:
         return
-    raise RequestError(
-        f"prompt_logprobs: {num_tokens} prompt tokens x ({num_top} most probable + 1) is {num_tokens * (num_top + 1)} "
-        f"log probabilities, at most {limit} are allowed (max_logprobs_per_request); shorten the prompt or ask for "
-        "fewer", "too_many_logprobs", "prompt_logprobs")
+    raise field_error("prompt_logprobs", f"{num_tokens} prompt tokens x ({num_top} most probable + 1) is "
+                      f"{num_tokens * (num_top + 1)} log probabilities, at most {limit} are allowed "
+                      "(max_logprobs_per_request); shorten the prompt or ask for fewer", "too_many_logprobs")
 
 
 def plain_template_kwargs(value: Any) -> dict[str, Any]:
@@ -187,7 +194,7 @@ def plain_template_kwargs(value: Any) -> dict[str, Any]:
     or too much of one."""
     name = "chat_template_kwargs"
     if not isinstance(value, dict):
-        raise RequestError(f"{name}: an object is needed, not {type(value).__name__}", "invalid_type", name)
+        raise wrong_type(name, "an object", value)
     check_count(name, "entries", value, LIMITS.max_template_kwargs)
     plain: dict[str, Any] = plain_json(
         name, value, max_nesting=LIMITS.max_template_kwargs_nesting, max_chars=LIMITS.max_template_kwargs_chars)
@@ -202,7 +209,7 @@ def plain_json(name: str, value: Any, *, max_nesting: int, max_chars: int) -> An
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode("utf-8")
     except (TypeError, ValueError) as error:  # half a surrogate pair is a ValueError, too
-        raise RequestError(f"{name}: JSON cannot say it ({error})", "invalid_value", name) from error
+        raise field_error(name, f"JSON cannot say it ({error})") from error
     check_count(name, "characters of JSON", text, max_chars)
     return json.loads(text)
 
@@ -211,10 +218,9 @@ def _check_nesting(name: str, value: Any, limit: int, depth: int = 1) -> None:
     if not isinstance(value, (dict, list, tuple)):
         return
     if depth > limit:
-        message = f"{name}: more than {limit} levels deep, at most {limit} are allowed"
-        raise RequestError(message, "nested_too_deep", name)
+        raise field_error(name, f"more than {limit} levels deep, at most {limit} are allowed", "nested_too_deep")
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-        raise RequestError(f"{name}: a key is not a string", "invalid_type", name)
+        raise field_error(name, "a key is not a string", "invalid_type")
     for item in value.values() if isinstance(value, dict) else value:
         _check_nesting(name, item, limit, depth + 1)
 

@@ -54,7 +54,6 @@ class PositionLogprobs(dict[int, Logprob]):
 
     @property
     def rank(self) -> int | None:
-        """Its rank."""
         return self.sampled.rank
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from npu_runner.errors import RequestError
 from npu_runner.request.logprobs import CompactLogprobs, PositionLogprobs, PromptLogprobs
+from npu_runner.request.pooling_params import Classes
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing from Python 3.11 on
@@ -48,7 +49,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over the sampled tokens; None where no log probabilities were asked for."""
+        """The sum over the sampled tokens; None without log probabilities."""
         if self.logprobs is None:
             return None
         if isinstance(self.logprobs, CompactLogprobs):
@@ -78,7 +79,7 @@ class RequestMetrics:
     arrival_time: float
     """Unix time at which the engine got the request, its prompt prepared."""
     queued_ts: float
-    """The same moment."""
+    """The same moment as `arrival_time`, on the monotonic clock."""
     first_token_ts: float
     """Its first token had arrived; 0: it has none."""
     last_token_ts: float
@@ -175,7 +176,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """`embedding`: float32 (D,), as long as `dimensions` asked for."""
+    """`embedding`: float32 (D,), of `dimensions` numbers if the request sets them."""
 
     embedding: np.ndarray
 
@@ -215,14 +216,18 @@ class PooledRequestOutput(Generic[_T]):
                           num_prompt_tokens=self.num_prompt_tokens)
 
     @classmethod
-    def of_values(cls, output: RequestOutput, made: Callable[[np.ndarray], _T]) -> Self:
-        """The result of a request with one prompt; `made` turns the float32 values into `outputs`."""
-        (found,) = output.completions
-        outputs = None if found.pooled is None else made(found.pooled)
-        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, found.error,
-                   found.error_code, output.prompt, output.prompt_token_ids, output.metrics)
+    def from_output(cls, output: RequestOutput, *, classes: Classes | None = None, is_raw: bool = False) -> Self:
+        """The result of a request with one prompt. `classes`: the model's, for a classifier; `is_raw` keeps logits."""
+        (pooled,) = output.completions
+        outputs = None if pooled.pooled is None else cls._make(pooled.pooled, classes, is_raw)
+        return cls(output.request_id, outputs, output.num_prompt_tokens, output.num_cached_tokens, pooled.error,
+                   pooled.error_code, output.prompt, output.prompt_token_ids, output.metrics)
 
-    def there(self) -> _T:
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> Any:
+        raise NotImplementedError
+
+    def require_outputs(self) -> _T:
         """`outputs`. Raises RequestError with the reason where there are none."""
         if self.outputs is None:
             raise RequestError(self.error or "nothing was pooled", self.error_code or "not_pooled")
@@ -231,20 +236,19 @@ class PooledRequestOutput(Generic[_T]):
 
 @dataclass(frozen=True, repr=False)
 class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
-    """One prompt's vector."""
+    """The vector of one prompt."""
 
-    @classmethod
-    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """The result of a request for one vector."""
-        return cls.of_values(output, EmbeddingOutput)
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> EmbeddingOutput:
+        return EmbeddingOutput(values)
 
     @property
     def embedding(self) -> np.ndarray:
         """float32 (D,). Raises RequestError with the reason where there is none."""
-        return self.there().embedding
+        return self.require_outputs().embedding
 
 
-def score_of(difference: float, *, is_raw: bool = False) -> float:
+def sigmoid_score(difference: float, *, is_raw: bool = False) -> float:
     """The score that a difference of logits stands for: its sigmoid, or with `is_raw` itself. As float32 has it."""
     if is_raw:
         return float(np.float32(difference))
@@ -261,17 +265,16 @@ class ScoringOutput:
 
 @dataclass(frozen=True, repr=False)
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
-    """The score of one query and document. `prompt` is what the model read of both."""
+    """The score of one query and document. `prompt` is the text that the model read of both."""
 
-    @classmethod
-    def of(cls, output: RequestOutput, *, is_raw: bool) -> ScoringRequestOutput:
-        """The result of a request for one score."""
-        return cls.of_values(output, lambda pooled: ScoringOutput(score_of(float(pooled[0]), is_raw=is_raw)))
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> ScoringOutput:
+        return ScoringOutput(sigmoid_score(float(values[0]), is_raw=is_raw))
 
     @property
     def score(self) -> float:
         """Raises RequestError with the reason where there is none."""
-        return self.there().score
+        return self.require_outputs().score
 
 
 @dataclass
@@ -301,7 +304,7 @@ class RunnerCounters(StepSeconds):
 
 @dataclass
 class DraftCounters:
-    """Tokens that were proposed ahead of a step (`speculative_config`), and those of them that were drawn."""
+    """Tokens that were proposed ahead of a step (`speculative_config`), and the accepted ones."""
 
     num_drafts: int = 0
     """Rows of steps that had any."""
@@ -329,7 +332,7 @@ class DraftCounters:
         return self.num_forced_accepted + self.num_ngram_accepted + self.num_suffix_accepted + self.num_mtp_accepted
 
     def count(self, method: str, num_drafted: int, num_accepted: int) -> None:
-        """Tokens that `method` proposed for a row of a step, and those that were drawn."""
+        """Tokens that `method` proposed for a row of a step, and the accepted ones."""
         for name, number in ((f"num_{method}_drafted", num_drafted), (f"num_{method}_accepted", num_accepted)):
             setattr(self, name, getattr(self, name) + number)
 
@@ -366,3 +369,62 @@ class EngineStats(DraftCounters, RunnerCounters):
     kv_blocks_peak: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """`data`: float32. token_embed: (T, D), a row for each token of the prompt; embed: (D,); classify: (W,)."""
+
+    data: np.ndarray
+
+    def __repr__(self) -> str:
+        return f"PoolingOutput(shape={self.data.shape})"
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """`probs`: the probability of each class, or without `use_activation` its logit. `label`: the likeliest class.
+    `logits`: float32 (W,), before the activation."""
+
+    probs: list[float]
+    label: str
+    logits: np.ndarray
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, repr=False)
+class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
+    """The array of one prompt."""
+
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> PoolingOutput:
+        return PoolingOutput(values if classes is None or is_raw else classes.probabilities(values))
+
+    @property
+    def data(self) -> np.ndarray:
+        """The array. Raises RequestError with the reason where there is none."""
+        return self.require_outputs().data
+
+
+@dataclass(frozen=True, repr=False)
+class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
+    """The classes of one prompt."""
+
+    @staticmethod
+    def _make(values: np.ndarray, classes: Classes | None, is_raw: bool) -> ClassificationOutput:
+        assert classes is not None, "only a classifier gives classes"
+        probs_W = values if is_raw else classes.probabilities(values)
+        return ClassificationOutput(probs_W.tolist(), classes.label(values), values)
+
+    @property
+    def probs(self) -> list[float]:
+        """Raises RequestError with the reason where there are none."""
+        return self.require_outputs().probs
+
+    @property
+    def label(self) -> str:
+        """Raises RequestError with the reason where there is none."""
+        return self.require_outputs().label

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown
 
 CLASSIFY, TOKEN_EMBED = "classify", "token_embed"
 """Tasks, as vLLM calls them."""
@@ -75,7 +75,7 @@ class PoolingParams:
 
 
 def _error(name: str, what: str) -> RequestError:
-    return RequestError(f"{name}: {what}", code="invalid_pooling_parameter", param=name)
+    return field_error(name, f"{what}", "invalid_pooling_parameter")
 
 
 SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
@@ -83,8 +83,8 @@ SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """`labels`: names of the W classes, in their order. `activation`: softmax, one of the classes is it; sigmoid, each
-    for itself; identity, the logits are numbers to be told (regression)."""
+    """`labels`: names of the W classes, in their order. `activation`: softmax, one class is right; sigmoid, each class
+    by itself; identity, the logits are the result (regression)."""
 
     labels: tuple[str, ...]
     activation: str

@@ -10,7 +10,7 @@ import numpy as np
 # H, W pixels of the resized image; T prompt tokens
 
 Thinking = Literal["open", "closed", "unsaid"]
-"""Where a prompt ends: inside the reasoning, behind it, or saying nothing of it."""
+"""The end of a prompt: inside the reasoning, behind it, or without any tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class PromptInputs:
     `positions_3T`: int32 (3, T) temporal, height and width positions of M-RoPE models; None: 0..T-1.
     `position_delta`: position of token i after the prompt is i + position_delta.
     `thinking`: where it leaves a model that thinks; None: the answer is not split into reasoning and content.
-    `text`: what the token ids were made of, an image or a video as one placeholder; None: token ids were given, or no
-    one is told.
+    `text`: the source of the token ids, an image or a video as one placeholder; None: token ids were given, or no
+    output needs it.
     """
 
     token_ids: list[int]
@@ -75,11 +75,10 @@ class PromptInputs:
     text: str | None = None
 
     def without_text(self) -> PromptInputs:
-        """The same, for one who is told no text."""
         return self if self.text is None else replace(self, text=None)
 
     def without_trailing(self, token_id: int) -> PromptInputs:
-        """Itself without such tokens at its end; of nothing but these the first stays."""
+        """The prompt without `token_id` at its end; one token always stays."""
         length = len(self.token_ids)
         while length > 1 and self.token_ids[length - 1] == token_id:
             length -= 1

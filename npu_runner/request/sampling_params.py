@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
@@ -35,8 +36,8 @@ _NOT_SERVED = {
 class SamplingParams:
     """Decoding settings of one request. Values out of range raise RequestError with the field's name.
 
-    Numbers may be numpy's; None stands for nothing asked where a list, a mapping or top_k is due, and -1 for all in
-    top_k. What is kept are Python's own.
+    Numbers may be numpy's; they are stored as Python's own. None is the empty list or mapping, and no top_k; -1 is no
+    top_k, too.
 
     The penalties are OpenAI's (frequency, presence: over generated tokens only, subtracted from the logits) and
     CTRL's repetition penalty (arXiv 1909.05858: over prompt and generated tokens, positive logits divided,
@@ -65,7 +66,7 @@ class SamplingParams:
     """Added to the logits of the given token ids, -100 to 100."""
     seed: int | None = None
     """Same seed, same tokens, but for rounding: what else is in the batch changes the last digits of logits, and with
-    them one draw in some 27,000 (docs/batch.md). None draws a fresh one."""
+    them one sampled token in some 27,000 (docs/batch.md). None: a fresh seed."""
     stop: Sequence[str] = ()
     """The text ends before the first of these strings, wherever token boundaries fall."""
     stop_token_ids: Sequence[int] = ()
@@ -109,86 +110,47 @@ class SamplingParams:
         def __new__(cls, **fields: Any) -> SamplingParams:
             """Raises RequestError for a field of vLLM's, now or before, that is not served."""
             for name in fields.keys() & _NOT_SERVED.keys():
-                raise RequestError(f"{name}: SamplingParams has no such field; {_NOT_SERVED[name]}",
-                                   "unsupported_parameter", name)
+                raise field_error(name, f"SamplingParams has no such field; {_NOT_SERVED[name]}",
+                                  "unsupported_parameter")
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._keep(
-            stop=_strings("stop", self.stop, LIMITS.max_stop_strings, LIMITS.max_stop_chars),
-            bad_words=_strings("bad_words", self.bad_words, LIMITS.max_bad_words, LIMITS.max_bad_word_chars),
-            bad_words_token_ids=_words(self.bad_words_token_ids),
-            stop_token_ids=_token_ids("stop_token_ids", self.stop_token_ids, LIMITS.max_stop_token_ids),
-            logit_bias=_biases(self.logit_bias),
-            n=_integer("n", self.n, 1, 128),
-            max_tokens=None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1),
-            min_tokens=_integer("min_tokens", self.min_tokens, 0),
-            top_k=0 if self.top_k is None else max(0, _integer("top_k", self.top_k, -1)),
-            seed=None if self.seed is None else _integer("seed", self.seed, -(2**63), 2**63 - 1),
-            ignore_eos=_boolean("ignore_eos", self.ignore_eos),
-            include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
-            skip_special_tokens=_boolean("skip_special_tokens", self.skip_special_tokens),
-            detokenize=_boolean("detokenize", self.detokenize),
-            logprobs=_num_top("logprobs", self.logprobs),
-            prompt_logprobs=_num_top("prompt_logprobs", self.prompt_logprobs),
-            temperature=_number("temperature", self.temperature, 0.0, 100.0),
-            top_p=_number("top_p", self.top_p, 0.0, 1.0),
-            min_p=_number("min_p", self.min_p, 0.0, 1.0),
-            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
-            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            presence_penalty=_number("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        self._keep_allowed()
-        self._keep_answer_rules()
-        self._keep_guards()
+        self._set(**{name: check(name, getattr(self, name)) for name, check in _CHECKS.items()})
+        if self.stop and not self.detokenize:
+            raise _error("detokenize", "stop strings are looked for in the text; leave it on, or use stop_token_ids")
+        if self.allowed_token_ids == ():
+            raise _error("allowed_token_ids", "it is empty, so nothing could be generated; leave it out, or name some")
+        self._check_answer_rules()
+        self._check_guards()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
-        if self.truncate_prompt_tokens is not None:
-            self._keep(truncate_prompt_tokens=_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1))
-            if self.truncate_prompt_tokens == 0:
-                raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
+        if self.truncate_prompt_tokens == 0:
+            raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
 
-    def _keep_allowed(self) -> None:
-        if self.stop and not self.detokenize:
-            raise _error("detokenize", "stop strings are looked for in the text; leave it on, or use stop_token_ids")
-        if self.allowed_token_ids is None:
-            return
-        ids = _token_ids("allowed_token_ids", self.allowed_token_ids, LIMITS.max_allowed_token_ids)
-        if not ids:
-            raise _error("allowed_token_ids", "it is empty, so nothing could be generated; leave it out, or name some")
-        self._keep(allowed_token_ids=ids)
-
-    def _keep_answer_rules(self) -> None:
-        if self.max_thinking_tokens is not None:
-            self._keep(max_thinking_tokens=_integer("max_thinking_tokens", self.max_thinking_tokens, 0))
+    def _check_answer_rules(self) -> None:
         if self.structured_outputs is None:
             return
-        self._keep(structured_outputs=StructuredOutputsParams.of(self.structured_outputs))
+        self._set(structured_outputs=StructuredOutputsParams.from_value(self.structured_outputs))
         if self.ignore_eos:
             raise _error("ignore_eos", "with structured_outputs nothing comes behind the answer's end; leave it out")
 
-    def _keep_guards(self) -> None:
+    def _check_guards(self) -> None:
         if self.repetition_detection is not None:
-            detection = RepetitionDetectionParams.of(self.repetition_detection)
-            self._keep(repetition_detection=detection if detection.is_on else None)
-        exempt_ids = _token_ids("no_repeat_ngram_exempt_ids", self.no_repeat_ngram_exempt_ids,
-                                LIMITS.max_ngram_exempt_ids)
-        size = _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, LIMITS.max_ngram_window)
-        self._keep(no_repeat_ngram_size=size, no_repeat_ngram_exempt_ids=exempt_ids)
+            detection = RepetitionDetectionParams.from_value(self.repetition_detection)
+            self._set(repetition_detection=detection if detection.is_on else None)
+        size, window = self.no_repeat_ngram_size, self.no_repeat_ngram_window
         if size == 1:
             raise _error("no_repeat_ngram_size", "1 lets no token come twice; say 2 or more, 0 asks for nothing")
-        if self.no_repeat_ngram_window is not None:
-            window = _integer("no_repeat_ngram_window", self.no_repeat_ngram_window, 1, LIMITS.max_ngram_window)
-            if window < size:
-                raise _error("no_repeat_ngram_window", f"{window} is shorter than no_repeat_ngram_size {size}: nothing "
-                                                       "would stand in it twice; raise it")
-            self._keep(no_repeat_ngram_window=window)
+        if window is not None and window < size:
+            raise _error("no_repeat_ngram_window", f"{window} is shorter than no_repeat_ngram_size {size}: nothing "
+                                                   "would stand in it twice; raise it")
         for name in ("no_repeat_ngram_window", "no_repeat_ngram_exempt_ids"):
             if getattr(self, name) and not size:
                 raise _error(name, f"{shown(getattr(self, name))} has no effect without no_repeat_ngram_size; say it")
 
-    def _keep(self, **values: Any) -> None:
+    def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -215,7 +177,7 @@ class SamplingParams:
 
 
 def _error(name: str, what: str) -> RequestError:
-    return RequestError(f"{name}: {what}", code="invalid_sampling_parameter", param=name)
+    return field_error(name, f"{what}", "invalid_sampling_parameter")
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -234,8 +196,8 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return number
 
 
-def _num_top(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, 0, MAX_TOP_LOGPROBS)
+def _optional(name: str, value: Any, low: int, high: int | None = None) -> int | None:
+    return None if value is None else _integer(name, value, low, high)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
@@ -269,8 +231,7 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
     return tuple(_integer(name, item, 0) for item in _items(name, value, most, "token ids"))
 
 
-def _words(value: Any) -> tuple[tuple[int, ...], ...]:
-    name = "bad_words_token_ids"
+def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     # A word has two spellings, and no token is less than a byte.
     words = _items(name, value, 2 * LIMITS.max_bad_words, "lists of token ids")
     ids = tuple(_token_ids(name, word, 4 * LIMITS.max_bad_word_chars + 1) for word in words)
@@ -279,20 +240,20 @@ def _words(value: Any) -> tuple[tuple[int, ...], ...]:
     return ids
 
 
-def _biases(value: Any) -> dict[int, float]:
+def _biases(name: str, value: Any) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _error("logit_bias", f"{shown(value)} is not a mapping of token ids to numbers")
-    check_count("logit_bias", "entries", value, LIMITS.max_logit_bias, "invalid_sampling_parameter")
+        raise _error(name, f"{shown(value)} is not a mapping of token ids to numbers")
+    check_count(name, "entries", value, LIMITS.max_logit_bias, "invalid_sampling_parameter")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         # JSON has no other keys than strings.
         is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12
-        token_id = _integer("logit_bias", int(key) if is_digits else key, 0)
+        token_id = _integer(name, int(key) if is_digits else key, 0)
         if token_id in biases:
-            raise _error("logit_bias", f"token id {token_id} is given twice")
-        biases[token_id] = _number("logit_bias", bias, -100.0, 100.0)
+            raise _error(name, f"token id {token_id} is given twice")
+        biases[token_id] = _number(name, bias, -100.0, 100.0)
     return biases
 
 
@@ -306,3 +267,37 @@ def _items(name: str, value: Any, most: int, what: str) -> tuple[Any, ...]:
     items = tuple(value)
     check_count(name, "entries", items, most, "invalid_sampling_parameter")
     return items
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "stop": partial(_strings, most=LIMITS.max_stop_strings, most_chars=LIMITS.max_stop_chars),
+    "bad_words": partial(_strings, most=LIMITS.max_bad_words, most_chars=LIMITS.max_bad_word_chars),
+    "bad_words_token_ids": _words,
+    "stop_token_ids": partial(_token_ids, most=LIMITS.max_stop_token_ids),
+    "logit_bias": _biases,
+    "n": partial(_integer, low=1, high=128),
+    "max_tokens": partial(_optional, low=1),
+    "min_tokens": partial(_integer, low=0),
+    "top_k": lambda name, value: max(0, _optional(name, value, -1) or 0),
+    "seed": partial(_optional, low=-(2**63), high=2**63 - 1),
+    "ignore_eos": _boolean,
+    "include_stop_str_in_output": _boolean,
+    "skip_special_tokens": _boolean,
+    "detokenize": _boolean,
+    "logprobs": partial(_optional, low=0, high=MAX_TOP_LOGPROBS),
+    "prompt_logprobs": partial(_optional, low=0, high=MAX_TOP_LOGPROBS),
+    "temperature": partial(_number, low=0.0, high=100.0),
+    "top_p": partial(_number, low=0.0, high=1.0),
+    "min_p": partial(_number, low=0.0, high=1.0),
+    "repetition_penalty": partial(_number, low=0.01, high=100.0),
+    "frequency_penalty": partial(_number, low=-2.0, high=2.0),
+    "presence_penalty": partial(_number, low=-2.0, high=2.0),
+    "allowed_token_ids": lambda name, value: None if value is None else _token_ids(
+        name, value, LIMITS.max_allowed_token_ids),
+    "max_thinking_tokens": partial(_optional, low=0),
+    "truncate_prompt_tokens": partial(_optional, low=-1),
+    "no_repeat_ngram_size": partial(_integer, low=0, high=LIMITS.max_ngram_window),
+    "no_repeat_ngram_window": partial(_optional, low=1, high=LIMITS.max_ngram_window),
+    "no_repeat_ngram_exempt_ids": partial(_token_ids, most=LIMITS.max_ngram_exempt_ids),
+}
+"""The check of each field, which returns its value in Python's own types."""

@@ -50,7 +50,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.0
 
     @classmethod
-    def of(cls, given: Any) -> SpeculativeConfig:
+    def from_mapping(cls, given: Any) -> SpeculativeConfig:
         """Raises ConfigError that names the field for what is not served."""
         if not isinstance(given, Mapping):
             raise ConfigError(f'{NAME}: {shown(given)} is no object like {{"method": "ngram", '

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, given_fields, plain_json, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, given_fields, plain_json, shown
 
 NAME = "structured_outputs"
 _CODE = "invalid_structured_outputs"
@@ -67,7 +67,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", self._checked_schema())
 
     @classmethod
-    def of(cls, value: Any) -> StructuredOutputsParams:
+    def from_value(cls, value: Any) -> StructuredOutputsParams:
         """`value` itself, or one from a mapping of its fields. Raises RequestError for an unknown one."""
         known = {field.name for field in dataclasses.fields(cls)} - {"origin", "compiled", "forced_tokens"}
         return value if isinstance(value, cls) else cls(**given_fields(value, NAME, sorted(known), _CODE))
@@ -80,7 +80,7 @@ class StructuredOutputsParams:
 
     def error(self, what: str) -> RequestError:
         """The error that names where this came from."""
-        return RequestError(f"{self.origin}: {what}", _CODE, self.origin)
+        return field_error(self.origin, f"{what}", _CODE)
 
     def replace(self, **changes: Any) -> StructuredOutputsParams:
         """A copy with some fields changed, checked again."""

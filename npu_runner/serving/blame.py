@@ -1,4 +1,4 @@
-"""Who is to blame for a death, for jobs, `LLM` and Ray Data alike. Knows nothing of processes, nor of what is in a row.
+"""Decides which row caused a death, for jobs, `LLM` and Ray Data alike. Knows nothing of processes or of a row's data.
 
 A row that was under way in MAX_DEATHS deaths of replicas runs alone from then on. A row that was alone under way is
 given up at once if its step failed with an error. If a rank or a replica was killed, or a device failed, the cause may
@@ -25,12 +25,12 @@ class GivenUp:
 
 
 def code_given_up(error: EngineDeadError, num_deaths_alone: int) -> str | None:
-    """The code of a row that was alone under way in so many deaths, `error` the last of them; None: try it again."""
+    """The error code of a row that was alone under way in `num_deaths_alone` deaths; None: try it again. `error`: the
+    last death."""
     return error.blame or ("request_failed" if num_deaths_alone >= MAX_DEATHS else None)
 
 
 def why_given_up(error: EngineDeadError) -> str:
-    """The message of such a row."""
     return f"alone in its step, this request ended the engine: {str(error).partition(chr(10))[0]}"
 
 
@@ -41,7 +41,7 @@ class LoneDeaths:
         self._num_deaths: Counter[int] = Counter()
 
     def record_death(self, index: int, error: EngineDeadError) -> GivenUp | None:
-        """What is said of the row, if that is enough to give it up."""
+        """The verdict on the row, if it is given up."""
         self._num_deaths[index] += 1
         code = code_given_up(error, self._num_deaths[index])
         return None if code is None else GivenUp(index=index, code=code, message=why_given_up(error))

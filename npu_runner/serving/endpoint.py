@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
-from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -31,8 +30,7 @@ class Task(Protocol):
         """Its index among the requests of the fleet."""
 
     @property
-    def num_bytes(self) -> int:
-        """Its size."""
+    def num_bytes(self) -> int: ...
 
     @property
     def is_worth_a_worker(self) -> bool:
@@ -75,7 +73,6 @@ def prepare_prompt(processor: ChatProcessor, task: PromptTask) -> Prepared:
 
 
 def failed_prompt(task: Task, error: RequestError) -> Prepared:
-    """A prompt of `LLM` that cannot be served."""
     return Prepared(number=task.number, name=f"request-{task.number}", error=error)
 
 
@@ -91,7 +88,7 @@ class Endpoint:
         self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record)
         """Closed by the maker of the endpoint."""
         self._prepare = prepare
-        self._write = write
+        self.finish = write
         self._failed = failed
         self._here: deque[Task] = deque()
         """Tasks that this process prepares."""
@@ -105,7 +102,6 @@ class Endpoint:
             self.wants_grammars.set()
 
     def submit(self, tasks: Iterable[Task]) -> None:
-        """Take these tasks. Returns at once."""
         for task in tasks:
             if task.is_worth_a_worker and self.pool.num_workers:
                 self._in_pool[task.number] = task
@@ -113,15 +109,15 @@ class Endpoint:
             else:
                 self._here.append(task)
 
-    def recall(self, num_tasks: int, *, begun: bool = False) -> list[int]:
-        """Drop at most `num_tasks` tasks that no worker has begun, the last ones first; with `begun` those of workers,
-        too. Returns their numbers."""
+    def recall(self, num_tasks: int, *, include_started: bool = False) -> list[int]:
+        """Drop at most `num_tasks` tasks that no worker has started, the last ones first; with `include_started` also
+        those of workers. Returns their numbers."""
         found = [self._here.pop().number for _ in range(min(num_tasks, len(self._here)))]
         recalled = [task.number for task in self.pool.recall(num_tasks - len(found))]
         for number in recalled:
             del self._in_pool[number]
         found += recalled
-        while begun and len(found) < num_tasks and self._in_pool:
+        while include_started and len(found) < num_tasks and self._in_pool:
             found.append(self._in_pool.popitem()[0])
         return found
 
@@ -139,7 +135,3 @@ class Endpoint:
                 return self._failed(task, result)
             return replace(result, num_bytes=finished.num_bytes)
         return None
-
-    def finish(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        """The bytes of the request's answer, or of the error that it ended with."""
-        return self._write(prepared, result)

@@ -1,4 +1,4 @@
-"""A line of a terminal or a notebook that says what a model does before it is ready. Knows nothing of models."""
+"""A line of a terminal or a notebook with the phase of a model's start. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tqdm import tqdm
 
 
 def loading_line(stream: TextIO) -> tqdm:
-    """`set_description_str` writes it anew, `close` takes it away."""
+    """`set_description_str` rewrites it, `close` erases it."""
     return tqdm(total=0, bar_format="{desc}", file=stream, leave=False)
 
 
 def shows_progress(stream: TextIO | None) -> bool:
-    """Somebody sees a line that is written anew: the stream is a terminal, or a Jupyter kernel's, which is none."""
+    """Whether the stream shows a line that is rewritten: it is a terminal, or a Jupyter kernel's stream."""
     return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel."))
 
 
 @contextlib.contextmanager
 def on_terminal() -> Iterator[Callable[[str], None]]:
-    """What is to be called with each phase. Where standard error shows no progress, it does nothing."""
+    """A function that shows a phase; it does nothing if standard error shows no progress."""
     if not shows_progress(sys.stderr):
         yield lambda phase: None
         return

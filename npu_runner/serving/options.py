@@ -1,6 +1,4 @@
-"""How many replicas there are, and how requests are prepared: in how many processes, and how much one of them may take.
-Knows no callers, nor where replicas run.
-"""
+"""Settings of replicas, and of the worker processes that prepare requests. Knows no callers."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class ReplicaOptions:
     """Replicas of the model on this host, which share the requests. Each runs on devices of its own,
     tensor_parallel_size of them. auto: as many as there are devices for."""
     max_replica_restarts: int = 3
-    """How often a replica that died is started again; its requests go to the others."""
+    """The number of times that a replica is started again after a death; its requests go to the others."""
 
     def __post_init__(self) -> None:
         count = self.data_parallel_size
@@ -64,7 +62,7 @@ class PreprocessingOptions:
             raise ConfigError(f"worker_memory_bytes: {self.worker_memory_bytes} is less than 64 MiB")
 
     def num_workers(self, num_cores: int) -> int:
-        """Workers beside a model that has so many cores."""
+        """Workers beside a model with `num_cores` cores."""
         if self.preprocessing_workers is not None:
             return self.preprocessing_workers
         return max(1, min(_MAX_DEFAULT_WORKERS, num_cores // 2))

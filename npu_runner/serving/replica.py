@@ -1,8 +1,8 @@
 """The contract of a replica: raw rows in, finished output bytes out, in any order.
 
 A replica owns engine, ranks and preprocessing workers. The driver owns input, output, manifest and progress. A replica
-may be this process, another one of this host, or an actor on another host. So everything that goes in or out is
-picklable and holds no file descriptor. Knows nothing of what is in a row.
+is this process, another one of this host, or an actor on another host. So all messages are picklable and hold no file
+descriptor. Knows nothing of a row's data.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class RawRow(NamedTuple):
     data: bytes | None = None
 
     @property
-    def is_worth_a_worker(self) -> bool:
-        """It is read there."""
+    def is_worth_a_worker(self) -> bool:  # a worker reads it
         return True
 
 
@@ -70,7 +69,7 @@ class RowRun:
 
 
 class FinishedRow(NamedTuple):
-    """A row's bytes for the output. `number`: its index; `outcome`: what the job counts it as, handed on unread."""
+    """A row's bytes for the output. `number`: its index; `outcome`: the job's counts of it, passed on unread."""
 
     number: int
     outcome: Any
@@ -79,21 +78,20 @@ class FinishedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFacts:
-    """What a replica is, once it can serve. Those of one job have to agree in `version`, `settings` and `weights`."""
+    """The facts of a ready replica. All replicas of a job must agree in `version` (the package's), `settings` and
+    `weights`."""
 
     version: str
-    """Of the package."""
     settings: Mapping[str, Any]
-    """Everything beside the checkpoint and the row that shapes an answer, JSON-ready."""
+    """All settings that shape an answer, JSON-ready."""
     ledger: str
-    """Where the device's memory went, in lines."""
+    """The use of the device's memory, in lines."""
     max_rows: int
-    """Rows that it has use for at a time: served, waiting and being prepared."""
+    """The most rows at a time: served, waiting and being prepared."""
     weights: Mapping[str, str] | None = None
-    """Hashes of the weights that it loaded, a line per file. None: it relies on the driver, which reads the same
-    folder."""
+    """Hashes of the loaded weights, one line per file. None: the driver reads the same folder."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the start of its engine went, by phase."""
+    """Seconds of the engine's start, by phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,34 +100,34 @@ class ReplicaStats:
 
     engine: EngineStats = field(default_factory=EngineStats)
     wait_seconds: float = 0.0
-    """Time in which the model had nothing to do but wait for preprocessing."""
+    """Seconds in which the model waited for preprocessing."""
     num_workers_replaced: int = 0
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The checkpoint is read but for its weights. `settings`: those of ReplicaFacts that are known by then."""
+    """The checkpoint is read except for its weights. `settings`: the part of ReplicaFacts' that is known by then."""
 
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What the engine does before it is ready, as people read it: `loading weights: 1.20 GiB of 5.60 GiB`."""
+    """The phase of the engine's start, for people: `loading weights: 1.20 GiB of 5.60 GiB`."""
 
     phase: str
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded; rows are served once `begin` was called."""
+    """The model is loaded; rows are served once `serve` was called."""
 
     facts: ReplicaFacts
 
 
 @dataclass(frozen=True)
-class Begun:
-    """These rows are given to the engine now. What it does with them may be its end."""
+class Started:
+    """The engine gets these rows now, and may die of them."""
 
     indices: Sequence[int]
 
@@ -143,62 +141,62 @@ class Finished:
 
 @dataclass(frozen=True)
 class Returned:
-    """The answer to `recall`: rows that are not finished unless they are submitted again, the last first; or none."""
+    """The answer to `recall`: rows that the replica drops, the last first; or none."""
 
     indices: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Progressed:
-    """Figures, now and then."""
+    """The current figures."""
 
     stats: ReplicaStats
 
 
-Event = Opened | Loading | Ready | Begun | Finished | Returned | Progressed
+Event = Opened | Loading | Ready | Started | Finished | Returned | Progressed
 
 
 class Replica(ABC):
     """One model on devices of its own. Made in the driver's process; used by one thread, closed in any state.
 
-    In order: `start`, then `poll` until Ready comes, `begin`, `poll` for ever, `close`. `submit` and `recall` may come
-    at any time after `start`; what was submitted before `begin` is prepared meanwhile.
+    In order: `start`, then `poll` until Ready comes, `serve`, `poll` for ever, `close`. `submit` and `recall` may come
+    at any time after `start`; rows submitted before `serve` are prepared meanwhile.
     """
 
     name: str
-    """As people read it: `replica 3`, with host and devices where there are several."""
+    """Its name for people: `replica 3`, with host and devices if there are several."""
     can_restart: bool
-    """Whether another one may take its place when it has died."""
+    """Whether another one may replace it after its death."""
     is_inline = False
     """It works in its caller's thread, in `poll`, and never calls `wake`."""
     num_rows_ahead: int
-    """Rows that it can prepare before it is ready. May grow once it is there, wherever that is."""
+    """Rows that it can prepare before it is ready. May grow once it is placed on a host."""
     waits_for: str | None = None
-    """What is not free for it, as people read it: it is not there, and the driver does not wait for it."""
+    """The busy resource that it waits for, in words. The driver does not wait for such a replica."""
 
     @abstractmethod
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        """Begin to load, elsewhere or in the first `poll`. `wake` is called, from any thread, when `poll` has something
-        new; a replica that works in the caller's thread never calls it. That one calls `tell` instead, in `poll`, with
-        Opened and Loading, which cannot wait until `poll` returns; what `tell` raises ends the load."""
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
+        """Start to load, elsewhere or in the first `poll`. `wake` is called, from any thread, when `poll` has something
+        new. A replica in the caller's thread calls `notify` instead, in `poll`, with Opened and Loading, which cannot
+        wait until `poll` returns. An error of `notify` ends the load."""
 
     @abstractmethod
-    def begin(self, terms: Any) -> None:
-        """From here on rows are answered. `terms`: what all answers of the job have in common, picklable."""
+    def serve(self, stamp: Any) -> None:
+        """Answer rows from now on. `stamp`: the data that all answers of the job share, picklable."""
 
     @abstractmethod
     def submit(self, run: Any) -> None:
-        """Hand over rows, as the driver's `make_run` has made them. Returns at once. One that is dead takes them too,
-        and says so in `poll`."""
+        """Hand over rows, made by the driver's `make_run`. Returns at once, also on a dead replica: `poll` reports
+        it."""
 
     @abstractmethod
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        """Ask for as many rows back as are not begun, `num_rows` at most; with `begun` for those as well, whose work is
-        lost. One Returned answers each call."""
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        """Request up to `num_rows` rows back that the engine does not have; with `include_started` those of the engine
+        as well, whose work is lost. One Returned answers each call."""
 
     @abstractmethod
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """What has happened since the last call; waits for something at most so long. One in this process works here.
+        """The events since the last call; waits for some up to the timeout. An inline replica works here.
 
         Raises ReplicaDeadError if it is dead, after all its earlier events. Raises ConfigError or JobError if no other
         replica could do better (a wrong setting, a changed input).
@@ -206,7 +204,7 @@ class Replica(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it and all that belongs to it, whatever it does; returns when that is gone. May be called twice."""
+        """End it and all its processes, and wait until they are gone. May be called twice."""
 
     def __enter__(self) -> Replica:
         return self

@@ -91,7 +91,7 @@ class Replica(InlineReplica):
 def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) -> None:
     engine = SchedulerAlone(max_num_seqs)
     replica = Replica(engine, max_num_seqs * 12)
-    replica.begin(None)
+    replica.serve(None)
     while replica.rows_left:
         replica.poll(0.0)
     steady = engine.decode_sizes[len(engine.decode_sizes) // 4 :]

@@ -23,8 +23,7 @@ from npu_runner.batch.files.manifest import Manifest, differences, start_time
 from npu_runner.batch.files.names import manifest_path, rows_path
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
-from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.resizing import Resizing
+from npu_runner.prompts.media.image_settings import ImageSettings, Resizing
 from npu_runner.request.prompt_inputs import ReasoningTokens
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, ScriptedProcessor, read_rows, row, write_rows

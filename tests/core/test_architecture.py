@@ -40,10 +40,10 @@ MOST_ARROWS = 119
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 # reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
 MOST_LINES = {
-    "platforms": 13256, "batch": 7741, "prompts": 5915, "runner": 4724, "checkpoint": 3856, "serving": 2539,
-    "engine": 2472, "tables": 2354, "core": 2171, "grammars": 2003, "cli": 1940, "models": 1919, "layers": 1871,
-    "sampling": 1772, "request": 1731, "strategies": 1600, "llm": 1533, "reports": 1488, "front": 943,
-    "processes": 748, "assets": 11,
+    "platforms": 13256, "batch": 7741, "prompts": 5760, "runner": 4724, "checkpoint": 3856, "serving": 2501,
+    "engine": 2471, "tables": 2354, "core": 2171, "grammars": 2003, "cli": 1940, "models": 1919, "layers": 1871,
+    "sampling": 1772, "request": 1705, "strategies": 1597, "reports": 1488, "llm": 1458, "front": 941,
+    "processes": 747, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
 MOST_OWN_IMPORTS = 20
@@ -53,7 +53,6 @@ MANY_OWN_IMPORTS = {
     "npu_runner/batch/job/run.py",
     "npu_runner/cli/main.py",
     "npu_runner/engine/llm_engine.py",
-    "npu_runner/llm/__init__.py",
     "npu_runner/prompts/processor.py",
 }
 # The most methods and attributes that a vendor's platform has to know: all public members of these classes together.
@@ -66,23 +65,23 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 85, 33
 # Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {
-    r"\bso (many|much)\b": 12,
-    r"\bnobody\b": 18,
-    r"\bwhoever\b": 9,
-    r"\bsomebody\b": 2,
-    r"\bpictures?\b": 9,
+    r"\bso (many|much)\b": 5,
+    r"\bnobody\b": 10,
+    r"\bwhoever\b": 5,
+    r"\bsomebody\b": 1,
+    r"\bpictures?\b": 8,
     r"\bfew[_ ]rows\b": 0,
     r"(\b|_)products?(\b|_)": 39,
-    r"\bdef of\b": 15,
+    r"\bdef of\b": 4,
     r"\bdef look\b": 2,
-    r"\bdef begin\b": 8,
+    r"\bdef begin\b": 3,
     r"\bdef note\b": 2,
-    r"\b(_?settles?|settled)\b": 17,
-    r"\bdef _?takes?\b|\btakes_\w+": 44,
-    r"\b(draws?|drawn?|drew)\b": 55,
+    r"\b(_?settles?|settled)\b": 16,
+    r"\bdef _?takes?\b|\btakes_\w+": 25,
+    r"\b(draws?|drawn?|drew)\b": 51,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 128, "Of": 35, "How": 24, "Those": 12, "That": 2, "So": 3, "Likewise": 0, "Such": 0}
+MOST_OF_AN_OPENING = {"What": 70, "Of": 13, "How": 11, "Those": 5, "That": 0, "So": 1, "Likewise": 0, "Such": 0}
 
 
 @functools.cache

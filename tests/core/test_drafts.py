@@ -53,7 +53,7 @@ def sequence(tokens: list[int], most: int | None = None) -> Sequence:
 
 
 def test_forced_tokens_come_first_and_what_followed_them_before_comes_behind() -> None:
-    drafter, seq = Drafter(SpeculativeConfig.of(NGRAM)), sequence([1, 2, 3, 4, 5, 1])
+    drafter, seq = Drafter(SpeculativeConfig.from_mapping(NGRAM)), sequence([1, 2, 3, 4, 5, 1])
     drafter.note_next([seq], [[2]], [1])
     assert drafter.propose([seq], 100) == [[2, 3, 4]]
     assert drafter.propose([seq], 100) == [[]], "what was forced holds for one step"
@@ -62,7 +62,7 @@ def test_forced_tokens_come_first_and_what_followed_them_before_comes_behind() -
 def test_what_was_forced_is_no_draft_behind_a_step_without_drafts() -> None:
     """One of so many rows that none has any, or a token of it has come since."""
     off = {"method": "forced", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[2, 8, 0]]}
-    drafter, sequences = Drafter(SpeculativeConfig.of(off)), [sequence([1, 2, 3]) for _ in range(2)]
+    drafter, sequences = Drafter(SpeculativeConfig.from_mapping(off)), [sequence([1, 2, 3]) for _ in range(2)]
     drafter.note_next(sequences, [[4, 5]] * 2, [2] * 2)
     assert (drafter.may_draft(sequences), drafter.propose(sequences, 100)) == (False, [])
     sequences[0].append(4)
@@ -72,7 +72,7 @@ def test_what_was_forced_is_no_draft_behind_a_step_without_drafts() -> None:
 
 def test_steps_run_ahead_where_no_row_may_have_drafts() -> None:
     """Of too many rows, without a grammar, or while what is looked up is paused: the sequence has 40 tokens then."""
-    drafter = Drafter(SpeculativeConfig.of(NGRAM | {"num_speculative_tokens_per_batch_size": [[2, 8, 0]]}))
+    drafter = Drafter(SpeculativeConfig.from_mapping(NGRAM | {"num_speculative_tokens_per_batch_size": [[2, 8, 0]]}))
     paused, ruled = (sequence([1, 2] * 20) for _ in range(2))
     assert drafter.may_draft([paused])
     assert not drafter.may_draft([paused, ruled])
@@ -82,7 +82,7 @@ def test_steps_run_ahead_where_no_row_may_have_drafts() -> None:
     for _ in range(16):
         paused.append(1)
     assert drafter.may_draft([paused])
-    drafter = Drafter(SpeculativeConfig.of({"method": "forced"}))
+    drafter = Drafter(SpeculativeConfig.from_mapping({"method": "forced"}))
     assert not drafter.may_draft([paused, ruled])
     ruled.params = ruled.params.replace(structured_outputs={"regex": "a"})
     assert drafter.may_draft([paused, ruled])
@@ -90,7 +90,7 @@ def test_steps_run_ahead_where_no_row_may_have_drafts() -> None:
 
 def test_the_drafts_of_a_step_have_bounds() -> None:
     """Those of a row, of a step, and of what the sequence may still have: behind its last token nothing is drawn."""
-    drafter = Drafter(SpeculativeConfig.of({"method": "forced", "num_speculative_tokens": 4}))
+    drafter = Drafter(SpeculativeConfig.from_mapping({"method": "forced", "num_speculative_tokens": 4}))
     for most, room, wanted in ((None, 100, [4, 4]), (None, 5, [4, 1]), (9, 100, [2, 2]), (7, 100, [0, 0])):
         sequences = [sequence([1] * 6, most) for _ in range(2)]
         drafter.note_next(sequences, [[7] * 9] * 2, [9] * 2)
@@ -98,10 +98,10 @@ def test_the_drafts_of_a_step_have_bounds() -> None:
 
 
 def test_drafts_by_the_number_of_rows() -> None:
-    config = SpeculativeConfig.of({"method": "forced", "num_speculative_tokens": 4,
+    config = SpeculativeConfig.from_mapping({"method": "forced", "num_speculative_tokens": 4,
                                    "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 0]]})
     assert [config.most_drafts(rows) for rows in (1, 2, 3, 8, 9)] == [3, 3, 0, 0, 4]
-    assert SpeculativeConfig.of(config.to_json()) == config
+    assert SpeculativeConfig.from_mapping(config.to_json()) == config
 
 
 def test_a_sequence_that_keeps_few_drafts_is_left_alone_for_longer_and_longer() -> None:
@@ -126,7 +126,7 @@ def test_a_sequence_that_keeps_few_drafts_is_left_alone_for_longer_and_longer() 
 
 def test_kept_drafts_are_counted_by_what_proposed_them() -> None:
     """Two forced and two looked up; the first three of them are drawn, then another token."""
-    drafter = Drafter(SpeculativeConfig.of({**NGRAM, "num_speculative_tokens": 4}))
+    drafter = Drafter(SpeculativeConfig.from_mapping({**NGRAM, "num_speculative_tokens": 4}))
     scheduler = Scheduler(LIMITS, BlockManager(20, 4), drafter)
     seq = sequence([1, 2, 3, 4, 5, 6, 7, 1])
     scheduler.add(seq)
@@ -173,7 +173,7 @@ def drafted(scheduler: Scheduler) -> ScheduledBatch:
 @pytest.mark.parametrize(("num_blocks", "wanted"), [(9, [4, 4]), (8, [4, 3]), (7, [3, 3])])
 def test_drafts_take_no_block_that_a_sequence_may_need(num_blocks: int, wanted: list[int]) -> None:
     """Rows of 5 tokens in two blocks of 4: three drafts fit, a fourth takes a block more. One for each row stays."""
-    drafter = Drafter(SpeculativeConfig.of({"method": "forced", "num_speculative_tokens": 4}))
+    drafter = Drafter(SpeculativeConfig.from_mapping({"method": "forced", "num_speculative_tokens": 4}))
     blocks = BlockManager(num_blocks, 4, enable_prefix_caching=False)
     scheduler = Scheduler(LIMITS, blocks, drafter)
     sequences = decoding(scheduler, [4, 4])
@@ -188,7 +188,7 @@ def test_drafts_take_no_block_that_a_sequence_may_need(num_blocks: int, wanted: 
 
 
 def test_a_block_of_kept_drafts_is_found_and_one_of_refused_drafts_is_not() -> None:
-    drafter = Drafter(SpeculativeConfig.of({"method": "forced", "num_speculative_tokens": 8}))
+    drafter = Drafter(SpeculativeConfig.from_mapping({"method": "forced", "num_speculative_tokens": 8}))
     blocks = BlockManager(40, 4)
     scheduler = Scheduler(LIMITS, blocks, drafter)
     [seq] = decoding(scheduler, [4])
@@ -240,7 +240,7 @@ def test_random_traffic_ends_with_the_tokens_of_one_at_a_time(seed: int, block_s
 ])  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(given: object, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        SpeculativeConfig.of(given)
+        SpeculativeConfig.from_mapping(given)
     assert words in str(refused.value)
 
 
@@ -249,5 +249,5 @@ def test_what_is_not_served_is_refused_by_name(given: object, words: str) -> Non
     ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
 ])
 def test_bounds_of_look_ups_are_as_in_vllm(given: dict[str, int], bounds: tuple[int, int]) -> None:
-    found = SpeculativeConfig.of({"method": "ngram", "num_speculative_tokens": 1, **given})
+    found = SpeculativeConfig.from_mapping({"method": "ngram", "num_speculative_tokens": 1, **given})
     assert (found.prompt_lookup_min, found.prompt_lookup_max) == bounds

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "errors.md"
 # Where a call names a code: the place among its arguments.
-PLACES = {"RequestError": 1, "WorkerFailure": 1, "check_count": 4, "given_fields": 3, "not_followed": 1, "End": 3}
+PLACES = {"RequestError": 1, "WorkerFailure": 1, "field_error": 2, "wrong_type": 3, "check_count": 4, "given_fields": 3,
+          "not_followed": 1, "End": 3}
 RETURNS = {"blame_for", "code_given_up"}
 CODE = re.compile(r"[a-z]+(_[a-z0-9]+)+")
 

@@ -98,13 +98,13 @@ def test_without_cached_requests_only_the_own_tokens_count() -> None:
 
 
 def test_settings_have_vllms_names_and_defaults() -> None:
-    config = SpeculativeConfig.of({"method": "suffix"})
+    config = SpeculativeConfig.from_mapping({"method": "suffix"})
     assert config.to_json() == {
         "method": "suffix", "num_speculative_tokens": 24, "suffix_decoding_max_tree_depth": 24,
         "suffix_decoding_max_cached_requests": 10_000, "suffix_decoding_max_spec_factor": 1.0,
         "suffix_decoding_min_token_prob": 0.1}
-    assert SpeculativeConfig.of(config.to_json()) == config
-    none = SpeculativeConfig.of({"method": "suffix", "suffix_decoding_max_cached_requests": 0,
+    assert SpeculativeConfig.from_mapping(config.to_json()) == config
+    none = SpeculativeConfig.from_mapping({"method": "suffix", "suffix_decoding_max_cached_requests": 0,
                                  "suffix_decoding_max_tree_depth": 50})
     assert (none.suffix_decoding_max_cached_requests, none.num_speculative_tokens) == (0, 32)
 
@@ -119,4 +119,4 @@ def test_settings_have_vllms_names_and_defaults() -> None:
 ])  # fmt: skip
 def test_values_that_are_none_are_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        SpeculativeConfig.of({"method": "suffix", **given})
+        SpeculativeConfig.from_mapping({"method": "suffix", **given})

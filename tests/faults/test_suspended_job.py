@@ -56,9 +56,9 @@ process_replica.STOPPED_SECONDS = 2.0
 queue, answers = RowQueue(200), []
 queue.allow(0)
 replicas = [functools.partial(made, f"replica {number}") for number in range(2)]
-with Fleet(replicas, queue, Quiet(make_run=run_of, hear=print)) as fleet:
+with Fleet(replicas, queue, Quiet(make_run=run_of, notify=print)) as fleet:
     fleet.load()
-    fleet.begin(None)
+    fleet.serve(None)
     print("serving", file=sys.stderr, flush=True)
     for _ in range(25):  # rows come when all is over; the driver looks at its replicas meanwhile
         answers += fleet.poll(0.1)[0]
@@ -210,4 +210,4 @@ def test_no_limit_is_never_exceeded(pass_seconds: Any) -> None:
     watch = Stopwatch()
     pass_seconds(1e9)
     assert not watch.exceeds(float("inf"))
-    assert watch.look_seconds(float("inf")) == stopwatch.LOOK_SECONDS
+    assert watch.poll_seconds(float("inf")) == stopwatch.POLL_SECONDS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cann.environment import has_real_cann
-from tests.families import FAMILIES, takes_videos
+from tests.families import FAMILIES, accepts_videos
 from tests.npu.programs.generate import Case
 from tests.npu.running import FLOAT32, SMALL, assert_graphs_are_whole, on_cpu, on_npu
 
@@ -18,7 +18,7 @@ emulated = pytest.mark.skipif(has_real_cann(), reason="a device's attention take
 
 MODES = ["eager", "reduce-overhead", "max-autotune"]
 # Each way to show a video (VideoForm) has one; of GLM's families all, and Gated DeltaNet behind a tower.
-DENSE = [name for name, family in FAMILIES.items() if takes_videos(name) and not family.has_experts]
+DENSE = [name for name, family in FAMILIES.items() if accepts_videos(name) and not family.has_experts]
 
 
 @pytest.mark.full("a process over the emulation for each; images go the same way there, videos on the cpu")

@@ -81,7 +81,7 @@ def run(count: int, seed: int) -> dict[str, Any]:
         name = f"{number} {str(rule)[:150]}"
         memory, began = resident_mib(), time.process_time()
         try:
-            params = with_grammar(StructuredOutputsParams.of(rule))
+            params = with_grammar(StructuredOutputsParams.from_value(rule))
             what, text = follow(params.compiled, tokens, rng)
             if what == "finished" and "json" in rule:
                 check_fit(rule["json"], text)

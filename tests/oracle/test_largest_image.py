@@ -16,7 +16,7 @@ from npu_runner import LLM
 from npu_runner.errors import RequestError
 from npu_runner.models.vision.tower import Tower
 from npu_runner.platforms import pick_platform
-from tests.families import FAMILIES, sees_images, takes_videos
+from tests.families import FAMILIES, accepts_videos, sees_images
 from tests.full_set import only_full
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import assert_same, expected_vector
@@ -103,9 +103,9 @@ def test_the_largest_image_that_fits_is_answered_and_one_more_row_is_refused(pat
     assert seen == [np.prod(prompt.images[0].grid_thw)], "no other image reaches the tower"
 
 
-@pytest.mark.parametrize("path", [*filter(takes_videos, FAST), *only_full(
+@pytest.mark.parametrize("path", [*filter(accepts_videos, FAST), *only_full(
     "families whose towers and processors are those of others", *sorted(
-        name for name in filter(takes_videos, FAMILIES) if name not in FAST))], indirect=True)
+        name for name in filter(accepts_videos, FAMILIES) if name not in FAST))], indirect=True)
 def test_a_video_larger_than_a_prompt_never_reaches_the_tower(path: Path, platform_name: str) -> None:
     pytest.importorskip("av")  # an extra: the other tests do without it
     from tests.videos import moving_frames, video_of

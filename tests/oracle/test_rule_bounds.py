@@ -31,7 +31,7 @@ BOOLEAN = {"type": "boolean"}
 
 def refusal(**asked: Any) -> str:
     with pytest.raises(RequestError) as error:
-        with_grammar(StructuredOutputsParams.of(asked))
+        with_grammar(StructuredOutputsParams.from_value(asked))
     assert error.value.code == "invalid_structured_outputs"
     return error.value.message
 
@@ -42,7 +42,7 @@ def test_a_chain_is_refused_with_its_place_and_one_of_five_hundred_is_served(kin
         said = refusal(**chained(kind, length))
         assert "lead to each other, at most 512 are allowed" in said
         assert "#/$defs/d0" in said or "start" in said
-    assert with_grammar(StructuredOutputsParams.of(chained(kind, 500))).compiled
+    assert with_grammar(StructuredOutputsParams.from_value(chained(kind, 500))).compiled
 
 
 INTEGER = {"type": "integer"}
@@ -202,7 +202,7 @@ def test_text_longer_than_the_model_has_room_for_is_refused_and_served_where_the
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHAPES_VL / "tokenizer.json"))
-    params = with_grammar(StructuredOutputsParams.of(asked))
+    params = with_grammar(StructuredOutputsParams.from_value(asked))
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -224,7 +224,7 @@ def test_text_longer_than_the_model_has_room_for_is_refused_and_served_where_the
     {"grammar": 'start: ("a" | "b" "c"){20000}'}, {"grammar": f'start: "{"a " * 9000}"?'},
 ], ids=range(6))  # fmt: skip
 def test_what_an_answer_need_not_say_is_not_forced(asked: Any) -> None:
-    params = with_grammar(StructuredOutputsParams.of(asked))
+    params = with_grammar(StructuredOutputsParams.from_value(asked))
     assert params.forced_tokens < 100
 
 
@@ -235,7 +235,8 @@ def test_a_mask_is_as_much_work_whatever_is_forced() -> None:
 
     tokens = LLTokenizer(Tokenizer.from_file(str(SHAPES_VL / "tokenizer.json")).to_str())
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": "which"}}}}}
-    rules = [StructuredOutputsParams.of(asked) for asked in ({"choice": ["which"]}, {"json": {"const": "which"}},
+    rules = [StructuredOutputsParams.from_value(asked) for asked in (
+             {"choice": ["which"]}, {"json": {"const": "which"}},
              {"regex": "which"}, {"grammar": 'start: "wh" "ich"'}, {"grammar": 'root ::= "which"'},
              {"grammar": '%llguidance {"no_forcing": false}\nstart: "which"'})]  # fmt: skip
     compiled = [with_grammar(rule).compiled for rule in rules]

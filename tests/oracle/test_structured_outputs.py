@@ -268,7 +268,7 @@ def test_a_schema_that_cannot_be_served_is_refused_with_the_place(schema: Any, p
 ])  # fmt: skip
 def test_what_is_no_rule_is_refused_before_anything_runs(asked: dict[str, Any], what: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        with_grammar(StructuredOutputsParams.of(asked))
+        with_grammar(StructuredOutputsParams.from_value(asked))
     assert what in refusal.value.message
 
 

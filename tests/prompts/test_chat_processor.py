@@ -246,7 +246,7 @@ def test_a_pickled_processor_makes_the_same_prompt(qwen_folder: Path) -> None:
 @pytest.mark.parametrize("name", PROMPT_FILES)
 def test_a_pickled_processor_is_read_again_from_the_same_files_or_not_at_all(tmp_path: Path, name: str) -> None:
     folder = write_qwen_vl(tmp_path)
-    pickled = pickle.dumps(ChatProcessor(str(folder), ProcessorSettings(takes_videos=True)))
+    pickled = pickle.dumps(ChatProcessor(str(folder), ProcessorSettings(accepts_videos=True)))
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     before = path.read_bytes() if path.exists() else None
@@ -270,7 +270,7 @@ def test_all_files_that_a_processor_reads_are_compared(
 
     model = request.getfixturevalue(folder)
     monkeypatch.setattr(Path, "read_text", noted)
-    ChatProcessor(str(model), ProcessorSettings(takes_videos=True))
+    ChatProcessor(str(model), ProcessorSettings(accepts_videos=True))
     assert {"config.json", "tokenizer_config.json", "chat_template.jinja"} <= set(names) <= set(PROMPT_FILES)
 
 
@@ -314,8 +314,8 @@ def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
     qwen_folder: Path, llama: ChatProcessor
 ) -> None:
     heif, videos = (importlib.metadata.version(name) for name in ("pillow-heif", "av"))
-    takes_videos = ChatProcessor(str(qwen_folder), ProcessorSettings(takes_videos=True))
-    assert takes_videos.identity()["decoders"] == {"pillow-heif": heif, "av": videos}
+    accepts_videos = ChatProcessor(str(qwen_folder), ProcessorSettings(accepts_videos=True))
+    assert accepts_videos.identity()["decoders"] == {"pillow-heif": heif, "av": videos}
     assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == {"pillow-heif": heif}
     assert "decoders" not in llama.identity()
 

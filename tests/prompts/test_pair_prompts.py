@@ -95,8 +95,8 @@ def test_videos_are_shown_as_in_chats() -> None:
     from tests.videos import moving_frames, video_of
 
     video = {"type": "video", "video": video_of(moving_frames(30))}
-    seen = prompt(processor(SHAPES_VL, takes_videos=True), "a", {"content": [video]})
-    chats = ChatProcessor(str(SHAPES_VL), ProcessorSettings(takes_videos=True))
+    seen = prompt(processor(SHAPES_VL, accepts_videos=True), "a", {"content": [video]})
+    chats = ChatProcessor(str(SHAPES_VL), ProcessorSettings(accepts_videos=True))
     chat = chats([{"role": "user", "content": [video, {"type": "text", "text": "a"}]}])
     assert [each.content_hash for each in seen.images] == [each.content_hash for each in chat.images]
     assert {each.pixels_HWC.shape[2] for each in seen.images} == {6}

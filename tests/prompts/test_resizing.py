@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.prompts.media.image_settings import ImageSettings, read_image_settings, settings_from
+from npu_runner.prompts.media.image_settings import ImageSettings, Resizing, read_image_settings, settings_from
 from npu_runner.prompts.media.images import prepare_image
-from npu_runner.prompts.media.resizing import Resizing
 from tests.full_set import examples
 
 PADDLE = ImageSettings(resizing=Resizing.SHORT_SIDE, min_pixels=384**2, max_pixels=1536**2, temporal_patch_size=1)

@@ -19,8 +19,8 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_formats import READS_AVIF
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import open_image
-from npu_runner.prompts.media.video_files import VideoFile, _wanted_groups
 from npu_runner.prompts.media.video_settings import VideoSettings
+from npu_runner.prompts.media.videos import VideoFile, _wanted_groups
 from npu_runner.request.limits import Limits
 from tests.full_set import only_full
 from tests.videos import declaring_seconds, moving_frames, sound_only, video_of
@@ -183,7 +183,7 @@ def test_an_animated_gif_is_a_video_too() -> None:
 
 def test_too_many_frames_are_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = video_of(MOVING)
-    monkeypatch.setattr("npu_runner.prompts.media.video_files.LIMITS", Limits(max_video_frames=29))
+    monkeypatch.setattr("npu_runner.prompts.media.videos.LIMITS", Limits(max_video_frames=29))
     with pytest.raises(RequestError, match=r"30 frames or more, at most 29 are allowed \(max_video_frames\)"):
         frames_of(data)
     with pytest.raises(RequestError, match="max_video_frames"):
@@ -198,7 +198,7 @@ def test_a_decoder_that_gets_no_memory_is_told_from_damage(tmp_path: Path) -> No
     code = (
         "import resource, av, numpy\n"
         "from npu_runner.errors import RequestError\n"
-        "from npu_runner.prompts.media.video_files import VideoFile\n"
+        "from npu_runner.prompts.media.videos import VideoFile\n"
         f"data = open({str(tmp_path / 'a.mp4')!r}, 'rb').read()\n"
         "with VideoFile(data) as file:\n"
         "    present = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -216,7 +216,7 @@ def test_without_pyav_a_video_is_refused_with_the_remedy_and_nothing_else_needs_
         "import sys; sys.modules['av'] = None\n"
         "import npu_runner.prompts.processor, npu_runner.reports.report\n"
         "from npu_runner.errors import RequestError\n"
-        "from npu_runner.prompts.media.video_files import VideoFile\n"
+        "from npu_runner.prompts.media.videos import VideoFile\n"
         f"try: VideoFile(open({str(tmp_path / 'a.mp4')!r}, 'rb').read())\n"
         "except RequestError as error: print(error.code, error.message)\n"
     )

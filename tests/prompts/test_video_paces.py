@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import SlowingVideoSettings, SteadyVideoSettings, VideoForm, VideoSettings
+from npu_runner.prompts.media.video_settings import (
+    SlowingVideoSettings,
+    SteadyVideoSettings,
+    VideoForm,
+    VideoSettings,
+    read_video_settings,
+)
 from tests.full_set import examples
 from tests.oracle.videos_reference import GLM4V, GLM46V
 

@@ -20,8 +20,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings
+from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.tasks import text_task
@@ -101,7 +100,7 @@ def test_settings_come_from_the_files_in_the_order_of_transformers(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
-    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("videos"))), ProcessorSettings(takes_videos=True))
+    return ChatProcessor(str(write_qwen_vl(tmp_path_factory.mktemp("videos"))), ProcessorSettings(accepts_videos=True))
 
 
 def asks(*parts: Any) -> list[dict[str, Any]]:
@@ -127,7 +126,7 @@ def test_a_pair_holds_two_frames_and_the_last_one_is_repeated(seeing: ChatProces
 
 def test_a_video_that_is_too_long_for_the_model_is_not_decoded(tmp_path: Path) -> None:
     """Its frames are damaged, which nobody gets to see."""
-    short = ChatProcessor(str(write_qwen_vl(tmp_path)), ProcessorSettings(takes_videos=True, max_model_len=64))
+    short = ChatProcessor(str(write_qwen_vl(tmp_path)), ProcessorSettings(accepts_videos=True, max_model_len=64))
     data = bytearray(video_of(moving_frames(300), faststart=True))
     data[-2000:] = bytes(2000)
     with pytest.raises(RequestError) as caught:
@@ -173,7 +172,7 @@ def any_form(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if form != VideoForm.SECONDS))])
 def test_each_setting_of_videos_acts_whoever_says_it(form: VideoForm, name: str, value: Any, any_form: Path) -> None:
     def num_pairs(settings: dict[str, Any], kwargs: dict[str, Any]) -> int:
-        processor = ChatProcessor(str(any_form), ProcessorSettings(takes_videos=True, video_form=form, **settings))
+        processor = ChatProcessor(str(any_form), ProcessorSettings(accepts_videos=True, video_form=form, **settings))
         return len(processor(messages, mm_processor_kwargs=kwargs).images)
 
     messages = asks({"type": "video", "video": video_of(moving_frames(30))})
@@ -181,7 +180,7 @@ def test_each_setting_of_videos_acts_whoever_says_it(form: VideoForm, name: str,
 
 
 def test_videos_are_limited_by_themselves(any_form: Path) -> None:
-    processor = ChatProcessor(str(any_form), ProcessorSettings(takes_videos=True, limit_mm_per_prompt={"video": 1}))
+    processor = ChatProcessor(str(any_form), ProcessorSettings(accepts_videos=True, limit_mm_per_prompt={"video": 1}))
     video = {"type": "video", "video": video_of(moving_frames(4))}
     image = {"type": "image", "image": Image.new("RGB", (64, 64))}
     assert processor(asks(video, image, image)).images

@@ -19,8 +19,7 @@ from preprocessing_checkpoints import write_qwen_vl
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.video_reading import read_video_settings
-from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm
+from npu_runner.prompts.media.video_settings import FrameVideoSettings, VideoForm, read_video_settings
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.vision_prompts import mrope_positions
@@ -179,7 +178,7 @@ def test_a_video_that_reaches_behind_the_prompts_length_is_refused(tmp_path: Pat
     messages = [{"role": "user", "content": [{"type": "video", "video": Video(slow)},
                                               {"type": "text", "text": "x"}]}]
     for form in (VideoForm.STEPS, VideoForm.SECONDS):
-        processor = ChatProcessor(str(path), ProcessorSettings(takes_videos=True, video_form=form))
+        processor = ChatProcessor(str(path), ProcessorSettings(accepts_videos=True, video_form=form))
         if form is VideoForm.STEPS:
             assert len(processor(messages).images) == 2
             continue
@@ -210,7 +209,7 @@ def test_bounds_of_pixels_are_of_each_frame(kwargs: dict[str, int], by_whom: str
     bounds = {f"image_{name}": value for name, value in kwargs.items() if name in ("min_pixels", "max_pixels")}
     given: dict[str, Any] = bounds if by_whom == "a setting" else {}
     rest = {name: value for name, value in kwargs.items() if by_whom == "a request" or f"image_{name}" not in bounds}
-    processor = ChatProcessor(str(folder), ProcessorSettings(takes_videos=True, video_form=VideoForm.STEPS, **given))
+    processor = ChatProcessor(str(folder), ProcessorSettings(accepts_videos=True, video_form=VideoForm.STEPS, **given))
     part = {"type": "video", "video": Video(video_of(moving_frames(12, 160, 90)))}
     prompt = processor([{"role": "user", "content": [part, QUESTION]}], mm_processor_kwargs=rest)
     assert {image.pixels_HWC.shape[:2] for image in prompt.images} == {expected}
@@ -221,8 +220,8 @@ def test_bounds_of_pixels_are_of_each_frame(kwargs: dict[str, int], by_whom: str
 def test_bounds_that_would_do_nothing_or_too_much_are_refused(folder: Path) -> None:
     video = {"type": "video", "video": Video(video_of(moving_frames(12)))}
     image = {"type": "image", "image": Image.new("RGB", (90, 60))}
-    of_all = ChatProcessor(str(folder), ProcessorSettings(takes_videos=True))
-    of_each = ChatProcessor(str(folder), ProcessorSettings(takes_videos=True, video_form=VideoForm.STEPS))
+    of_all = ChatProcessor(str(folder), ProcessorSettings(accepts_videos=True))
+    of_each = ChatProcessor(str(folder), ProcessorSettings(accepts_videos=True, video_form=VideoForm.STEPS))
     for processor, name, value, code in ((of_all, "max_pixels", 4096, "unsupported_field"),
                                          (of_all, "min_pixels", 4096, "unsupported_field"),
                                          (of_each, "max_pixels", 641 * 640, "invalid_value")):
@@ -237,7 +236,7 @@ def test_a_least_above_the_most_of_a_frame_leaves_images(tmp_path: Path) -> None
     path = write_qwen_vl(tmp_path)
     (path / "video_preprocessor_config.json").write_text(json.dumps(
         {"size": {"shortest_edge": 1024, "longest_edge": 2048}, "patch_size": 16}))
-    processor = ChatProcessor(str(path), ProcessorSettings(takes_videos=True, video_form=VideoForm.STEPS,
+    processor = ChatProcessor(str(path), ProcessorSettings(accepts_videos=True, video_form=VideoForm.STEPS,
                                                            image_min_pixels=4096))
     why = processor.why_no_videos
     assert why is not None

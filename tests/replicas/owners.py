@@ -20,8 +20,8 @@ class Quiet(Owner):
     def make_run(self, indices: Sequence[int]) -> Any:
         return self._functions["make_run"](indices)
 
-    def hear(self, news: Opened | Loading | str) -> None:
-        self._functions.get("hear", lambda news: None)(news)
+    def notify(self, news: Opened | Loading | str) -> None:
+        self._functions.get("notify", lambda news: None)(news)
 
     def isolate(self, indices: Sequence[int]) -> None:
         """Nothing is remembered."""

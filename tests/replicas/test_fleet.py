@@ -14,7 +14,6 @@ import pytest
 from npu_runner.errors import ConfigError, JobError, ReplicaDeadError
 from npu_runner.serving.blame import GivenUp
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -25,6 +24,7 @@ from npu_runner.serving.replica import (
     ReplicaFacts,
     Returned,
     RowRun,
+    Started,
 )
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
@@ -53,27 +53,27 @@ class ScriptedReplica(Replica):
         self._speed = script.speeds[place]
         self._credit = 0.0
         self._waiting: list[int] = []
-        self._begun: list[int] = []
+        self._started: list[int] = []
         self._events: list[Event] = []
-        self._has_begun = False
+        self._is_serving = False
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version="1", settings={"speed": 1}, ledger="", max_rows=self._script.max_rows)
         self._events.append(Ready(facts))
 
-    def begin(self, terms: Any) -> None:
-        self._has_begun = True
+    def serve(self, stamp: Any) -> None:
+        self._is_serving = True
 
     def submit(self, run: RowRun) -> None:
         self._waiting += run.indices
 
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
         kept = max(0, len(self._waiting) - num_rows)
         self._waiting, returned = self._waiting[:kept], self._waiting[kept:]
         self._events.append(Returned(returned))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        if self._has_begun and not self._events:
+        if self._is_serving and not self._events:
             self._work()
         events, self._events = self._events, []
         return events
@@ -83,16 +83,16 @@ class ScriptedReplica(Replica):
 
     def _work(self) -> None:
         script = self._script
-        if self._begun and (script.poison.intersection(self._begun) or script.rng.random() < script.deaths):
-            script.beside.append(set(self._begun))
+        if self._started and (script.poison.intersection(self._started) or script.rng.random() < script.deaths):
+            script.beside.append(set(self._started))
             raise ReplicaDeadError(f"{self.name} died")
-        room = 4 - len(self._begun)
+        room = 4 - len(self._started)
         begun, self._waiting = self._waiting[:room], self._waiting[room:]
-        self._begun += begun
+        self._started += begun
         if begun:
-            self._events.append(Begun(begun))
+            self._events.append(Started(begun))
         self._credit += self._speed
-        done = [self._begun.pop(0) for _ in range(min(int(self._credit), len(self._begun) - len(begun)))]
+        done = [self._started.pop(0) for _ in range(min(int(self._credit), len(self._started) - len(begun)))]
         self._credit -= int(self._credit)
         if done:
             self._events.append(Finished([FinishedRow(row, None, b"%d" % row) for row in done]))
@@ -126,7 +126,7 @@ def serve(fleet: Fleet, look: Callable[[], None] = lambda: None) -> tuple[list[i
     finished, given_up = [], []
     with fleet:
         fleet.load()
-        fleet.begin(None)
+        fleet.serve(None)
         while not fleet.is_over:
             rows, verdicts = fleet.poll(0.0)
             finished += [row.number for row in rows]
@@ -167,11 +167,11 @@ def test_no_replica_idles_while_another_has_ten_rows_waiting(speeds: Sequence[fl
     idle = []
 
     def look() -> None:
-        waiting = [len(state.held) - len(state.begun) for state in fleet.states]
-        nobody_asks = not any(state.is_asked for state in fleet.states)
+        waiting = [len(state.held) - len(state.started) for state in fleet.states]
+        nobody_asks = not any(state.is_recalling for state in fleet.states)
         idle.append(nobody_asks and max(waiting) >= 10 and any(not state.held for state in fleet.states))
         script.speeds = speeds
-        if all(len(state.held) <= len(state.begun) for state in fleet.states):
+        if all(len(state.held) <= len(state.started) for state in fleet.states):
             for state in fleet.states:  # what is begun stays where it is: let that end
                 state.replica._speed = 4  # type: ignore[union-attr]
 
@@ -198,7 +198,7 @@ def test_what_came_before_a_failure_is_told_first() -> None:
     told: list[int] = []
     with Fleet(replicas, RowQueue(100), Quiet(make_run=run_of)) as fleet:
         fleet.load()
-        fleet.begin(None)
+        fleet.serve(None)
 
         def poll_on() -> None:
             while True:
@@ -242,7 +242,7 @@ def test_rows_behind_the_window_wait() -> None:
 
 def test_replicas_that_would_answer_otherwise_are_refused() -> None:
     class Differs(ScriptedReplica):
-        def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+        def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
             settings = {"max_model_len": self.name}
             self._events.append(Ready(ReplicaFacts(version="1", settings=settings, ledger="", max_rows=1)))
 
@@ -255,21 +255,21 @@ def test_replicas_that_would_answer_otherwise_are_refused() -> None:
 class Speaking(ScriptedReplica):
     """Opens its checkpoint, loads it in two phases, and is ready then."""
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         self._events += [Opened({"seed": self.name}), Loading(f"{self.name} reads"), Loading(f"{self.name} compiles")]
-        super().start(wake, tell)
+        super().start(wake, notify)
 
 
 def test_one_replica_says_what_all_do_until_they_are_ready() -> None:
     heard: list[Any] = []
-    owner = Quiet(make_run=run_of, hear=heard.append)
+    owner = Quiet(make_run=run_of, notify=heard.append)
     fleet = Fleet([lambda place=place: Speaking(Script(), place) for place in (0, 1)], RowQueue(10), owner)
     with fleet:
         fleet.load()
-        fleet.begin(None)
+        fleet.serve(None)
         said = [Loading("replica 0 reads"), Loading("replica 0 compiles")]
         assert heard == [Opened({"seed": "replica 0"}), *said, Opened({"seed": "replica 1"})]
-        fleet._take(fleet.states[0], Loading("replica 0 reads again"))  # in the place of one that died
+        fleet._handle_event(fleet.states[0], Loading("replica 0 reads again"))  # in the place of one that died
         assert len(heard) == 4
 
 
@@ -277,7 +277,7 @@ def test_settings_that_are_refused_end_the_load() -> None:
     def check(opened: Any) -> None:
         raise ConfigError(f"seed: {opened.settings['seed']}")
 
-    fleet = Fleet([lambda: Speaking(Script(), 0)], RowQueue(10), Quiet(make_run=run_of, hear=check))
+    fleet = Fleet([lambda: Speaking(Script(), 0)], RowQueue(10), Quiet(make_run=run_of, notify=check))
     with fleet, pytest.raises(ConfigError, match="seed: replica 0"):
         fleet.load()
     assert fleet.states[0].facts is None
@@ -295,13 +295,13 @@ def test_a_queue_gives_each_row_once_within_its_limit_and_suspects_by_themselves
     queue.allow(10)
     queue.isolate([4])
     queue.drop([6])
-    assert list(queue.take(50)) == [0, 1, 2, 3, 5, 7, 8, 9]
-    assert (len(queue), list(queue.take(1))) == (0, [])
+    assert list(queue.pop(50)) == [0, 1, 2, 3, 5, 7, 8, 9]
+    assert (len(queue), list(queue.pop(1))) == (0, [])
     queue.requeue([2, 9, 1])
-    assert queue.take(2) == [1, 2]
+    assert queue.pop(2) == [1, 2]
     assert queue.count_death([9, 2]) == []
     assert queue.count_death([9]) == [9]
     queue.requeue([9])
-    assert (queue.take(5), queue.take_suspect(), queue.take_suspect(), queue.has_suspects) == ([9], 9, 4, False)
+    assert (queue.pop(5), queue.pop_suspect(), queue.pop_suspect(), queue.has_suspects) == ([9], 9, 4, False)
     queue.allow(100)
-    assert list(queue.take(100)) == list(range(10, 20))
+    assert list(queue.pop(100)) == list(range(10, 20))

@@ -71,7 +71,7 @@ def test_the_option_alone_means_the_cluster_of_this_host() -> None:
 
 @pytest.mark.parametrize(("blocked", "address", "message"), [
     (True, "auto", "Ray is not installed here"),
-    (False, "127.0.0.1:1", "nobody answers there"),
+    (False, "127.0.0.1:1", "no process answers there"),
     (False, "ray://127.0.0.1:1", "not an address"),
 ])  # fmt: skip
 def test_a_cluster_that_cannot_be_joined_is_named(blocked: bool, address: str, message: str, tmp_path: Path) -> None:

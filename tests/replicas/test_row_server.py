@@ -19,7 +19,7 @@ from npu_runner.batch.job.row_server import RowServer, server_plan
 from npu_runner.batch.rows.openai_response import JobStamp
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import JobError
-from npu_runner.serving.replica import Begun, Event, Finished, Loading, Opened, Progressed, Ready, Returned
+from npu_runner.serving.replica import Event, Finished, Loading, Opened, Progressed, Ready, Returned, Started
 from npu_runner.serving.replicas.process_main import ReplicaHost
 from tests.batch.scripted import ScriptedEngine, ScriptedModel, row, write_rows
 
@@ -64,7 +64,7 @@ def server_of(file: InputFile, source: Any, open_model: Any = open_slow) -> tupl
     server = RowServer(pickle.loads(pickle.dumps(plan)))
     server.start(lambda: None, lambda event: None)
     assert isinstance(server.poll(0.0)[0], Ready)
-    server.begin(STAMP)
+    server.serve(STAMP)
     return server, RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
 
 
@@ -115,7 +115,7 @@ def test_rows_by_place_by_path_and_with_their_bytes_are_the_same(file: InputFile
             make = book.run_with_data if kind == "carried" else book.run
             server.submit(pickle.loads(pickle.dumps(make(range(NUM_ROWS)))))
             done, events = finish(server, NUM_ROWS)
-        begun = [index for event in events if isinstance(event, Begun) for index in event.indices]
+        begun = [index for event in events if isinstance(event, Started) for index in event.indices]
         answered = {index for index, data in done.items() if json.loads(data)["error"] is None}
         assert sorted(begun) == sorted(answered)
         answers.append(done)
@@ -130,7 +130,7 @@ def test_what_is_given_back_is_no_longer_counted_as_under_way(file: InputFile) -
         server.submit(book.run(range(NUM_ROWS)))
         while not (server.stats().engine.num_running and server.stats().engine.num_waiting):
             server.poll(0.02)
-        server.recall(NUM_ROWS, begun=True)
+        server.recall(NUM_ROWS, include_started=True)
         returned, told = server.poll(0.0)[:2]
         assert isinstance(returned, Returned)
         assert isinstance(told, Progressed)

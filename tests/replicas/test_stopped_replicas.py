@@ -19,7 +19,6 @@ import pytest
 
 from npu_runner.errors import ReplicaDeadError
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -28,6 +27,7 @@ from npu_runner.serving.replica import (
     ReplicaFacts,
     Returned,
     RowRun,
+    Started,
 )
 from npu_runner.serving.replicas import process_replica
 from npu_runner.serving.replicas.fleet import Fleet
@@ -54,17 +54,17 @@ class SizesOfRows(Replica):
         facts = ReplicaFacts(version="1", settings={}, ledger="", max_rows=MAX_ROWS)
         self._events: list[Event] = [Ready(facts)]
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         """There is nothing to load."""
 
-    def begin(self, terms: Any) -> None:
+    def serve(self, stamp: Any) -> None:
         """Rows come after it."""
 
     def submit(self, run: RowRun) -> None:
         rows = [FinishedRow(row.number, None, b"%d" % len(row.data or b"")) for row in run.rows()]
-        self._events += [Begun(run.indices), Finished(rows)]
+        self._events += [Started(run.indices), Finished(rows)]
 
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
         self._events.append(Returned([]))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
@@ -113,7 +113,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessReplica]:
         replica.start(lambda: None, lambda event: None)
         heard(replica, bool)
         stop(replica)
-        replica.begin(None)
+        replica.serve(None)
         for row in range(MAX_ROWS):
             replica.submit(run_of([row]))
         replica.recall(1)
@@ -124,7 +124,7 @@ def test_others_go_on_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     answers: list[FinishedRow] = []
     monkeypatch.setattr(process_replica, "STOPPED_SECONDS", math.inf)
-    owner = Quiet(make_run=run_of, hear=said.append)
+    owner = Quiet(make_run=run_of, notify=said.append)
     replicas = [functools.partial(made, f"replica {number}") for number in range(2)]
     queue = RowQueue(NUM_ROWS)
     queue.allow(0)
@@ -132,7 +132,7 @@ def test_others_go_on_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.load()
         victim = stop(fleet.states[0].replica)
         queue.allow(NUM_ROWS)
-        fleet.begin(None)
+        fleet.serve(None)
         while len(answers) < NUM_ROWS - MAX_ROWS:
             answers += fleet.poll(0.1)[0]
         assert not said

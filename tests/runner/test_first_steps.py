@@ -84,7 +84,8 @@ def test_what_a_notebook_prints_is_a_line(llm: LLM) -> None:
     text = output.text if len(output.text) <= 60 else output.text[:57] + "..."
     assert repr(output) == (f"RequestOutput(request_id={output.request_id!r}, text={text!r}, finish_reason='length', "
                             f"num_prompt_tokens={output.num_prompt_tokens}, num_outputs=1)")
-    failed = EmbeddingRequestOutput.of(RequestOutput("request-7", [CompletionOutput(0, "", [], "error", error="why")]))
+    refused = RequestOutput("request-7", [CompletionOutput(0, "", [], "error", error="why")])
+    failed = EmbeddingRequestOutput.from_output(refused)
     assert repr(failed) == "EmbeddingRequestOutput(request_id='request-7', error='why', num_prompt_tokens=0)"
     assert repr(llm) == f"LLM({llm.config.model!r}, platform={llm.config.platform!r})"
 

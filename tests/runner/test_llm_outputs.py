@@ -12,7 +12,7 @@ import torch
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
-from npu_runner.llm.requests import _say_once
+from npu_runner.llm.requests import _log_default_limit
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.oracle import reference
@@ -128,7 +128,7 @@ def test_without_max_tokens_each_call_has_its_own(path: Path, platform_name: str
                                                   caplog: pytest.LogCaptureFixture) -> None:
     """16 for a raw prompt, as vLLM's SamplingParams() and OpenAI's /v1/completions have; what is left for a chat."""
     unsaid = SamplingParams(temperature=0, ignore_eos=True)
-    _say_once.cache_clear()
+    _log_default_limit.cache_clear()
     with LLM(path, platform=platform_name, **{**SMALL, "max_model_len": 64}) as llm:
         def lengths(*params: SamplingParams) -> list[int]:
             results = llm.generate([PROMPTS[0]] * len(params), params)

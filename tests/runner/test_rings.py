@@ -119,7 +119,7 @@ def test_drafts_go_into_rings_and_answers_are_those_without_either(
                                                           (2, False, False)]
         poison(pool)
         knows(llm, plain, 3, 0.3)
-        llm.engine._drafter._config = SpeculativeConfig.of(config)
+        llm.engine._drafter._config = SpeculativeConfig.from_mapping(config)
         drafted = llm.generate(made, params)
         stats = llm.stats()
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]

@@ -58,7 +58,7 @@ def test_steps_that_are_too_large_for_drafts_run_ahead(checkpoint: Any) -> None:
         plain = llm.generate(prompts, params)
     with LLM(path, speculative_config=off, async_scheduling=True, **SETTINGS) as llm:
         knows(llm, plain, 4)
-        llm.engine._drafter._config = SpeculativeConfig.of(off)  # type: ignore[union-attr]
+        llm.engine._drafter._config = SpeculativeConfig.from_mapping(off)  # type: ignore[union-attr]
         submit, seen = llm.engine._executor.submit, set()
 
         def noted(batch: Any) -> None:

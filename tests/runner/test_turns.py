@@ -19,7 +19,7 @@ def begun(turns: Turns, *, is_open: bool, work: Callable[[], Any] = lambda: None
     call = Call(is_open)
 
     def results() -> Iterator[int]:
-        turns.take(call)
+        turns.start(call)
         for number in range(3):
             work()
             yield number

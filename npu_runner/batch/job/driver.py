@@ -78,7 +78,7 @@ class Driver(Owner):
     def make_run(self, indices: Sequence[int]) -> RowRun:
         return self._book.run_with_data(indices) if self._rows_carry_data else self._book.run(indices)
 
-    def hear(self, news: Opened | Loading | str) -> None:
+    def notify(self, news: Opened | Loading | str) -> None:
         if isinstance(news, Opened):
             self._check(news.settings)
         elif isinstance(news, Loading):

@@ -130,8 +130,8 @@ class RowServer(InlineReplica):
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        super().start(wake, tell)
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
+        super().start(wake, notify)
         self._model = self._plan.open_model(self._plan.config)
         if self._plan.answer_defaults.get("max_thinking_tokens") is not None:
             try:
@@ -150,9 +150,9 @@ class RowServer(InlineReplica):
                                  failed=preprocessor.failed)
         self._open.callback(self.endpoint.pool.close)
 
-    def begin(self, terms: JobStamp) -> None:
-        self._stamp = terms
-        super().begin(terms)
+    def serve(self, stamp: JobStamp) -> None:
+        self._stamp = stamp
+        super().serve(stamp)
 
     def submit(self, run: RowRun) -> None:
         self.endpoint.submit(run.rows())
@@ -187,7 +187,7 @@ class RowServer(InlineReplica):
                 yield prepared
 
     def _load(self) -> ReplicaFacts:
-        self._tell(Opened(self.known_settings()))
+        self._notify(Opened(self.known_settings()))
         with ExitStack() as hashing:
             digests = None
             folder = Path(self._plan.config.model)
@@ -262,7 +262,7 @@ def answer_defaults(options: BatchOptions) -> dict[str, Any]:
             found[name] = list(value) if isinstance(value, tuple) else value
     try:
         if options.repetition_detection is not None:
-            detection = RepetitionDetectionParams.of(options.repetition_detection)
+            detection = RepetitionDetectionParams.from_value(options.repetition_detection)
             found["repetition_detection"] = dataclasses.asdict(detection)
         SamplingParams(**found)
     except RequestError as error:  # of an option

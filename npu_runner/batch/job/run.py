@@ -279,7 +279,7 @@ class _Job:
                 manifest = self._load(fleet, manifest_check.explain_memory(self._config, config, output))
                 delivery = self._start_writing(replace(manifest, suspects=dict(driver.suspects)))
                 self._hold(lambda: num_present(fleet.states))
-                fleet.begin(self._stamp(manifest))
+                fleet.serve(self._stamp(manifest))
                 try:
                     with self._serving(fleet, delivery):
                         driver.run(fleet, delivery, functools.partial(self._should_stop, fleet),
@@ -346,7 +346,7 @@ class _Job:
             # With the rows that engines have: counting them visits each replica, so the limit is held against the
             # others alone before.
             self._fails_too_often = self._failure_limit.is_exceeded(*rows) and self._failure_limit.is_exceeded(
-                *rows, sum(len(state.begun) for state in fleet.states))
+                *rows, sum(len(state.started) for state in fleet.states))
         return self._signals.is_requested or self._fails_too_often
 
     @property

@@ -120,7 +120,7 @@ class AnswerRules(Strict):
                                "invalid_value", said[1])
         name = next(iter(said), None)
         if name == "structured_outputs":
-            return StructuredOutputsParams.of(self.structured_outputs)
+            return StructuredOutputsParams.from_value(self.structured_outputs)
         if name == "response_format" and self.response_format is not None:
             return _of_format(self.response_format)
         return StructuredOutputsParams(origin=name, **{_GUIDED[name]: getattr(self, name)}) if name else None

@@ -23,7 +23,7 @@ from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.vision_prompts import Known
 from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs
-from npu_runner.request.outputs import CompletionOutput, score_of
+from npu_runner.request.outputs import CompletionOutput, sigmoid_score
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 
@@ -260,7 +260,7 @@ class PairForm(AnswerForm):
     is_raw: bool = False
 
     def write_choice(self, completion: CompletionOutput, row: AnswerRow) -> None:
-        score = score_of(_difference(completion), is_raw=self.is_raw)
+        score = sigmoid_score(_difference(completion), is_raw=self.is_raw)
         # The shortest decimals that are read back as the same float32.
         row.write(to_json(self.entry(completion.index, float(str(np.float32(score))))))
 

@@ -27,7 +27,7 @@ from npu_runner.engine.executors.worker import BROKEN, OK, REFUSED, STOP
 from npu_runner.errors import EngineDeadError, RequestError, StepError, blame_for
 from npu_runner.grammars.matchers import Rule
 from npu_runner.processes.child import Child, describe_exit
-from npu_runner.processes.stopwatch import LOOK_SECONDS, Stopwatch
+from npu_runner.processes.stopwatch import POLL_SECONDS, Stopwatch
 from npu_runner.request.outputs import RunnerCounters
 from npu_runner.runner.base import ModelRunnerOutput
 
@@ -141,7 +141,7 @@ class SharedMemoryExecutor(Executor):
         watch = Stopwatch()
         while late := [rank for rank in self._ranks if rank.num_answered < number]:
             by_descriptor = {rank.wire.fileno(): rank for rank in late}
-            answered = wait(list(by_descriptor), timeout=LOOK_SECONDS)
+            answered = wait(list(by_descriptor), timeout=POLL_SECONDS)
             for descriptor in answered:
                 self._receive(by_descriptor[descriptor])  # type: ignore[index]
             if not answered:

@@ -16,7 +16,7 @@ _QUICKTIME = (b"moov", b"mdat", b"wide")
 
 
 def image_kind(head: bytes) -> str | None:
-    """What kind of image begins so. `head`: 12 bytes or more of the file."""
+    """The kind of an image file by its first bytes, 12 or more."""
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return "WebP"
     if head[4:8] == b"ftyp":
@@ -25,7 +25,7 @@ def image_kind(head: bytes) -> str | None:
 
 
 def video_kind(head: bytes) -> str | None:
-    """The same of videos."""
+    """The kind of a video file by its first bytes, 12 or more."""
     if head.startswith(b"RIFF") and head[8:12] == b"AVI ":
         return "AVI"
     if head[4:8] in _QUICKTIME or (head[4:8] == b"ftyp" and not _is_image_brand(head)):

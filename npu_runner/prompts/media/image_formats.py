@@ -1,4 +1,4 @@
-"""Which kinds of image files are opened, and what Pillow's decoders need to be told first. Knows nothing of pixels.
+"""Opens the supported kinds of image files, with the settings that Pillow's decoders need. Knows nothing of pixels.
 
 Plugins are imported by name: nothing outside this list ever sees the bytes. A declared size is bounded before decoding,
 also in formats that contain another file (icons) or state their size twice (JPEG 2000, HEIC).
@@ -84,12 +84,12 @@ def open_encoded(data: bytes | bytearray | memoryview, max_source_pixels: int) -
 
 
 def is_heif(head: bytes) -> bool:
-    """Whether a file that begins so is of the family of HEIC and AVIF."""
+    """Whether a file with these first bytes is of the family of HEIC and AVIF."""
     return head[4:8] == b"ftyp"
 
 
 def missing_decoder(head: bytes) -> str | None:
-    """Name of a format that nothing installed reads, and what would read it; None for all other files."""
+    """The name of a format without an installed decoder, and the remedy; None for all other files."""
     if not is_heif(head):
         return None
     if head[8:11] == b"avi":
@@ -192,7 +192,7 @@ def _check_extents(data: bytes, max_source_pixels: int) -> None:
 
 
 def _box(data: bytes, kind: bytes) -> bytes:
-    """What is in the first box of this kind on the file's outermost level; nothing if there is none."""
+    """The content of the first box of this kind on the file's outermost level; empty if there is none."""
     at = 0
     while at + 8 <= len(data):
         size, found = struct.unpack_from(">I4s", data, at)

@@ -7,13 +7,65 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from npu_runner.checkpoint.files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.prompts.media.resizing import Resizing, within_bounds
 from npu_runner.request.limits import shown
+
+
+class Resizing(Enum):
+    """Sides become multiples of one token's, and the area comes between two bounds. Families differ in the rest."""
+
+    AREA = "area"
+    """No further rule (Qwen2-VL)."""
+    SHORT_SIDE = "short_side"
+    """A side shorter than a token's first becomes as long, and the other grows with it (PaddleOCR-VL)."""
+    FRAMES = "frames"
+    """An image with such a side first grows as a whole, and the area is that of all frames of a patch (GLM-4V)."""
+
+    def enlarged(self, height: int, width: int, side: int) -> tuple[int, int]:
+        """(height, width) before the area is bounded. `side`: one token's side in pixels."""
+        if min(height, width) >= side or self is Resizing.AREA:
+            return height, width
+        return _with_a_longer_side(height, width, side) if self is Resizing.SHORT_SIDE else grown(height, width, side)
+
+
+def _with_a_longer_side(height: int, width: int, side: int) -> tuple[int, int]:
+    if height < side:
+        height, width = side, round(width * side / height)
+    if width < side:
+        height, width = round(height * side / width), side
+    return height, width
+
+
+def grown(height: int, width: int, side: int) -> tuple[int, int]:
+    """(height, width), scaled up so that the shorter one is about `side`."""
+    scale = max(side / height, side / width)
+    return int(height * scale), int(width * scale)
+
+
+def within_bounds(height: int, width: int, side: int, bounds: tuple[int, int], *, num_frames: int = 1,
+                  num_counted: int = 1) -> tuple[int, int]:
+    """(height, width) as multiples of `side`, in a shape as near as the bounds on the area allow.
+
+    `bounds`: the least and the most pixels of all frames. `num_counted` frames decide whether an image is out of them
+    (incomplete groups are rounded); it is then scaled by the pixels of `num_frames`.
+    """
+    least, most = bounds
+    rounded = round(height / side) * side, round(width / side) * side
+    num_pixels = num_counted * rounded[0] * rounded[1]
+    if num_pixels > most:
+        shrink = math.sqrt((num_frames * height * width) / most)
+        return (max(side, math.floor(height / shrink / side) * side),
+                max(side, math.floor(width / shrink / side) * side))
+    if num_pixels < least:
+        grow = math.sqrt(least / (num_frames * height * width))
+        return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
+    return rounded
+
 
 MAX_ASPECT_RATIO = 200
 LOW_DETAIL_PIXELS = 512 * 512
@@ -25,7 +77,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Everything that decides which numbers the vision tower sees for an image.
+    """All settings that shape the vision tower's input for an image.
 
     The device computes `(pixel * rescale_factor - image_mean) / image_std` per channel. Without rescaling or
     normalisation these are 1, 0 and 1. Defaults are those of transformers' Qwen2-VL image processor; a family with
@@ -55,14 +107,9 @@ class ImageSettings:
         return self.patch_size * self.merge_size
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest names them, whatever becomes of the names here."""
-        return {
-            "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "patch_size": self.patch_size,
-            "temporal_patch_size": self.temporal_patch_size, "merge_size": self.merge_size, "resample": self.resample,
-            "rescale_factor": self.rescale_factor, "image_mean": self.image_mean, "image_std": self.image_std,
-            # Qwen2-VL's is not named: manifests are older than the choice.
-            **({} if self.resizing is Resizing.AREA else {"resizing": self.resizing.value}),
-        }
+        """The fields, for a manifest. Qwen2-VL's resizing is not named: manifests are older than the choice."""
+        values = {**asdict(self), "resizing": self.resizing.value}
+        return {name: value for name, value in values.items() if value != Resizing.AREA.value}
 
     def digest(self) -> bytes:
         """16 bytes that differ when any setting differs."""
@@ -162,8 +209,8 @@ def _tower_of(vision_config: Mapping[str, Any], default: ImageSettings) -> Mappi
 
 
 def settings_from(values: Mapping[str, Any], default: ImageSettings = QWEN2_VL_IMAGES) -> ImageSettings:
-    """What a preprocessor's file says, and `default` where it says nothing. Raises TypeError, ValueError or KeyError
-    for what is no such file, ModelError for a `size` that does not bound an image's area."""
+    """The settings of a preprocessor's file, with `default` for the missing ones. Raises TypeError, ValueError or
+    KeyError for another kind of file, ModelError for a `size` that does not bound an image's area."""
     for name in ("do_center_crop", "do_pad"):
         if values.get(name):
             raise ValueError(f"{name} is set, which this runner does not do")

@@ -1,7 +1,7 @@
-"""Turns an encoded image into the resized uint8 pixels the vision tower expects. Knows nothing of prompts or devices.
+"""Turns an encoded image into the resized uint8 pixels of the vision tower. Knows nothing of prompts or devices.
 
 Transparency is laid on white, EXIF rotation is applied, 16-bit grey is scaled to 8 bit, an animation is its first
-frame. What cannot be shown faithfully is a RequestError.
+frame. An image that has no faithful 8-bit form is a RequestError.
 
 Beside the decoder's memory, a source pixel takes at most 8 bytes in any mode. Conversion works in strips, and each step
 frees the image before it.
@@ -24,7 +24,7 @@ from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.prompts.media.image_formats import FORMATS, check_pixels, missing_decoder, open_encoded
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.video_settings import VideoSettings
-from npu_runner.request.limits import LIMITS
+from npu_runner.request.limits import LIMITS, field_error
 from npu_runner.request.prompt_inputs import ImageInput
 
 # H, W sides of an image
@@ -128,7 +128,7 @@ def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image
 
 @contextlib.contextmanager
 def _pillow_allows(num_pixels: int) -> Iterator[None]:
-    """Lift Pillow's limit, which is the whole process's, while a header is read; only for those who want more."""
+    """Raise Pillow's limit, which is the whole process's, while a header is read, if `num_pixels` exceeds it."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is None or num_pixels <= 2 * limit:  # it warns above the limit and refuses above twice the limit
         yield
@@ -248,17 +248,17 @@ def as_image(value: Any, where: str) -> Any:
     try:
         pixels = value.numpy(force=True) if hasattr(value, "detach") else np.asarray(value)  # torch's, wherever it lies
     except (TypeError, ValueError, RuntimeError) as error:  # numbers that numpy has not: bfloat16
-        raise RequestError(f"{where}: the array cannot be read ({error})", "invalid_type", where) from error
+        raise field_error(where, f"the array cannot be read ({error})", "invalid_type") from error
     if pixels.dtype != np.uint8:
-        raise RequestError(f"{where}: the array holds {pixels.dtype}; uint8 is needed, 0 to 255: scale it, then "
-                           ".astype('uint8')", "invalid_type", where)
+        raise field_error(where, f"the array holds {pixels.dtype}; uint8 is needed, 0 to 255: scale it, then "
+                          ".astype('uint8')", "invalid_type")
     if pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS and pixels.shape[0] in _COLOURS:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[-1] == 1:
         pixels = pixels[..., 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in _COLOURS):
-        raise RequestError(f"{where}: the array has the shape {pixels.shape}; (height, width, 3) is needed",
-                           "invalid_type", where)
+        raise field_error(where, f"the array has the shape {pixels.shape}; (height, width, 3) is needed",
+                          "invalid_type")
     if 0 in pixels.shape:
-        raise RequestError(f"{where}: the array has the shape {pixels.shape}: no area", "image_empty", where)
+        raise field_error(where, f"the array has the shape {pixels.shape}: no area", "image_empty")
     return Image.fromarray(np.ascontiguousarray(pixels))

@@ -1,7 +1,7 @@
-"""Fetches the bytes that an address of an image or a video means: inline data, a file in the allowed folder, no more.
+"""Reads the bytes behind an address of an image or a video: inline data, or a file in the allowed folder.
 
-Addresses are counted and measured first; each different one is then read once, when its turn comes. Knows nothing of
-what the bytes are. No network: a job reads only what its owner put on this machine.
+Addresses are counted and measured first; each different one is then read once. Knows nothing of what the bytes are. No
+network: a job reads only files that its owner put on this machine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
-from npu_runner.request.limits import LIMITS
+from npu_runner.request.limits import LIMITS, field_error
 
 KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
-"""What the parts of a message that have an image or a video are called."""
+"""The types of parts with an image or a video, and the kind of each."""
 DETAILS = (None, "auto", "high", "low")
 
 
@@ -31,9 +31,9 @@ class MediaRules:
 
     allowed_dir: Path | str | None = None
     max_bytes: int = LIMITS.max_media_bytes
-    """Of one file or decoded data: URL."""
+    """The limit for one file or decoded data: URL."""
     max_total_bytes: int = LIMITS.max_prompt_media_bytes
-    """Of all different ones of a prompt."""
+    """The limit for all different files of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Media:
     where: str
     rules: MediaRules
     detail: str | None = None
-    """OpenAI's: "low" is seen with few tokens."""
+    """OpenAI's: "low" has few tokens."""
 
     def load(self) -> bytes:
         """Its bytes, read now. Raises RequestError naming the field, as `load_media` does."""
@@ -53,11 +53,11 @@ class Media:
 
     @property
     def name(self) -> str:
-        """How an error names it in front of its reason: the file's address, nothing for a data: URL."""
+        """The file's address, for messages; empty for a data: URL."""
         return "" if self.url[:5].lower() == "data:" else f"{_shown(self.url)}: "
 
     def num_bytes(self) -> int:
-        """How many `load` gives, without reading a file; of a data: URL an upper bound."""
+        """The bytes that `load` gives, without reading a file; an upper bound for a data: URL."""
         with _named(self.where):
             return _num_bytes(self.url, self.rules)
 
@@ -73,7 +73,8 @@ def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int
     kind, rest = _kind_of(url)
     if kind == "data":
         return _decode_data_url(rest, max_bytes)
-    return _read_allowed(rest, allowed_media_dir, max_bytes)
+    with _allowed_folder(rest, allowed_media_dir) as folder:
+        return _bounded(folder.read(rest, max_bytes + 1), max_bytes, _shown(rest))
 
 
 def _kind_of(url: Any) -> tuple[str, str]:
@@ -103,7 +104,7 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     kind, rest = _kind_of(url)
     if kind == "data":
         return len(rest)
-    with _file_errors(rest, rules.allowed_dir), _allowed_folder(rules.allowed_dir) as folder:
+    with _allowed_folder(rest, rules.allowed_dir) as folder:
         size = folder.num_bytes(rest)
     if size > rules.max_bytes:
         raise _too_large(rules.max_bytes, _shown(rest))
@@ -130,9 +131,8 @@ class Addresses:
             return None
         detail = value.get("detail") if isinstance(value, Mapping) else None
         if detail not in DETAILS if KINDS[name] == "image" else detail is not None:
-            raise RequestError(
-                f"{where}.detail: {str(detail)[:40]!r} is not supported; of images low, high and auto are",
-                code="unsupported_field", param=f"{where}.detail")
+            raise field_error(f"{where}.detail", f"{str(detail)[:40]!r} is not supported; of images low, high and auto "
+                              "are", "unsupported_field")
         url, rules = value.get("url") if isinstance(value, Mapping) else value, self._rules
         if isinstance(url, Path):
             url = os.path.realpath(url)
@@ -149,11 +149,9 @@ class Addresses:
         that has all of them."""
         total = sum({media.url: media.num_bytes() for media in self._known.values()}.values())
         if total > self._rules.max_total_bytes:
-            raise RequestError(
-                f"{where}: the {len(self._known)} different images and videos have {total} bytes together, at most "
-                f"{self._rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them down",
-                "media_too_large",
-                where)
+            raise field_error(where, f"the {len(self._known)} different images and videos have {total} bytes together, "
+                              f"at most {self._rules.max_total_bytes} are allowed (max_prompt_media_bytes); scale them "
+                              "down", "media_too_large")
 
 
 @contextlib.contextmanager
@@ -161,7 +159,7 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{where}: {error.message}", error.code, where) from error
+        raise field_error(where, error.message, error.code) from error
 
 
 def _decode_data_url(rest: str, max_bytes: int) -> bytes:
@@ -192,26 +190,19 @@ def _path_of_file_url(url: str) -> str:
     return os.fsdecode(unquote_to_bytes(parts.path))
 
 
-def _read_allowed(given: str, allowed_media_dir: Path | str | None, max_bytes: int) -> bytes:
-    with _file_errors(given, allowed_media_dir), _allowed_folder(allowed_media_dir) as folder:
-        return _bounded(folder.read(given, max_bytes + 1), max_bytes, _shown(given))
-
-
-def _allowed_folder(allowed_media_dir: Path | str | None) -> AllowedFolder:
+@contextlib.contextmanager
+def _allowed_folder(given: str, allowed_media_dir: Path | str | None) -> Iterator[AllowedFolder]:
+    """The folder, within which errors become a RequestError that names the file `given`."""
     if allowed_media_dir is None:
-        raise RequestError(
-            "files are not allowed here; name their folder: allowed_media_dir (--allowed-media-dir)",
-            code="media_not_allowed")
+        raise RequestError("files are not allowed here; name their folder: allowed_media_dir (--allowed-media-dir)",
+                           code="media_not_allowed")
     try:
-        return AllowedFolder(allowed_media_dir)
+        folder = AllowedFolder(allowed_media_dir)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"allowed_media_dir {str(allowed_media_dir)!r} is not a folder") from error
-
-
-@contextlib.contextmanager
-def _file_errors(given: str, allowed_media_dir: Path | str | None) -> Iterator[None]:
     try:
-        yield
+        with folder:
+            yield folder
     except OutsideError as error:
         raise RequestError(f"{_shown(given)}: outside the folder {_shown(str(allowed_media_dir))} "
                            "(allowed_media_dir)", "media_not_allowed") from error

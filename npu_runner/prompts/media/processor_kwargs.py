@@ -1,7 +1,7 @@
-"""vLLM's `mm_processor_kwargs` of a request: how its images are bounded and its videos sampled. Knows no pixels.
+"""vLLM's `mm_processor_kwargs` of a request: bounds of its images and sampling of its videos. Knows no pixels.
 
-`min_pixels` and `max_pixels` are of images, and of each frame where a family bounds those. `fps`, `num_frames` and
-`max_frames` are of videos.
+`min_pixels` and `max_pixels` bound images, and each frame where a family bounds frames. `fps`, `num_frames` and
+`max_frames` sample videos.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 from npu_runner.config import MAX_VIDEO_FPS
-from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.request.limits import LIMITS, shown
+from npu_runner.request.limits import LIMITS, field_error, shown, wrong_type
 
 FIELD = "mm_processor_kwargs"
-OF_IMAGES = ("min_pixels", "max_pixels")
+IMAGE_BOUNDS = ("min_pixels", "max_pixels")
 _ALL_TOKENS = 1 << 40
 _MOST = {
     "fps": MAX_VIDEO_FPS, "num_frames": LIMITS.max_video_frames, "max_frames": LIMITS.max_video_frames,
@@ -25,54 +24,48 @@ _MOST = {
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`mm_processor_kwargs` without what asks for nothing. Raises RequestError naming what cannot be."""
+    """`mm_processor_kwargs` without values that change nothing. Raises RequestError naming an invalid one."""
     if not isinstance(kwargs, Mapping):
-        raise RequestError(f"{FIELD}: an object is needed, not {type(kwargs).__name__}", "invalid_type", FIELD)
+        raise wrong_type(FIELD, "an object", kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
     for name, value in given.items():
         where = f"{FIELD}.{str(name)[:60]}"
         if name not in _MOST:
-            raise RequestError(f"{where}: not supported; {', '.join(_MOST)} are", "unsupported_field", where)
+            raise field_error(where, f"not supported; {', '.join(_MOST)} are", "unsupported_field")
         is_number = isinstance(value, (int, float) if name == "fps" else int) and not isinstance(value, bool)
         if not is_number or not 0 < value <= _MOST[name]:
-            message = f"{where}: {shown(value)} is not above 0 and up to {_MOST[name]:g}"
-            raise RequestError(message, "invalid_value", where)
+            raise field_error(where, f"{shown(value)} is not above 0 and up to {_MOST[name]:g}")
     if "fps" in given and "num_frames" in given:
-        message = f"{FIELD}: fps and num_frames contradict each other; give one of them"
-        raise RequestError(message, "invalid_value", FIELD)
+        raise field_error(FIELD, "fps and num_frames contradict each other; give one of them")
     return given
 
 
 def bounded(settings: ImageSettings, given: Mapping[str, Any], loaded: ImageSettings | None = None) -> ImageSettings:
-    """`settings` as a request's checked kwargs want them. `loaded`: those that memory was measured for; None: the same.
+    """`settings` with the bounds of a request's checked kwargs. `loaded`: the settings for which memory was measured;
+    None: the same.
 
-    Raises RequestError for bounds that contradict, and for a higher one than memory was measured for.
+    Raises RequestError for contradicting bounds, and for a bound above the measured one.
     """
-    asked, loaded = {name: given[name] for name in OF_IMAGES if name in given}, loaded or settings
-    if not asked:
+    requested, loaded = {name: given[name] for name in IMAGE_BOUNDS if name in given}, loaded or settings
+    if not requested:
         return settings
-    for name, value in asked.items():
+    for name, value in requested.items():
         if value > loaded.max_pixels:
             where = f"{FIELD}.{name}"
-            raise RequestError(
-                f"{where}: {value} is more than the {loaded.max_pixels} that the model was loaded for "
-                "(image_max_pixels); load it with more", "invalid_value", where)
-    wanted = replace(settings, **asked)
-    if "max_pixels" in asked and "min_pixels" not in asked:  # to see less is what was asked for
+            raise field_error(where, f"{value} is more than the {loaded.max_pixels} that the model was loaded for "
+                              "(image_max_pixels); load it with more")
+    wanted = replace(settings, **requested)
+    if "max_pixels" in requested and "min_pixels" not in requested:  # a smaller image was requested
         wanted = replace(wanted, min_pixels=min(wanted.min_pixels, wanted.max_pixels))
     if wanted.min_pixels > wanted.max_pixels:
-        message = f"{FIELD}: min_pixels {wanted.min_pixels} is more than max_pixels {wanted.max_pixels}"
-        raise RequestError(message, "invalid_value", FIELD)
+        raise field_error(FIELD, f"min_pixels {wanted.min_pixels} is more than max_pixels {wanted.max_pixels}")
     if (num_tokens := most_tokens(wanted)) > (most := most_tokens(loaded)):
         # Growing rounds both sides up: an image can then be larger than max_pixels.
-        raise RequestError(
-            f"{FIELD}.min_pixels: {wanted.min_pixels} makes images of up to {num_tokens} tokens, and the model was "
-            f"loaded for {most}; lower it, or load the model with image_min_pixels", "invalid_value",
-            f"{FIELD}.min_pixels")
+        raise field_error(f"{FIELD}.min_pixels", f"{wanted.min_pixels} makes images of up to {num_tokens} tokens, and "
+                          f"the model was loaded for {most}; lower it, or load the model with image_min_pixels")
     return wanted
 
 
 @lru_cache(maxsize=64)
 def most_tokens(settings: ImageSettings) -> int:
-    """Of any image."""
     return settings.num_tokens(*settings.largest_size(_ALL_TOKENS))

@@ -1,9 +1,8 @@
-"""A checkpoint's settings for videos: which frames, their sizes, their times in the prompt. Knows nothing of files or
-pixels.
+"""A checkpoint's settings for videos: sampled frames, their sizes, their times in the prompt. Knows no pixels.
 
 The rules are those of transformers' video processors: Qwen3-VL's, in whose terms a video is frames x height x width,
 and Qwen2-VL's, which bounds each frame. GLM's families see a pace by the clock, where other families spread a count
-evenly. video_reading.py has what files say.
+evenly.
 """
 
 from __future__ import annotations
@@ -14,20 +13,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from npu_runner.errors import RequestError
-from npu_runner.prompts.media.image_settings import MAX_ASPECT_RATIO, ImageSettings, positive_integer
-from npu_runner.prompts.media.resizing import grown, within_bounds
+from npu_runner.checkpoint.files import read_json
+from npu_runner.config import MAX_VIDEO_FPS
+from npu_runner.errors import ModelError, RequestError
+from npu_runner.prompts.media.image_settings import (
+    MAX_ASPECT_RATIO,
+    ImageSettings,
+    check_against_tower,
+    grown,
+    positive_integer,
+    settings_from,
+    within_bounds,
+)
 
 ASSUMED_FPS = 24.0
-"""Of a video that does not say how fast it is."""
+"""Frames per second of a video whose file does not say it."""
 
 
 class VideoForm(Enum):
-    """How a family is shown a video."""
+    """The form of a video in a family's prompt."""
 
     TIMESTAMPS = "timestamps"
     """Each pair of frames behind its time, which is text; a pair has positions of its own (Qwen3-VL)."""
@@ -53,7 +62,7 @@ class VideoForm(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Everything that decides which numbers the vision tower sees for a video."""
+    """All settings that shape the vision tower's input for a video."""
 
     unread: ClassVar[frozenset[str]] = frozenset(("min_pixels", "max_pixels"))
     """Fields of files that these rules do not read."""
@@ -64,29 +73,23 @@ class VideoSettings:
     frame: ImageSettings
     """Patches and colours of a frame; its min_pixels and max_pixels bound the pixels of all frames together."""
     fps: float = 2.0
-    """Frames taken of each second, ..."""
+    """Frames per second, ..."""
     num_frames: int | None = None
-    """... or how many of the whole video, whatever its length."""
+    """... or the number of frames of the whole video."""
     min_frames: int = 4
     max_frames: int = 768
     cap_pixels_per_frame: bool = False
-    """A frame takes no more than `max_video_tokens`, nor than its share of the video's pixels."""
+    """A frame has no more than `max_video_tokens`, nor than its share of the video's pixels."""
     max_video_tokens: int = 768
 
-    @classmethod
-    def own_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What these rules have beside those of this class, as a file says it."""
-        return {}
-
-    def asked(self, kwargs: Mapping[str, Any]) -> VideoSettings:
-        """These, as one request wants them: checked `mm_processor_kwargs` of videos, `fps`, `num_frames` or
-        `max_frames`."""
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> VideoSettings:
+        """The settings with a request's checked `fps`, `num_frames` or `max_frames`."""
         wanted = replace(self, num_frames=None) if "fps" in kwargs else self
         wanted = replace(wanted, **kwargs)
         return replace(wanted, min_frames=min(wanted.min_frames, wanted.max_frames))
 
     def sample(self, num_source_frames: int, source_fps: float) -> np.ndarray:
-        """Which of a video's frames are shown: int64, ascending, evenly from the first to the last."""
+        """The indices of the frames to show: int64, ascending, evenly from the first to the last."""
         num_frames = self.num_frames
         if num_frames is None:
             num_frames = int(num_source_frames / source_fps * self.fps)
@@ -131,7 +134,7 @@ class VideoSettings:
         return replace(self.frame, min_pixels=least, max_pixels=most).largest_size(max_tokens)
 
     def seconds_per_pair(self, num_frames: int, num_source_frames: int, source_fps: float) -> float:
-        """Of a video of which `num_frames` are shown, however far the repeated last one goes."""
+        """Seconds between pairs if `num_frames` are shown."""
         return self.frame.temporal_patch_size * num_source_frames / (num_frames * source_fps)
 
 
@@ -215,10 +218,6 @@ class SteadyVideoSettings(_Paced):
     max_duration: int = 300
     """Seconds up to which each one is seen."""
 
-    @classmethod
-    def own_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"max_duration": positive_integer(values.get("max_duration"), cls.max_duration)}
-
     def paced(self, num_source_frames: int, source_fps: float) -> Iterable[int]:
         seconds, most = _seconds(num_source_frames, source_fps), int(self.max_duration * self.fps)
         if seconds <= self.max_duration:
@@ -271,12 +270,100 @@ def _by_the_clock(num_frames: int, frame_seconds: float, step_seconds: float, en
 
 
 def _between(first: int, last: int, count: int) -> list[int]:
-    """Rounded down."""
     places: list[int] = np.linspace(first, last, count, dtype=np.int64).tolist()
     return places
 
 
 def _spread(num_frames: int, count: int) -> list[int]:
-    """At most `count` of so many frames, evenly from the first to the last."""
+    """At most `count` frames, evenly from the first to the last."""
     places: list[int] = np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(np.int64).tolist()
     return places
+
+# -- files of a checkpoint ---------------------------------------------------------------------------------------------
+
+
+_IMAGES_FILE = "preprocessor_config.json"
+_RULES: dict[VideoForm, type[VideoSettings]] = {
+    VideoForm.TIMESTAMPS: VideoSettings, VideoForm.STEPS: FrameVideoSettings, VideoForm.SECONDS: FrameVideoSettings,
+    VideoForm.WHOLE_SECONDS_BEHIND: SteadyVideoSettings, VideoForm.SECONDS_BEHIND: SlowingVideoSettings}
+_COUNTS = ("min_frames", "max_frames", "max_video_tokens", "max_duration")
+_GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}
+# Defaults of the files' fields, by rules.
+_DEFAULTS: dict[type[VideoSettings], dict[str, Any]] = {
+    VideoSettings: {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
+    FrameVideoSettings: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}},
+    SteadyVideoSettings: {"size": _GLM_SIZE},
+    SlowingVideoSettings: {"size": _GLM_SIZE},
+}
+
+
+def read_video_settings(folder: Path, config: Mapping[str, Any], *, form: VideoForm = VideoForm.TIMESTAMPS,
+                        fps: float | None = None, max_frames: int | None = None, num_frames: int | None = None,
+                        min_pixels: int | None = None, max_pixels: int | None = None) -> VideoSettings:
+    """Settings of the checkpoint in `folder` for a family of this form, with the user's own where given. `min_pixels`
+    and `max_pixels` bound each frame if the rules bound frames.
+
+    The files are read in transformers' order. Raises ModelError if there is none, or if its videos cannot be
+    prepared.
+    """
+    values, source = _read_values(folder)
+    try:
+        settings = _from_values(values, _RULES[form], is_of_images=source == _IMAGES_FILE)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder / source}: {error}; compare it with the original checkpoint") from error
+    check_against_tower(settings.frame, config["vision_config"], source)
+    if settings.bounds_each_frame:
+        settings = replace(settings, frame=_bounded(settings.frame, min_pixels, max_pixels, source))
+    if fps is not None:
+        settings = replace(settings, fps=fps, num_frames=None)
+    if num_frames is not None:
+        settings = replace(settings, num_frames=num_frames)
+    if max_frames is not None:
+        settings = replace(settings, max_frames=max_frames, min_frames=min(settings.min_frames, max_frames))
+    return settings
+
+
+def _bounded(frame: ImageSettings, min_pixels: int | None, max_pixels: int | None, source: str) -> ImageSettings:
+    wanted = replace(frame, min_pixels=min_pixels or frame.min_pixels, max_pixels=max_pixels or frame.max_pixels)
+    if max_pixels is not None and min_pixels is None:  # a smaller frame was requested
+        wanted = replace(wanted, min_pixels=min(wanted.min_pixels, wanted.max_pixels))
+    if wanted.min_pixels > wanted.max_pixels:
+        raise ModelError(f"image_min_pixels {wanted.min_pixels} is more than a frame's {wanted.max_pixels} in "
+                         f"{source}; set image_max_pixels, too")
+    return wanted
+
+
+def _read_values(folder: Path) -> tuple[Mapping[str, Any], str]:
+    nested = (read_json(folder, "processor_config.json") or {}).get("video_processor")
+    if isinstance(nested, Mapping):
+        return nested, "processor_config.json"
+    for name in ("video_preprocessor_config.json", _IMAGES_FILE):
+        values = read_json(folder, name)
+        if isinstance(values, Mapping):
+            return values, name
+    raise ModelError(f"{folder}: video_preprocessor_config.json is missing, which says how videos are prepared")
+
+
+def _from_values(values: Mapping[str, Any], rules: type[VideoSettings], *, is_of_images: bool) -> VideoSettings:
+    """`is_of_images`: the file's min_pixels and max_pixels are of images."""
+    if not rules.samples_always and not values.get("do_sample_frames", True):
+        raise ValueError("do_sample_frames is false, but videos are sampled here")
+    unread = rules.unread | {"min_pixels", "max_pixels"} if is_of_images else rules.unread
+    given = {name: value for name, value in values.items() if value is not None and name not in unread}
+    own = {**_DEFAULTS[rules], **given}
+    size = own["size"]
+    if not isinstance(size, Mapping) or not size.get("shortest_edge") or not size.get("longest_edge"):
+        raise ValueError(f"size is {size!r}, shortest_edge and longest_edge are needed")
+    frame = settings_from(own)
+    default = rules(frame=frame)
+    fps = float(own.get("fps") or default.fps)
+    if fps != default.fps and not 0 < fps <= MAX_VIDEO_FPS:
+        raise ValueError(f"fps is {fps}, not above 0 and up to {MAX_VIDEO_FPS:g}")
+    num_frames = own.get("num_frames")
+    return rules(
+        frame=frame, fps=fps, num_frames=None if num_frames is None else positive_integer(num_frames),
+        cap_pixels_per_frame=bool(own.get("cap_pixels_per_frame")),
+        **{name: positive_integer(own.get(name), getattr(default, name)) for name in _COUNTS if hasattr(default, name)})

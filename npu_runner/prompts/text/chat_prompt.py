@@ -1,6 +1,6 @@
 """Renders a checked conversation through the chat template into token ids. Knows nothing of images' pixels.
 
-What a person typed stays text: messages, calls and tools with control tokens in them are rendered between fences.
+Typed control tokens stay text: messages, calls and tools that contain them are rendered between fences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from npu_runner.prompts.text.chat_template import ChatTemplate
 from npu_runner.prompts.text.control_tokens import ControlTokens, unused_fences
 from npu_runner.prompts.text.messages import Conversation
 from npu_runner.prompts.text.tools import map_strings, strings_in
-from npu_runner.request.limits import plain_template_kwargs
+from npu_runner.request.limits import field_error, plain_template_kwargs
 
 _UNSAID = "tools"  # stands where a role would: no role, so that every control token in tools counts as typed
 
@@ -37,20 +37,19 @@ class ChatPrompts:
         plain = plain_template_kwargs(kwargs)
         self._needed_template().check_kwargs(plain)
         if self.control.typed_in(("", text) for text in strings_in(list(plain.values()))):
-            raise RequestError(
-                "chat_template_kwargs: a control token of the model stands in it; only the template writes those",
-                "special_token_in_text", "chat_template_kwargs")
+            raise field_error("chat_template_kwargs", "a control token of the model stands in it; only the template "
+                              "writes those", "special_token_in_text")
         return plain
 
     def text_and_ids(self, conversation: Conversation, kwargs: Mapping[str, Any], *,
                      tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
                      continue_final_message: bool = False) -> tuple[str, list[int]]:
-        """What the template writes, and its tokens. `tools`: checked. Raises RequestError where the template refuses,
-        or reads no tools."""
+        """The rendered text and its tokens. `tools`: checked. Raises RequestError if the template refuses, or reads no
+        tools."""
         template = self._needed_template()
         if tools and not template.reads_tools:
-            message = "tools: the model's chat template reads none; describe them in a message, or choose another model"
-            raise RequestError(message, "unsupported_parameter", "tools")
+            raise field_error("tools", "the model's chat template reads none; describe them in a message, or choose "
+                              "another model", "unsupported_parameter")
         texts = conversation.texts() + [(_UNSAID, text) for text in strings_in(tools)]
         fences, messages = self._fenced(conversation, texts)
         if fences is not None:
@@ -113,11 +112,10 @@ def _rendered_up_to_the_end(render: Any, messages: list[dict[str, Any]], *, mark
     """The prompt up to the last character of the last message, which is not ended: transformers' rule."""
     rendered = render([*messages[:-1], _marked(messages[-1], f"{mark} ")], add_generation_prompt=False)
     if mark not in rendered:
-        raise RequestError(
-            "continue_final_message: the model's chat template leaves the last message out", "chat_template_error",
-            "continue_final_message")
+        raise field_error("continue_final_message", "the model's chat template leaves the last message out",
+                          "chat_template_error")
     at = rendered.rindex(mark)
-    # A template that trims its messages has taken the space behind the mark, and would have taken those before it.
+    # A template that trims its messages has removed the space behind the mark, and would have removed those before it.
     return str(rendered[:at]) if rendered[at + 1 : at + 2] == " " else str(rendered[:at].rstrip())
 
 

@@ -22,14 +22,14 @@ from npu_runner.checkpoint.files import read_json, read_text
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.text.template_sandbox import TEMPLATE_FAULTS, BoundedEnvironment
 from npu_runner.prompts.text.tokenizer import read_special_tokens
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown
 
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""What makes a prompt of a conversation, and is not for a request to set."""
+"""Variables that a request cannot set."""
 DEFAULT = "default"
-"""The name of the template that counts where none is asked for."""
+"""The name of the template for requests that name none."""
 _TOOL_USE = "tool_use"
-"""The name of the one that counts where a request has tools."""
+"""The name of the template for requests with tools."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _MAX_WORDS = 1000
 """Characters of a template's own message, and of its pattern for a date."""
@@ -51,18 +51,18 @@ class ChatTemplate:
             raise ModelError(f"the chat template does not compile: {error or type(error).__name__}") from error
         self.reads_tools = "tools" in read
         self.variables = read - _OURS - self.token_variables.keys()
-        """What it reads beside the conversation: names that `chat_template_kwargs` may have."""
+        """The names that it reads beside the conversation, which `chat_template_kwargs` may set."""
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raises RequestError for a name that the template never reads: it would have no effect."""
         for name in kwargs:
             where = f"chat_template_kwargs.{name[:60]}"
             if name in _OURS or name in self.token_variables:
-                raise RequestError(f"{where}: is not for a request to set", "unsupported_parameter", where)
+                raise field_error(where, "is not for a request to set", "unsupported_parameter")
             if name not in self.variables:
                 known = ", ".join(sorted(self.variables)) or "no others"
-                message = f"{where}: the model's chat template reads no such name; it reads {known}"
-                raise RequestError(message, "unknown_parameter", where)
+                raise field_error(where, f"the model's chat template reads no such name; it reads {known}",
+                                  "unknown_parameter")
 
     def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None, *,
                tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
@@ -129,7 +129,7 @@ def read_named_template(folder: Path, name: str, *, has_vision: bool) -> ChatTem
 
 
 def _sources(folder: Path, *, has_vision: bool) -> Iterator[Any]:
-    """What the files hold as chat template, the first one first: text, or several by name."""
+    """The chat templates of the files, in transformers' order: each a text, or several by name."""
     for name in ("processor_config.json", "chat_template.json") if has_vision else ():
         if (source := (read_json(folder, name) or {}).get("chat_template")) is not None:
             yield source
@@ -222,13 +222,10 @@ def kwargs_with_effort(kwargs: Mapping[str, Any] | None, effort: str | None,
     if effort is None:
         return kwargs
     if effort not in get_args(Effort):
-        message = f"{_EFFORT}: {shown(effort)} is not one of {', '.join(get_args(Effort))}"
-        raise RequestError(message, "invalid_value", _EFFORT)
+        raise field_error(_EFFORT, f"{shown(effort)} is not one of {', '.join(get_args(Effort))}")
     if not template_reads(_EFFORT):
-        message = (f"{_EFFORT}: {effort!r} would do nothing, the model's chat template reads none; what it does read "
-                   "goes into chat_template_kwargs")
-        raise RequestError(message, "unsupported_parameter", _EFFORT)
+        raise field_error(_EFFORT, f"{effort!r} would do nothing, the model's chat template reads none; what it does "
+                          "read goes into chat_template_kwargs", "unsupported_parameter")
     if (kwargs or {}).get(_EFFORT, effort) != effort:
-        message = f"{_EFFORT}: {effort!r}, and another one stands in chat_template_kwargs; give one of them"
-        raise RequestError(message, "invalid_value", _EFFORT)
+        raise field_error(_EFFORT, f"{effort!r}, and another one stands in chat_template_kwargs; give one of them")
     return {**(kwargs or {}), _EFFORT: effort}

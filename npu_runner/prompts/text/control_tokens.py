@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.errors import RequestError
+from npu_runner.request.limits import field_error
 
 _FENCE_CANDIDATES = range(0xE000, 0xF8FF)  # private use: never part of a word, a space or another character
 
@@ -92,7 +93,7 @@ class ControlTokens:
         return [token.id for word in words for token in self._tokenizer.model.tokenize(word)]
 
     def _after_other_text(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        # Some tokenizers put a space before the first word. A newline in front, taken off again, shows them that
+        # Some tokenizers put a space before the first word. A newline in front, removed again, shows them that
         # this is not the first; where it melts into the text the tokenizer is not of that kind.
         ids = encode("\n" + text)
         num_newline = len(self._newline_ids)
@@ -104,7 +105,7 @@ def unused_fences(texts: Sequence[str]) -> tuple[str, str]:
     used = set().union(*texts)
     free = [chr(code) for code in _FENCE_CANDIDATES if chr(code) not in used]
     if len(free) < 2:
-        raise RequestError("messages: the text holds every private-use character", "invalid_unicode", "messages")
+        raise field_error("messages", "the text holds every private-use character", "invalid_unicode")
     return free[0], free[1]
 
 
@@ -125,7 +126,6 @@ def _select(added: Iterable[AddedToken], template_literals: Sequence[str], alway
 
 
 def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and after a text."""
     probe = "a"
     bare = tokenizer.encode(probe, add_special_tokens=False).ids
     whole = tokenizer.encode(probe, add_special_tokens=True).ids

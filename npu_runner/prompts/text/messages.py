@@ -17,7 +17,7 @@ from npu_runner.prompts.media.images import as_image
 from npu_runner.prompts.media.media import KINDS, Addresses, Media, MediaRules
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.text.tools import map_strings, parse_tool_calls, strings_in
-from npu_runner.request.limits import LIMITS, check_count, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown, wrong_type
 
 Seen = bytes | Image.Image | Media | Video
 """An image or a video."""
@@ -25,12 +25,12 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("name",), "user": ("name",), "tool": ("name", "tool_call_id"),
     "assistant": ("name", "reasoning_content", "tool_calls")}
-"""What a message of each role may have beside role and content."""
+"""The fields of a message of each role, beside role and content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """How many images and videos a prompt may show to a model. `by_kind`: as in limit_mm_per_prompt."""
+    """The most images and videos of a prompt. `by_kind`: as in limit_mm_per_prompt."""
 
     has_vision: bool
     max_images: int
@@ -47,13 +47,13 @@ class MediaLimits:
                                "model_has_no_vision", place.partition("[")[0] if where is None else place)
         where = seen[-1][1].partition("[")[0] if where is None else where
         if len(seen) > self.max_images:
-            raise RequestError(f"{where}: {len(seen)} images and videos, at most {self.max_images} are allowed "
-                               "(max_images_per_prompt)", "too_many_images", where)
+            raise field_error(where, f"{len(seen)} images and videos, at most {self.max_images} are allowed "
+                              "(max_images_per_prompt)", "too_many_images")
         for kind, most in self.by_kind.items():
             places = [place for item, place in seen if isinstance(item, Video) is (kind == "video")]
             if len(places) > most:
-                raise RequestError(f"{places[most]}: one of {len(places)} {kind}s, at most {most} are allowed "
-                                   "(limit_mm_per_prompt)", "too_many_images", places[most])
+                raise field_error(places[most], f"one of {len(places)} {kind}s, at most {most} are allowed "
+                                  "(limit_mm_per_prompt)", "too_many_images")
 
 
 @dataclass
@@ -84,9 +84,9 @@ def parse_messages(messages: Any, limits: MediaLimits, media: MediaRules | None 
     vision every content is one string (text parts joined by newlines), which is what such templates expect.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages: a list is needed, not {type(messages).__name__}", "invalid_type", "messages")
+        raise wrong_type("messages", "a list", messages)
     if not messages:
-        raise RequestError("messages: the list is empty; give at least one user message", "empty_messages", "messages")
+        raise field_error("messages", "the list is empty; give at least one user message", "empty_messages")
     check_count("messages", "messages", messages, LIMITS.max_messages)
     conversation = Conversation()
     addresses = None if media is None else Addresses(media)
@@ -104,22 +104,20 @@ def parse_messages(messages: Any, limits: MediaLimits, media: MediaRules | None 
         addresses.check_sizes("messages")
     has_text = any(m["role"] == "user" and _joined(m["content"]).strip() for m in conversation.messages)
     if not has_text and not conversation.seen:
-        raise RequestError("messages: no user message has any text, image or video; ask a question", "no_user_text",
-                           "messages")
+        raise field_error("messages", "no user message has any text, image or video; ask a question", "no_user_text")
     return conversation
 
 
 def parse_content(content: Any, where: str, limits: MediaLimits, seen: list[tuple[Seen, str]],
                   addresses: Addresses | None = None, *, role: str = "user") -> str | list[dict[str, str]]:
-    """What a template sees of a content; images and videos are added to `seen`, each with where it stood. Raises
-    RequestError naming the field."""
+    """The content for a template; images and videos are added to `seen`, each with its field. Raises RequestError
+    naming the field."""
     if isinstance(content, str):
         return checked_text(content, where)
     if isinstance(content, (bytes, bytearray)) or not isinstance(content, Sequence):
-        raise RequestError(
-            f"{where}: text or a list of parts is needed, not {type(content).__name__}", "invalid_type", where)
+        raise wrong_type(where, "text or a list of parts", content)
     if not content:
-        raise RequestError(f"{where}: the list of parts is empty", "invalid_type", where)
+        raise field_error(where, "the list of parts is empty", "invalid_type")
     check_count(where, "parts", content, LIMITS.max_parts)
     parts = [_part(part, role, f"{where}[{number}]", seen, addresses) for number, part in enumerate(content)]
     return parts if limits.has_vision else _joined(parts, separator="\n")
@@ -132,29 +130,25 @@ def check_ending(conversation: Conversation, add_generation_prompt: bool | None,
         return
     name, last = "continue_final_message", conversation.messages[-1]
     if add_generation_prompt:
-        message = f"{name}: contradicts add_generation_prompt, which begins a new message; ask for one of them"
-        raise RequestError(message, "invalid_value", name)
+        raise field_error(name, "contradicts add_generation_prompt, which begins a new message; ask for one of them")
     if last["role"] != "assistant":
-        message = f"{name}: the last message is of role {last['role']}; only the assistant's is continued"
-        raise RequestError(message, "invalid_value", name)
+        raise field_error(name, f"the last message is of role {last['role']}; only the assistant's is continued")
     if "tool_calls" in last or not _joined(last["content"]):
-        message = f"{name}: the last message has tool_calls, or no text to continue"
-        raise RequestError(message, "invalid_value", name)
+        raise field_error(name, "the last message has tool_calls, or no text to continue")
 
 
 def _role(message: Any, where: str) -> str:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where}: an object is needed, not {type(message).__name__}", "invalid_type", where)
+        raise wrong_type(where, "an object", message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        message = f"{where}.role: {shown(role)} is not one of {', '.join(ROLES)}"
-        raise RequestError(message, "invalid_role", f"{where}.role")
+        raise field_error(f"{where}.role", f"{shown(role)} is not one of {', '.join(ROLES)}", "invalid_role")
     return ROLES[role]
 
 
 def _others(message: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
-    """What a message has beside role and content. Fields that are null, and the lists that OpenAI's answers have empty,
-    are as if they were not there."""
+    """The fields of a message beside role and content. Null fields, and the empty lists of OpenAI's answers, are left
+    out."""
     given = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -167,15 +161,14 @@ def _others(message: Mapping[str, Any], role: str, where: str) -> dict[str, Any]
         is_calls = name == "tool_calls"
         found[name] = parse_tool_calls(value, field_name) if is_calls else checked_text(value, field_name)
     if role == "tool" and "tool_call_id" not in found:
-        field_name = f"{where}.tool_call_id"
-        raise RequestError(f"{field_name}: a tool's message names the call it answers", "missing_field", field_name)
+        raise field_error(f"{where}.tool_call_id", "a tool's message names the call it answers", "missing_field")
     return found
 
 
 def _part(part: Any, role: str, where: str, seen: list[tuple[Seen, str]],
           addresses: Addresses | None) -> dict[str, str]:
     if not isinstance(part, Mapping):
-        raise RequestError(f"{where}: an object is needed, not {type(part).__name__}", "invalid_type", where)
+        raise wrong_type(where, "an object", part)
     name = part.get("type")
     if name == "text":
         return {"type": "text", "text": checked_text(part.get("text"), f"{where}.text")}
@@ -189,9 +182,9 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Seen, str]],
                                          "a part with bytes")
     kind = KINDS[name]
     if role != "user":
-        raise RequestError(f"{where}: {kind}s belong in user messages, not in {role} ones", "image_role", where)
+        raise field_error(where, f"{kind}s belong in user messages, not in {role} ones", "image_role")
     if kind == "video":
-        seen.append((Video.of(part.get("video") if item is None else item, f"{where}.video"), where))
+        seen.append((Video.from_source(part.get("video") if item is None else item, f"{where}.video"), where))
     else:
         seen.append((_image(part.get("image"), f"{where}.image") if item is None else item, where))
     return {"type": kind, kind: kind}  # templates only ask whether the key is there
@@ -200,24 +193,22 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Seen, str]],
 def _image(value: Any, where: str) -> bytes | Image.Image | Media:
     image = as_image(value, where)
     if not isinstance(image, (bytes, bytearray, Image.Image, Media)):
-        raise RequestError(f"{where}: encoded bytes, a PIL image or an array is needed, not {type(image).__name__}",
-                           "invalid_type", where)
+        raise wrong_type(where, "encoded bytes, a PIL image or an array", image)
     return bytes(image) if isinstance(image, bytearray) else image
 
 
 def _no_such_part(kind: Any, where: str, hint: str) -> RequestError:
-    message = f"{where}.type: {shown(kind)} parts are not supported: {hint}"
-    return RequestError(message, "unsupported_part", f"{where}.type")
+    return field_error(f"{where}.type", f"{shown(kind)} parts are not supported: {hint}", "unsupported_part")
 
 
 def checked_text(text: Any, where: str) -> str:
     """`text` if it is a string that UTF-8 can spell, else a RequestError naming `where`."""
     if not isinstance(text, str):
-        raise RequestError(f"{where}: text is needed, not {type(text).__name__}", "invalid_type", where)
+        raise wrong_type(where, "text", text)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell but no tokenizer takes
-        raise RequestError(f"{where}: not valid Unicode ({error.reason})", "invalid_unicode", where) from error
+        raise field_error(where, f"not valid Unicode ({error.reason})", "invalid_unicode") from error
     return text
 
 

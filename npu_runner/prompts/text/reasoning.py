@@ -1,5 +1,4 @@
-"""Which tokens a checkpoint thinks between, where a prompt leaves it, how an answer is split there. Knows token ids, no
-templates by name.
+"""Finds the tokens around a checkpoint's reasoning, and splits answers there. Knows token ids, no templates by name.
 
 Checkpoints that think have two tokens of their own for it. A chat template may end the prompt with the first one (the
 answer then begins inside the reasoning), or with both (no thinking). Otherwise the model writes them.
@@ -18,11 +17,11 @@ from tokenizers import Tokenizer
 from npu_runner.request.prompt_inputs import ReasoningTokens, Thinking
 
 PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""The tags that are in use, as families write them."""
+"""The tags of all families."""
 
 
 def find_reasoning_tokens(tokenizer: Tokenizer) -> ReasoningTokens | None:
-    """Of the pairs that are in use, the one that the tokenizer has as single tokens; None: it has none."""
+    """The pair of PAIRS that the tokenizer has as single tokens; None: it has none."""
     ids = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     for start, end in PAIRS:
         if start in ids and end in ids:

@@ -1,7 +1,7 @@
 """jinja2's sandbox with a budget: each render counts loop turns, and the characters that it makes or reads.
 
-Templates come from checkpoints and from whoever wrote the file, so none may take the time or memory of the process that
-renders it. Work is counted before it is done. Constants are folded within a small budget while a template is compiled;
+Templates come from checkpoints and from users' files, so none may use up the time or memory of the process that renders
+it. Work is counted before it is done. Constants are folded within a small budget while a template is compiled;
 a larger one is left for the render, which may never reach it. Knows nothing of messages or records.
 
 The syntax tree is changed before code is made of it. Filters with names that no template can write count the operands
@@ -40,7 +40,7 @@ _BODY = 32  # nodes of a body that count as a turn
 
 TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
                    RecursionError, MemoryError, SyntaxError)
-"""What compiling and rendering a faulty template can raise."""
+"""The exceptions of compiling and rendering a faulty template."""
 
 # How filters and methods of texts use their values. Those that stand nowhere read their values once.
 _FREE = {"first", "last", "length", "count", "default", "d", "random", "attr"}
@@ -167,7 +167,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value if isinstance(value, dict) else self._compared(value)
 
     def _kept(self, value: Any) -> Any:
-        """What a filter, a method or a slice has made."""
+        """Count the result of a filter, a method or a slice."""
         if isinstance(value, (str, bytes)):
             self.spend(len(value))
         elif isinstance(value, (list, tuple)):
@@ -218,7 +218,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self._kept(__obj(*args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See jinja2."""
         if isinstance(left, int) and isinstance(right, int):
             bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 0)}.get(
                 operator, max(left.bit_length(), right.bit_length()))
@@ -232,7 +231,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _added(self, value: Any, num_sums: int) -> Any:
-        """The result of so many `+` in a row."""
+        """Count the result of `num_sums` additions in a row."""
         if type(value) is str and len(value) <= _FREE_CHARS:
             return value
         if isinstance(value, int):

@@ -1,7 +1,6 @@
-"""A checkpoint's tokenizer, loaded without transformers, and what is asked of it before a request reaches the engine:
-whether text fits into the context, and a request's bad words as token ids.
+"""Loads a checkpoint's tokenizer without transformers, checks that text fits into the context, and encodes bad words.
 
-It is asked where prompts are prepared, so that no step waits for a tokenizer. Knows nothing of chats, images or logits.
+This happens where prompts are prepared, so that no step waits for a tokenizer. Knows no chats, images or logits.
 """
 
 from __future__ import annotations
@@ -15,29 +14,24 @@ from tokenizers import AddedToken, Tokenizer
 
 from npu_runner.checkpoint.files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown, wrong_type
 from npu_runner.request.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PIECE_CHARS = 1 << 16
-# A text that has this many characters for each token of the context is looked at more closely: few languages have more.
+# A text with more characters per token of the context is checked more closely: few languages have more.
 _USUAL_CHARS = 4
-# Cutting a text into pieces adds a few tokens at each cut: so much more than the limit is no accident of cutting.
+# Each cut of a text into pieces adds a few tokens; this share above the limit cannot come from the cuts.
 _CLEARLY_MORE = 1.25
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """What the tokenizer's files call its special tokens: eos_token, pad_token, ..., those that they name."""
+    """The texts of the special tokens that the tokenizer's files name: eos_token, pad_token, ..."""
     values = read_json(folder, "tokenizer_config.json") or {}
     if "added_tokens_decoder" not in values:  # older checkpoints keep the names in a file of their own
         values.update(read_json(folder, "special_tokens_map.json") or {})
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        value = values.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name in _SPECIAL_TOKENS if isinstance(text := texts.get(name), str)}
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -88,8 +82,8 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
 
 def resolve_sampling(params: SamplingParams, encode: Callable[[str], list[int]],
                      vocab_size: int | None) -> SamplingParams:
-    """`params` with its bad words as token ids, both with and without a space before them, beside those that it names
-    by ids. Done twice it is the same.
+    """`params` with its bad words as token ids, with and without a space before them, beside those given as ids. A
+    second call changes nothing.
 
     encode: text to token ids without special tokens. Raises RequestError for ids that a model of `vocab_size` lacks.
     """
@@ -104,8 +98,8 @@ def resolve_sampling(params: SamplingParams, encode: Callable[[str], list[int]],
             if ids:
                 found[ids] = None
     if not found:
-        raise RequestError("bad_words: this model's tokenizer makes no token of any of them; leave them out",
-                           code="invalid_sampling_parameter", param="bad_words")
+        raise field_error("bad_words", "this model's tokenizer makes no token of any of them; leave them out",
+                          "invalid_sampling_parameter")
     found |= dict.fromkeys(map(tuple, params.bad_words_token_ids))
     resolved = tuple(sorted(found))
     return params if resolved == params.bad_words_token_ids else params.replace(bad_words_token_ids=resolved)
@@ -143,12 +137,11 @@ def plain_ids(prompt: Any) -> Any:
 def checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """A list of them. Raises RequestError for anything else."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"prompt: text or a list of token ids is needed, not {type(prompt).__name__}", "invalid_type", "prompt")
+        raise wrong_type("prompt", "text or a list of token ids", prompt)
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"prompt: {token!r} is not a token id of this model (0 to {vocab_size - 1})", "invalid_type", "prompt")
+            raise field_error("prompt", f"{token!r} is not a token id of this model (0 to {vocab_size - 1})",
+                              "invalid_type")
     return list(prompt)
 
 
@@ -191,11 +184,11 @@ class TextLength:
         self.max_model_len = max_model_len
 
     def check(self, texts: Sequence[str], *, is_cut: bool = False) -> None:
-        """Raises RequestError for texts that have more tokens than the context whatever their tokens are.
+        """Raises RequestError for texts with certainly more tokens than the context.
 
-        No token stands for more characters than the longest one has. Of a text that is shorter than that, but longer
-        than text usually is, the pieces are counted until they are clearly too many. `is_cut`: the end will be kept
-        alone, so that only text too long to tokenize is refused.
+        A text has at least its characters divided by those of the longest token. A text below that bound, but longer
+        than usual, is tokenized in pieces until they are clearly too many. `is_cut`: the prompt is truncated, so only a
+        text too long to tokenize is refused.
         """
         num_chars = sum(map(len, texts))
         if num_chars <= self.max_model_len * _USUAL_CHARS:

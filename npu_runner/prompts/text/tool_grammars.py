@@ -13,6 +13,7 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import with_grammar
+from npu_runner.request.limits import field_error
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 Tools = Sequence[Mapping[str, Any]]
@@ -59,7 +60,6 @@ def arguments_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def hermes_call(function: Mapping[str, Any], rule: str, where: str) -> str:
-    """JSON between tags."""
     head = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": '
     schema = arguments_schema(function, where)
     return f"{rule}: {_text(head)} {rule}_arguments {_text('}' + chr(10) + '</tool_call>')}\n" \
@@ -92,7 +92,7 @@ def _value_rules(rule: str, schema: Any, root: Mapping[str, Any], place: str) ->
     """A value and the end of its tag."""
     end = "\n</parameter>\n"
     types = ArgumentTypes(root)  # as the parser of calls sees them
-    kinds = types.of(schema)
+    kinds = types.find(schema)
     if "string" in kinds or not kinds:
         # What is written is text then, whatever else it might be.
         yield from _text_rules(rule, _text_branch(schema, types, place), end, place)
@@ -121,7 +121,7 @@ def _text_rules(rule: str, schema: Any, end: str, place: str) -> Iterator[str]:
 
 
 def _text_branch(schema: Any, types: ArgumentTypes, place: str) -> Mapping[str, Any]:
-    """What a schema that admits texts says of them."""
+    """The part of a schema that constrains texts."""
     for _ in range(_MOST_STEPS):
         if not isinstance(schema, dict):
             return {}
@@ -129,7 +129,7 @@ def _text_branch(schema: Any, types: ArgumentTypes, place: str) -> Mapping[str, 
         if isinstance(schema.get("$ref"), str):
             others.append(types.target(schema["$ref"]))
         branches = [item for name in ("anyOf", "oneOf") for item in schema.get(name) or ()
-                    if "string" in types.of(item)]
+                    if "string" in types.find(item)]
         if not others and not branches:
             return schema
         if len(others) + len(branches) > 1 or schema.keys() & {"enum", "const", "type"}:
@@ -146,8 +146,7 @@ def _refuse_others(schema: Mapping[str, Any], known: frozenset[str], where: str)
 
 
 def _unserved(place: str, why: str) -> RequestError:
-    return RequestError(f"tool_choice: a call cannot be forced, for {place}: {why}", "unsupported_parameter",
-                        "tool_choice")
+    return field_error("tool_choice", f"a call cannot be forced, for {place}: {why}", "unsupported_parameter")
 
 
 def _text(text: str) -> str:
@@ -156,26 +155,26 @@ def _text(text: str) -> str:
 
 
 class ArgumentTypes:
-    """Of the schemas within one schema, which their references lead into."""
+    """The JSON types of the schemas within one schema, whose references they may have."""
 
     def __init__(self, root: Mapping[str, Any]):
         self._root = root
         self._known: dict[str, frozenset[str]] = {}
 
-    def of(self, schema: Any, num_steps: int = 0) -> frozenset[str]:
+    def find(self, schema: Any, num_steps: int = 0) -> frozenset[str]:
         """Names of JSON types; empty where the schema does not say. A branch of anyOf adds its own to the others."""
         if not isinstance(schema, Mapping) or num_steps > _MOST_STEPS:
             return frozenset()
-        said = [_stated(schema), *(self.of(each, num_steps + 1) for each in _list(schema.get("allOf")))]
+        said = [_stated(schema), *(self.find(each, num_steps + 1) for each in _list(schema.get("allOf")))]
         for name in ("anyOf", "oneOf"):
-            branches = (self.of(each, num_steps + 1) for each in _list(schema.get(name)))
+            branches = (self.find(each, num_steps + 1) for each in _list(schema.get(name)))
             said.append(frozenset[str]().union(*branches))
         if isinstance(schema.get("$ref"), str):
             said.append(self._of_reference(schema["$ref"], num_steps + 1))
         return functools.reduce(_both, said)
 
     def target(self, reference: str) -> Any:
-        """What a reference within the schema leads to; None where it leads nowhere or elsewhere."""
+        """The target of a reference within the schema; None if there is none, or if it lies elsewhere."""
         node: Any = self._root
         if reference.partition("#")[0]:
             return None
@@ -190,7 +189,7 @@ class ArgumentTypes:
     def _of_reference(self, reference: str, num_steps: int) -> frozenset[str]:
         if reference not in self._known:
             self._known[reference] = frozenset()  # as long as it is open: a cycle adds nothing
-            self._known[reference] = self.of(self.target(reference), num_steps)
+            self._known[reference] = self.find(self.target(reference), num_steps)
         return self._known[reference]
 
 

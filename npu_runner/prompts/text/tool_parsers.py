@@ -1,4 +1,4 @@
-"""How models write tool calls, and how they are read out of an answer. Knows text and schemas, no tokens or requests.
+"""Parses tool calls in the formats that models write. Knows text and schemas, no tokens or requests.
 
 A package may bring a parser of its own: an entry point "npu_runner.tool_parsers", a subclass of ToolParser.
 """
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from npu_runner.checkpoint.files import registered
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.errors import ConfigError
 from npu_runner.grammars.compile import followed
 from npu_runner.prompts.text.tool_grammars import ArgumentTypes, calls_grammar, hermes_call, qwen3_coder_call
 from npu_runner.prompts.text.tools import arguments_object
-from npu_runner.request.limits import shown
+from npu_runner.request.limits import field_error, shown
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-        """What is left of the answer's text, and the calls in it, in order; `tools` as the request has them.
+        """The answer's text without its calls, and the calls in order; `tools`: the request's.
 
         A call that cannot be read is left in the text. Where the parser raises ValueError, the whole answer is text.
         """
@@ -180,14 +180,14 @@ def forced_calls(name_of_parser: str | None, tools: Sequence[Mapping[str, Any]],
     field = "tool_choice"
     wanted = [tool for tool in tools if name in (None, tool["function"]["name"])]
     if not wanted:
-        raise RequestError(f"{field}: {name!r} is none of the tools", "invalid_value", field)
+        raise field_error(field, f"{name!r} is none of the tools")
     grammar = None
     if name_of_parser is not None:
         grammar = tool_parser(name_of_parser).grammar(wanted, is_single=name is not None or not is_parallel)
     if grammar is None:
         why = "with tool_call_parser none calls are text" if name_of_parser is None else (
             f"the parser {name_of_parser!r} has no grammar of calls")
-        raise RequestError(f"{field}: a call cannot be forced: {why}", "unsupported_parameter", field)
+        raise field_error(field, f"a call cannot be forced: {why}", "unsupported_parameter")
     return followed(grammar, field)
 
 
@@ -253,7 +253,7 @@ def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, frozen
     if not isinstance(properties, dict):
         return {}
     types = ArgumentTypes(parameters)
-    return {key: types.of(schema) for key, schema in properties.items()}
+    return {key: types.find(schema) for key, schema in properties.items()}
 
 
 def _value(text: str, types: frozenset[str]) -> Any:

@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, plain_json, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, plain_json, shown, wrong_type
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,64}")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
@@ -20,31 +19,29 @@ _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 def parse_tools(tools: Any, *, is_call_forced: bool = False) -> list[dict[str, Any]]:
     """A checked copy of `tools`, as the template sees it. Raises RequestError naming the field.
 
-    `is_call_forced`: the answer is calls, by a grammar of their schemas. `strict` is taken then, and only then.
+    `is_call_forced`: the answer is calls, by a grammar of their schemas. `strict` is accepted then, and only then.
     """
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
-        raise RequestError(f"tools: a list is needed, not {type(tools).__name__}", "invalid_type", "tools")
+        raise wrong_type("tools", "a list", tools)
     check_count("tools", "tools", tools, LIMITS.max_tools)
     plain = plain_json("tools", list(tools), max_nesting=LIMITS.max_tools_nesting, max_chars=LIMITS.max_tools_chars)
     names = [_checked_tool(tool, f"tools[{index}]", is_call_forced) for index, tool in enumerate(plain)]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"tools: the function {twice!r} is there twice", "invalid_value", "tools")
+        raise field_error("tools", f"the function {twice!r} is there twice")
     return list(plain)
 
 
 def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """The calls of an assistant's message, arguments as objects. Raises RequestError naming the field."""
     if isinstance(calls, (str, bytes)) or not isinstance(calls, Sequence):
-        raise RequestError(f"{where}: a list is needed, not {type(calls).__name__}", "invalid_type", where)
+        raise wrong_type(where, "a list", calls)
     check_count(where, "calls", calls, LIMITS.max_tools)
     return [_checked_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def arguments_object(given: Any, loads: Callable[[str], Any]) -> Any:
-    """A call's arguments, which may be JSON text. Null and nothing are no arguments, {}, as text, too.
-
-    Raises what `loads` raises, ValueError or RecursionError. What is no object is the caller's to refuse.
-    """
+    """A call's arguments, which may be JSON text; null and the empty text are {}. Raises the errors of `loads`,
+    ValueError or RecursionError. The caller refuses values that are no object."""
     value = (loads(given) if given.strip() else None) if isinstance(given, str) else given
     return {} if value is None else value
 
@@ -69,31 +66,28 @@ def strings_in(value: Any) -> list[str]:
 def _checked_tool(tool: Any, where: str, is_call_forced: bool) -> str:
     function = _function_of(tool, where, ("type", "function"))
     for name in function.keys() - set(_FUNCTION_FIELDS):
-        field = f"{where}.function.{name[:60]}"
-        raise RequestError(f"{field}: unknown field", "unknown_parameter", field)
+        raise field_error(f"{where}.function.{name[:60]}", "unknown field", "unknown_parameter")
     _check_strict(function.get("strict"), f"{where}.function.strict", is_call_forced)
     if not isinstance(function.get("description", ""), (str, type(None))):
-        raise _wrong_type(function["description"], "text", f"{where}.function.description")
+        raise wrong_type(f"{where}.function.description", "text", function["description"])
     if not isinstance(function.get("parameters", {}), (dict, type(None))):
-        raise _wrong_type(function["parameters"], "a JSON schema, an object,", f"{where}.function.parameters")
+        raise wrong_type(f"{where}.function.parameters", "a JSON schema, an object,", function["parameters"])
     return _name_of(function, where)
 
 
 def _check_strict(strict: Any, field: str, is_call_forced: bool) -> None:
     if not isinstance(strict, (bool, type(None))):
-        raise _wrong_type(strict, "true, false or null", field)
+        raise wrong_type(field, "true, false or null", strict)
     if strict and not is_call_forced:
-        message = (f"{field}: true is taken where a row forces the call (tool_choice required, or a function's name): "
-                   "then arguments always fit. Elsewhere they are what the model writes: force the call, or set it to "
-                   "false")
-        raise RequestError(message, "unsupported_parameter", field)
+        raise field_error(field, "true is accepted where a row forces the call (tool_choice required, or a function's "
+                          "name): then arguments always fit. Elsewhere they are what the model writes: force the call, "
+                          "or set it to false", "unsupported_parameter")
 
 
 def _checked_call(call: Any, where: str) -> dict[str, Any]:
     function = _function_of(call, where, ("id", "type", "function", "index"))
     for name in function.keys() - {"name", "arguments"}:
-        field = f"{where}.function.{str(name)[:60]}"
-        raise RequestError(f"{field}: unknown field", "unknown_parameter", field)
+        raise field_error(f"{where}.function.{str(name)[:60]}", "unknown field", "unknown_parameter")
     checked = {"type": "function", "function": {
         "name": _name_of(function, where),
         "arguments": _arguments(function.get("arguments"), f"{where}.function.arguments"),
@@ -101,7 +95,7 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
     if call.get("id") is None:
         return checked
     if not isinstance(call["id"], str):
-        raise _wrong_type(call["id"], "text", f"{where}.id")
+        raise wrong_type(f"{where}.id", "text", call["id"])
     return {"id": call["id"], **checked}
 
 
@@ -109,9 +103,9 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     try:
         arguments = arguments_object(given, json.loads)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where}: not JSON ({error})", "invalid_value", where) from error
+        raise field_error(where, f"not JSON ({error})") from error
     if not isinstance(arguments, dict):
-        raise _wrong_type(given, "an object, or one as JSON text,", where)
+        raise wrong_type(where, "an object, or one as JSON text,", given)
     plain: dict[str, Any] = plain_json(
         where, arguments, max_nesting=LIMITS.max_tools_nesting, max_chars=LIMITS.max_tools_chars)
     return plain
@@ -119,16 +113,14 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 def _function_of(value: Any, where: str, known: Sequence[str]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _wrong_type(value, "an object", where)
+        raise wrong_type(where, "an object", value)
     for name in value.keys() - set(known):
-        field = f"{where}.{str(name)[:60]}"
-        raise RequestError(f"{field}: unknown field", "unknown_parameter", field)
+        raise field_error(f"{where}.{str(name)[:60]}", "unknown field", "unknown_parameter")
     if value.get("type", "function") != "function":
-        message = f"{where}.type: {shown(value['type'])} is not supported; function is"
-        raise RequestError(message, "unsupported_value", f"{where}.type")
+        raise field_error(f"{where}.type", f"{shown(value['type'])} is not supported; function is", "unsupported_value")
     function = value.get("function")
     if not isinstance(function, Mapping):
-        raise _wrong_type(function, "an object", f"{where}.function")
+        raise wrong_type(f"{where}.function", "an object", function)
     return function
 
 
@@ -136,10 +128,5 @@ def _name_of(function: Mapping[str, Any], where: str) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         field = f"{where}.function.name"
-        message = f"{field}: {shown(name)} is no name; 1 to 64 letters, digits, dashes, dots and underscores are"
-        raise RequestError(message, "invalid_value", field)
+        raise field_error(field, f"{shown(name)} is no name; 1 to 64 letters, digits, dashes, dots and underscores are")
     return name
-
-
-def _wrong_type(value: Any, needed: str, where: str) -> RequestError:
-    return RequestError(f"{where}: {needed} is needed, not {type(value).__name__}", "invalid_type", where)

@@ -1,7 +1,7 @@
-"""Replicas and the rows they share: each row is done once, whichever replica dies. Knows nothing of what is in a row.
+"""Replicas and the rows they share: each row is done once, whichever replica dies. Knows nothing of a row's data.
 
-Used by one thread, the driver's, which also polls. A row is with one replica at a time. It is done when its bytes have
-arrived. If its replica dies, it goes to another.
+The driver's thread uses it, and polls. A row is with one replica at a time, and done when its bytes have arrived. If
+its replica dies, it goes to another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from npu_runner.errors import ConfigError, NpuRunnerError, ReplicaDeadError
 from npu_runner.processes.stopwatch import Stopwatch
 from npu_runner.serving.blame import GivenUp
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -29,42 +28,42 @@ from npu_runner.serving.replica import (
     Ready,
     ReplicaFacts,
     Returned,
+    Started,
 )
 from npu_runner.serving.replicas.load_balancer import LoadBalancer, RowQueue
 from npu_runner.serving.replicas.replica_state import MakeReplica, ReplicaState
 
-_LOOK_SECONDS = 1.0
-# All places wait so long for devices before the job gives up; what is done stays done.
+_POLL_ALL_SECONDS = 1.0
+# If all places wait this long for devices, the job ends; finished rows stay.
 ROOM_SECONDS = 600.0
 
 
 class Owner(ABC):
-    """Whose rows a fleet serves. The fleet calls it in the thread that polls."""
+    """Owns the rows of a fleet, which calls it in the thread that polls."""
 
     @abstractmethod
     def make_run(self, indices: Sequence[int]) -> Any:
         """The rows of these indices, for a replica."""
 
     @abstractmethod
-    def hear(self, news: Opened | Loading | str) -> None:
-        """A line for the user. Or what a replica tells before it is ready: each of them the settings that it knows, the
-        first one what it does. What this raises ends the fleet."""
+    def notify(self, news: Opened | Loading | str) -> None:
+        """Receive a line for the user, the known settings of a replica that is not ready, or the phase of the first
+        one's start. An error raised here ends the fleet."""
 
     @abstractmethod
     def isolate(self, indices: Sequence[int]) -> None:
-        """These rows run alone from now on, in this run and in later ones: they were under way when replicas died."""
+        """These rows were under way when replicas died. They run alone from now on, also in later runs."""
 
     @abstractmethod
     def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
-        """This row alone was under way in a death. Returns the verdict, if that is enough to give it up."""
+        """This row alone was under way in a death. Returns the verdict if it is given up."""
 
 
 class Fleet:
-    """Replicas and the rows they share. Entered once; left, everything of all replicas is gone.
+    """Replicas and the rows they share. Its exit ends all replicas.
 
-    `max_restarts`: how often another replica takes the place of one that died, for each place. `given_up`: rows that
-    are given up from the beginning. `scale_up` is asked now and then, with the number of places there are: it gives
-    further replicas, if devices have come for them.
+    `max_restarts`: restarts after a death, per place. `given_up`: rows that are given up from the start. `scale_up` is
+    called regularly with the number of places, and gives further replicas if there are new devices.
     """
 
     def __init__(self, replicas: Sequence[MakeReplica], rows: RowQueue, owner: Owner, *, max_restarts: float = 0,
@@ -78,38 +77,36 @@ class Fleet:
         self.states = [self._place(number, make) for number, make in enumerate(replicas)]
         self._balancer = LoadBalancer(self.states, rows, owner.make_run)
         first = self.states[0].replica
-        self._works_here = first is not None and first.is_inline
-        """The only replica works in this thread."""
-        self._look_at = 0.0
+        self._is_inline = first is not None and first.is_inline
+        self._poll_all_at = 0.0
         self._without_room: Stopwatch | None = None
         self._facts: ReplicaFacts | None = None
-        self._has_begun, self._terms = False, None
+        self._is_serving, self._stamp = False, None
         self._finished: list[FinishedRow] = []
         self._given_up_at_first, self._newly_given_up = given_up, list[GivenUp]()
-        self._failure: NpuRunnerError | None = None
-        """Raised after all earlier results were returned."""
+        self._failure: NpuRunnerError | None = None  # raised after all earlier results were returned
         rows.drop(row.index for row in given_up)
         self._num_done = 0
 
     def _place(self, number: int, make: MakeReplica) -> ReplicaState:
-        return ReplicaState(number, make, self._woken.put, self._take)
+        return ReplicaState(number, make, self._woken.put, self._handle_event)
 
     def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
         if len(self.states) == 1:
-            self.states[0].close()  # in the thread that it has worked in
+            self.states[0].close()  # in its own thread
             return
         with ThreadPoolExecutor(len(self.states)) as threads:
             for closing in [threads.submit(state.close) for state in self.states]:
                 closing.result()
 
     def load(self) -> ReplicaFacts:
-        """Start all replicas and wait until each is ready, dead for good, or without room. They prepare rows meanwhile.
+        """Start all replicas and wait until each is ready, dead for good, or without devices. They prepare rows
+        meanwhile.
 
-        Raises ConfigError where a setting is wrong or two of them would answer otherwise, ReplicaDeadError where none
-        is left.
+        Raises ConfigError for a wrong setting or for replicas that differ, ReplicaDeadError if none is left.
         """
         self.start()
         while not self.is_loaded:
@@ -118,15 +115,15 @@ class Fleet:
 
     @property
     def facts(self) -> ReplicaFacts:
-        """What replicas have in common, once one is loaded."""
+        """The facts of the first replica that was loaded."""
         assert self._facts is not None, "no replica is left, and none was reported dead"
         return self._facts
 
     def start(self) -> None:
-        """As `load`, which does not wait: `poll` goes on with it."""
+        """Start all replicas; `poll` continues their start."""
         for state in self.states:
             state.start()
-        self._balancer.hand_out()
+        self._balancer.assign_rows()
 
     @property
     def is_loaded(self) -> bool:
@@ -135,51 +132,50 @@ class Fleet:
         return is_any and all(state.facts is not None or state.waits_for is not None for state in places)
 
     def wake(self) -> None:
-        """Have `poll` return, or look again for rows to assign. From any thread; not for a replica of this thread."""
+        """Have `poll` return, or assign new rows. Any thread may call it; not for an inline replica."""
         self._woken.put(None)
 
     def abort_before(self, first: int) -> None:
-        """Rows before `first` are aborted: they are recalled from replicas, begun or not. `poll` still gives those that
-        finish before that."""
+        """Abort rows before `first`: they are recalled from replicas and engines. `poll` still gives rows that finish
+        before that."""
         self._rows.drop_before(first)
         for state in self.states:
             state.is_reserved = state.lone is not None or (state.is_reserved and self._rows.has_suspects)
             if state.replica is not None and state.held:
-                state.is_asked = True
-                state.replica.recall(len(state.held), begun=True)
+                state.recall(len(state.held), include_started=True)
 
-    def begin(self, terms: Any) -> None:
-        """From here on rows are answered. `terms` go to every replica, to later ones as well."""
-        self._has_begun, self._terms = True, terms
+    def serve(self, stamp: Any) -> None:
+        """Answer rows from now on. Every replica gets `stamp`, also later ones."""
+        self._is_serving, self._stamp = True, stamp
         self._newly_given_up += self._given_up_at_first
         for state in self.states:
             if state.replica is not None and state.facts is not None:
-                state.replica.begin(terms)
+                state.replica.serve(stamp)
 
     @property
     def is_over(self) -> bool:
         return self._num_done == self._rows.num_rows
 
     def poll(self, timeout_seconds: float) -> tuple[list[FinishedRow], list[GivenUp]]:
-        """Rows that are done since the last call, and rows that are given up; waits for some at most so long.
+        """Rows that finished or were given up since the last call; waits for some up to the timeout.
 
-        Raises ReplicaDeadError when no replica is left, and what a replica raises for all of them.
+        Raises ReplicaDeadError when no replica is left, and an error of a replica that concerns all of them.
         """
         if self._failure is not None:
             raise self._failure
-        self._balancer.hand_out()
+        self._balancer.assign_rows()
         try:
-            for state in self._whom_to_ask(0.0 if self._newly_given_up else timeout_seconds):
+            for state in self._states_to_poll(0.0 if self._newly_given_up else timeout_seconds):
                 try:
                     if state.replica is not None:
-                        for event in state.replica.poll(timeout_seconds if self._works_here else 0.0):
-                            self._take(state, event)
+                        for event in state.replica.poll(timeout_seconds if self._is_inline else 0.0):
+                            self._handle_event(state, event)
                 except ReplicaDeadError as error:
                     self._retire(state, error)
                 except NpuRunnerError as error:
-                    if state.facts is not None or not (state.num_deaths or self._has_begun):
+                    if state.facts is not None or not (state.num_deaths or self._is_serving):
                         raise
-                    # Others could be loaded: they go on, and another try may go well.
+                    # Others could be loaded: they go on, and a restart may succeed.
                     self._retire(state, ReplicaDeadError(f"{state.name} could not be loaded: {error}", rows=()))
             for state in self._places():
                 if state.replica is None:
@@ -193,14 +189,14 @@ class Fleet:
         self._num_done += len(finished) + len(given_up)
         return finished, given_up
 
-    # -- what replicas say -----------------------------------------------------------------------------------------
+    # -- events of replicas ----------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
-        """Have devices come, or are there none any more?"""
+    def _check_devices(self) -> None:
+        """Add replicas for new devices. Raises ReplicaDeadError if all places wait for devices for too long."""
         places = self._places()
         for make in self._scale_up(len(places)):
             state = self._place(len(self.states), make)
-            self._owner.hear(f"{state.name} is added: there are devices for it")
+            self._owner.notify(f"{state.name} is added: there are devices for it")
             self.states.append(state)
             state.start()
         if not places or not all(state.waits_for for state in places):
@@ -209,15 +205,15 @@ class Fleet:
         self._without_room = self._without_room or Stopwatch()
         if self._without_room.exceeds(ROOM_SECONDS):
             raise ReplicaDeadError(f"no replica is left: {places[0].name} and all others wait for "
-                                   f"{places[0].waits_for}, and nobody had it free for {ROOM_SECONDS:g} s")
+                                   f"{places[0].waits_for}, and none became free within {ROOM_SECONDS:g} s")
 
-    def _whom_to_ask(self, timeout_seconds: float) -> Iterable[ReplicaState]:
-        """Those that have something to say; all of them, once in a while: one that is stopped says nothing."""
-        if self._works_here:
+    def _states_to_poll(self, timeout_seconds: float) -> Iterable[ReplicaState]:
+        """The states with new events; regularly all of them, because a stopped replica sends no event."""
+        if self._is_inline:
             return self.states
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            self._look_around()
+        if time.monotonic() >= self._poll_all_at:
+            self._poll_all_at = time.monotonic() + _POLL_ALL_SECONDS
+            self._check_devices()
             return self.states
         woken: set[ReplicaState | None] = set()
         with contextlib.suppress(queue.Empty):
@@ -226,58 +222,58 @@ class Fleet:
                 woken.add(self._woken.get_nowait())
         return [state for state in woken if state is not None] if woken else self.states
 
-    def _take(self, state: ReplicaState, event: Event) -> None:
+    def _handle_event(self, state: ReplicaState, event: Event) -> None:
         if isinstance(event, Finished):
             for row in event.rows:
                 state.held.remove(row.number)
-                state.begun.discard(row.number)
+                state.started.discard(row.number)
             self._finished += event.rows
             state.num_finished += len(event.rows)
-            state.gave_nothing = False  # what its workers prepared then may wait now
+            state.returned_none = False  # rows that its workers prepared then may wait now
             self._free(state)
-        elif isinstance(event, Begun):
-            state.begun.update(event.indices)
+        elif isinstance(event, Started):
+            state.started.update(event.indices)
         elif isinstance(event, Returned):
-            state.is_asked, state.gave_nothing = False, not event.indices
+            state.is_recalling, state.returned_none = False, not event.indices
             state.held.difference_update(event.indices)
-            state.begun.difference_update(event.indices)
+            state.started.difference_update(event.indices)
             self._rows.requeue(event.indices)
             self._free(state)
         elif isinstance(event, Progressed):
             state.latest = event.stats
         elif isinstance(event, Opened):
-            self._owner.hear(event)
+            self._owner.notify(event)
         elif isinstance(event, Loading):
             self._report(state, event)
         elif isinstance(event, Ready):
-            self._welcome(state, event.facts)
+            self._record_ready(state, event.facts)
 
     def _report(self, state: ReplicaState, event: Loading) -> None:
-        """Of the first replica that is there; the others do the same."""
-        if not self._has_begun and state is next(each for each in self.states if each.replica and not each.waits_for):
-            self._owner.hear(event)
+        """Report the start of the first placed replica alone; the others do the same."""
+        if not self._is_serving and state is next(each for each in self.states if each.replica and not each.waits_for):
+            self._owner.notify(event)
 
     def _free(self, state: ReplicaState) -> None:
-        """It may take others again, if the suspect that it had alone is gone."""
+        """End its reservation if its lone suspect is gone."""
         if state.lone is not None and state.lone not in state.held:
             state.lone, state.is_reserved = None, self._rows.has_suspects
 
-    def _welcome(self, state: ReplicaState, facts: ReplicaFacts) -> None:
+    def _record_ready(self, state: ReplicaState, facts: ReplicaFacts) -> None:
         if self._facts is None:
             self._facts = facts
         _refuse_another(state.name, self._facts, facts)
         state.facts = facts
-        if self._has_begun:
+        if self._is_serving:
             assert state.replica is not None, f"{state.name} is dead"
-            state.replica.begin(self._terms)
+            state.replica.serve(self._stamp)
 
     # -- deaths ----------------------------------------------------------------------------------------------------
 
     def _retire(self, state: ReplicaState, error: ReplicaDeadError) -> None:
         assert state.replica is not None, f"{state.name} died twice"
-        under_way = set(state.begun if error.rows is None else state.held.intersection(error.rows))
+        under_way = set(state.started if error.rows is None else state.held.intersection(error.rows))
         if not state.replica.can_restart or (state.replica.is_inline and not error.request_ids):
-            raise error  # where no row is the cause, the next engine of this process would die as well
+            raise error  # no row is the cause: the next engine of this process would die as well
         held = state.retire()
         is_last = not self._places()
         held -= self._record_death(under_way, error, is_last=is_last)
@@ -285,13 +281,13 @@ class Fleet:
         limit = "" if math.isinf(self._max_restarts) else f" of {self._max_restarts}"
         restarts = f"started again ({state.num_deaths}{limit})"
         what = restarts if state.num_deaths <= self._max_restarts else "not started again (max_replica_restarts)"
-        self._owner.hear(f"{error}; {len(held)} rows that it had go to whoever is there, {len(under_way)} of them were "
-                         f"under way; {what}")
+        self._owner.notify(f"{error}; {len(held)} rows that it had go to other replicas, {len(under_way)} of them were "
+                           f"under way; {what}")
         if is_last:
             raise ReplicaDeadError(f"no replica is left; the last one: {error}") from error
 
     def _record_death(self, under_way: set[int], error: ReplicaDeadError, *, is_last: bool) -> set[int]:
-        """Note whom the death may be the fault of. Returns the row that is given up for it, if one is."""
+        """Record the rows that may have caused the death. Returns the row that is given up for it, if any."""
         suspects = self._rows.count_death(under_way)
         if len(under_way) == 1:
             (row,) = under_way
@@ -300,12 +296,12 @@ class Fleet:
             if given_up is not None:
                 self._newly_given_up.append(given_up)
                 return {row}
-        elif suspects or is_last:  # who may have ended a job is suspected in the next run
+        elif suspects or is_last:  # the next run suspects rows that may have ended this one
             self._owner.isolate(sorted(under_way) if is_last else suspects)
         return set()
 
     def _places(self) -> list[ReplicaState]:
-        """Those with a replica, or to which one will come again."""
+        """The states with a replica, or with a restart to come."""
         return [state for state in self.states if state.replica is not None or state.num_deaths <= self._max_restarts]
 
 
@@ -319,4 +315,4 @@ def _refuse_another(name: str, first: ReplicaFacts, facts: ReplicaFacts) -> None
         if names:
             changes = "; ".join(f"{item}: {ours.get(item)!r} here, {theirs.get(item)!r} there" for item in names)
             raise ConfigError(f"{name}: its {what} are not those of another replica, and rows would be answered by "
-                              f"chance: {changes}. Set what differs, or take devices that are alike")
+                              f"chance: {changes}. Set what differs, or use devices that are alike")

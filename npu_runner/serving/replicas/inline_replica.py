@@ -1,4 +1,4 @@
-"""A replica in its caller's thread, with the one loop around an engine: admit, step, finish. Knows no row's contents.
+"""A replica in its caller's thread, with the one loop around an engine: admit, step, finish. Knows no row's data.
 
 Every other replica is one of these in a process of its own, on this host or on another one.
 """
@@ -17,7 +17,6 @@ from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError,
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.replica import (
-    Begun,
     Event,
     Finished,
     FinishedRow,
@@ -28,6 +27,7 @@ from npu_runner.serving.replica import (
     ReplicaFacts,
     ReplicaStats,
     Returned,
+    Started,
 )
 
 # Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
@@ -44,8 +44,8 @@ def max_waiting_requests(max_num_seqs: int) -> int:
 
 
 class InlineReplica(Replica):
-    """Works in `poll`: the first call loads the model, later ones run one step each. What subclasses enter into `_open`
-    ends with it. All that it holds is bounded."""
+    """Works in `poll`: the first call loads the model, later ones run one step each. Contexts that subclasses put into
+    `_open` end with it. All its queues are bounded."""
 
     can_restart = False
     is_inline = True
@@ -56,57 +56,56 @@ class InlineReplica(Replica):
         self.name = name
         self._open = ExitStack()
         self._engine: Any = None
-        self._has_begun = False
+        self._is_serving = False
         self._failure: NpuRunnerError | None = None
-        self._tell: Callable[[Event], None]
+        self._notify: Callable[[Event], None]
         self._in_flight: dict[str, Prepared] = {}
-        """What the engine has."""
-        self._given_back: set[str] = set()
+        """The requests of the engine, by name."""
+        self._returned: set[str] = set()
         self._sizes: deque[int] = deque()
-        """Bytes of the last requests that the engine was given. It serves the first ones first, so those that wait are
-        among them."""
+        """Bytes of the last requests added to the engine. It serves them in order, so the waiting ones are the last."""
         self._must_step = False
         self._wait_seconds = 0.0
         self._events: list[Event] = []
-        self._begun: list[int] = []
+        self._started: list[int] = []
         self._finished: list[FinishedRow] = []
         self._report_at = 0.0
 
     @abstractmethod
     def _load(self) -> ReplicaFacts:
-        """Load `_engine`, and say what it is."""
+        """Load `_engine`, and return its facts."""
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
+        self._notify = notify
 
-    def begin(self, terms: Any) -> None:
-        self._has_begun = True
+    def serve(self, stamp: Any) -> None:
+        self._is_serving = True
         self._max_waiting = max_waiting_requests(self._engine.max_num_seqs)
         self._sizes = deque(maxlen=self._max_waiting)
 
     def submit(self, run: Any) -> None:
         self.endpoint.submit(run)
 
-    def recall(self, num_rows: int, *, begun: bool = False) -> None:
-        found = self.endpoint.recall(num_rows, begun=begun)
-        if self._has_begun and len(found) < num_rows:
-            found += self._recall_prepared(num_rows - len(found), begun=begun)
-        # The figures are told without them.
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        found = self.endpoint.recall(num_rows, include_started=include_started)
+        if self._is_serving and len(found) < num_rows:
+            found += self._recall_prepared(num_rows - len(found), include_started=include_started)
+        # The figures do not contain them.
         self._events += [Returned(found), Progressed(self.stats())]
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         if self._failure is not None:
-            pass  # raised below, once all events are told
+            pass  # raised below, after all events
         elif self._engine is None:
             self._events.append(Ready(self._load()))
-        elif not self._has_begun:
+        elif not self._is_serving:
             self.endpoint.pool.raise_failure()
         else:
             try:
                 if not self._must_step:
                     self._admit()
-                # The driver hears of rows before they are under way: they may be the end of this process.
-                self._must_step = bool(self._begun)
+                # The driver is notified of rows before they are under way: they may end this process.
+                self._must_step = bool(self._started)
                 if not self._must_step and self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         self._finish(output)
@@ -128,7 +127,6 @@ class InlineReplica(Replica):
         self._open.close()
 
     def stats(self) -> ReplicaStats:
-        """The figures of this moment."""
         if self._engine is None:
             return ReplicaStats()
         return ReplicaStats(
@@ -136,13 +134,12 @@ class InlineReplica(Replica):
             num_workers_replaced=self.endpoint.pool.num_replaced)
 
     def _report(self, phase: str) -> None:
-        """The progress of an engine."""
-        self._tell(Loading(phase))
+        self._notify(Loading(phase))
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give the engine what is prepared, as far as it has room."""
+        """Add prepared requests to the engine, as far as it has room."""
         num_waiting = self._engine.num_waiting
         while self._has_room(num_waiting) and (prepared := self.endpoint.next(0.0)) is not None:
             num_waiting += self._add(prepared)
@@ -153,7 +150,7 @@ class InlineReplica(Replica):
         return not num_waiting or sum(list(self._sizes)[-num_waiting:]) < _MAX_WAITING_BYTES
 
     def _add(self, prepared: Prepared) -> int:
-        """Give it to the engine, or write the error that keeps it from there. Returns how many sequences it adds."""
+        """Add it to the engine, or write its error. Returns the number of its sequences."""
         name, error = prepared.name, prepared.error
         if error is None:
             try:
@@ -166,7 +163,7 @@ class InlineReplica(Replica):
         assert name is not None, "only a request that cannot be served has no name"
         self._in_flight[name] = prepared
         self._sizes.append(prepared.num_bytes)
-        self._begun.append(prepared.number)
+        self._started.append(prepared.number)
         return prepared.num_sequences
 
     def _wait(self, seconds: float) -> None:
@@ -178,16 +175,16 @@ class InlineReplica(Replica):
 
     def _finish(self, output: RequestOutput) -> None:
         name = output.request_id
-        # Some completions of a request that was given back may have been finished by then.
+        # Some completions of a returned request may have finished before.
         is_aborted = any(completion.finish_reason == "abort" for completion in output.completions)
-        if is_aborted and name in self._given_back:
-            self._given_back.remove(name)
+        if is_aborted and name in self._returned:
+            self._returned.remove(name)
         else:
             self._finished.append(self.endpoint.finish(self._in_flight.pop(name), output))
 
-    def _recall_prepared(self, num_rows: int, *, begun: bool) -> list[int]:
-        """Abort at most `num_rows` rows that are prepared or wait in the engine, with `begun` running ones, too.
-        Returns their numbers."""
+    def _recall_prepared(self, num_rows: int, *, include_started: bool) -> list[int]:
+        """Abort at most `num_rows` rows that are prepared or wait in the engine, with `include_started` also running
+        ones. Returns their numbers."""
         dropped: list[int] = []
         while len(dropped) < num_rows and (prepared := self.endpoint.next(0.0)) is not None:
             if prepared.error is None:
@@ -197,25 +194,25 @@ class InlineReplica(Replica):
         num_waiting = self._engine.num_waiting
         for name, prepared in reversed(list(self._in_flight.items())):
             num_waiting -= prepared.num_sequences
-            if len(dropped) >= num_rows or (num_waiting < 0 and not begun):
+            if len(dropped) >= num_rows or (num_waiting < 0 and not include_started):
                 break
             self._engine.abort_request(name)
-            self._given_back.add(name)
+            self._returned.add(name)
             del self._in_flight[name]
             dropped.append(prepared.number)
         return dropped
 
     def _numbers_of(self, request_ids: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The numbers of those that are under way; None where none of them is."""
+        """The numbers of the requests that are under way; None if there are none."""
         found = tuple(self._in_flight[name].number for name in request_ids if name in self._in_flight)
         return found or None
 
     def _add_events(self) -> None:
-        if self._begun:
-            self._events.append(Begun(self._begun))
+        if self._started:
+            self._events.append(Started(self._started))
         if self._finished:
             self._events.append(Finished(self._finished))
         if self._finished or time.monotonic() >= self._report_at:
             self._report_at = time.monotonic() + _REPORT_SECONDS
             self._events.append(Progressed(self.stats()))
-        self._begun, self._finished = [], []
+        self._started, self._finished = [], []

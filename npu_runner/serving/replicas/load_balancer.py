@@ -1,5 +1,5 @@
-"""Which rows are still to be assigned, and to which replica by its load: new ones in their order, requeued ones, and
-suspects, one at a time. Knows nothing of what is in a row, nor of replicas' messages.
+"""Queues unassigned rows and balances them over replicas: new rows in order, requeued ones, suspects one at a time.
+Knows nothing of a row's data, nor of replicas' messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from npu_runner.serving.blame import MAX_DEATHS
 from npu_runner.serving.replicas.replica_state import ReplicaState
 
 _MAX_ROWS_OF_RUN = 32
-# Rows that one replica has and has not begun, with which it does not wait until others have none.
+# With this many rows outside its engine, a replica gives some back before others are idle.
 _FEW_ROWS = 10
 
 
@@ -50,7 +50,7 @@ class RowQueue:
     def has_suspects(self) -> bool:
         return bool(self._alone)
 
-    def take(self, num_rows: int) -> Sequence[int]:
+    def pop(self, num_rows: int) -> Sequence[int]:
         """At most `num_rows` rows, neighbours if possible."""
         if self._again:
             return [self._again.popleft() for _ in range(min(num_rows, len(self._again)))]
@@ -59,7 +59,7 @@ class RowQueue:
             return range(first, self._next)
         return [row for row in range(first, self._next) if row not in self._are_alone]
 
-    def take_suspect(self) -> int:
+    def pop_suspect(self) -> int:
         return self._alone.popleft()
 
     def requeue(self, rows: Iterable[int]) -> None:
@@ -68,19 +68,18 @@ class RowQueue:
             (self._alone if row in self._are_alone else self._again).appendleft(row)
 
     def isolate(self, rows: Iterable[int]) -> None:
-        """These run alone. To be called before they are assigned."""
+        """Have these rows run alone. Call it before they are assigned."""
         for row in rows:
             if row not in self._are_alone:
                 self._are_alone.add(row)
                 self._alone.append(row)
 
     def drop(self, rows: Iterable[int]) -> None:
-        """These are never assigned. To be called before they are."""
+        """Never assign these rows. Call it before they are assigned."""
         self._are_alone.update(rows)
 
     def count_death(self, rows: Iterable[int]) -> list[int]:
-        """These were under way when a replica died. Returns those that run alone from now on, once they are
-        requeued."""
+        """These rows were under way when a replica died. Returns the ones that run alone once they are requeued."""
         suspects = []
         for row in rows:
             self._num_deaths[row] += 1
@@ -90,7 +89,7 @@ class RowQueue:
         return suspects
 
     def isolate_on_return(self, row: int) -> None:
-        """It was the only one under way in a death: it runs alone, once it is put back."""
+        """It was the only row under way in a death: it runs alone once it is requeued."""
         self._are_alone.add(row)
 
 
@@ -102,19 +101,19 @@ class LoadBalancer:
         self._rows = rows
         self._make_run = make_run
 
-    def hand_out(self) -> None:
-        """Suspects one by one; free rows, each run to the least loaded replica; then what others have not begun."""
+    def assign_rows(self) -> None:
+        """Assign suspects one by one, and each run of free rows to the least loaded replica; then balance the rest."""
         if self._rows.has_suspects:
             self._run_suspects()
         while len(self._rows):
             state = self._least_loaded()
             if state is None:
                 return
-            self._give(state, self._rows.take(self._run_length(state)))
-        self._even_out()
+            self._assign(state, self._rows.pop(self._run_length(state)))
+        self._balance()
 
     def _least_loaded(self) -> ReplicaState | None:
-        """Who has the smallest part of what it has use for."""
+        """The state with the smallest share of its `max_rows`."""
         with_room = [state for state in self._states if len(state.held) < state.max_rows and not state.is_reserved]
         return min(with_room, key=lambda state: len(state.held) / state.max_rows, default=None)
 
@@ -123,34 +122,24 @@ class LoadBalancer:
         share = len(self._rows) // (2 * len(self._states)) if len(self._states) > 1 else len(self._rows)
         return max(1, min(_MAX_ROWS_OF_RUN, share, state.max_rows - len(state.held)))
 
-    def _give(self, state: ReplicaState, rows: Sequence[int]) -> None:
-        if not rows:
-            return
-        assert state.replica is not None, f"{state.name} is dead"
-        state.held.update(rows)
-        state.gave_nothing = False
-        state.replica.submit(self._make_run(rows))
+    def _assign(self, state: ReplicaState, rows: Sequence[int]) -> None:
+        if rows:
+            state.submit(rows, self._make_run(rows))
 
-    def _even_out(self) -> None:
-        """No new row is left: a replica with none, or far fewer than another, gets rows that the other has not
-        begun."""
+    def _balance(self) -> None:
+        """No new row is left: recall rows outside of engines for a replica with none, or with far fewer."""
         living = [state for state in self._states if state.facts is not None and not state.is_reserved]
         if len(living) < 2:
             return
         least = min(living, key=lambda state: len(state.held))
         for loaded in living:
             surplus = (len(loaded.held) - len(least.held)) // 2
-            may_ask = not loaded.is_asked and not loaded.gave_nothing
-            if may_ask and surplus and (not least.held or len(loaded.held) - len(loaded.begun) >= _FEW_ROWS):
-                self._ask_back(loaded, surplus)
-
-    def _ask_back(self, state: ReplicaState, num_rows: int) -> None:
-        assert state.replica is not None, f"{state.name} is dead"
-        state.is_asked = True
-        state.replica.recall(num_rows)
+            may_recall = not loaded.is_recalling and not loaded.returned_none
+            if may_recall and surplus and (not least.held or len(loaded.held) - len(loaded.started) >= _FEW_ROWS):
+                loaded.recall(surplus)
 
     def _run_suspects(self) -> None:
-        """One replica is kept free of all others for them."""
+        """Reserve one replica for suspects."""
         state = next((state for state in self._states if state.is_reserved), None)
         if state is None:
             state = min((state for state in self._states if state.facts is not None),
@@ -159,8 +148,8 @@ class LoadBalancer:
                 return
             state.is_reserved = True
         if state.held:
-            if state.lone is None and not state.is_asked and not state.gave_nothing:
-                self._ask_back(state, len(state.held))
+            if state.lone is None and not state.is_recalling and not state.returned_none:
+                state.recall(len(state.held))
             return
-        state.lone = self._rows.take_suspect()
-        self._give(state, [state.lone])
+        state.lone = self._rows.pop_suspect()
+        self._assign(state, [state.lone])

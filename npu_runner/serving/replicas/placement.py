@@ -1,7 +1,7 @@
-"""Where a replica of this host runs: the devices that it sees, and its share of the cores.
+"""The devices and the cores of each replica of this host.
 
-Knows no vendor: which variable hides devices is the platform's to say (`Platform.share`). They are counted in a process
-of its own, so that the driver loads no torch and opens no device.
+Knows no vendor: the platform names the variable that hides devices (`Platform.share`). Devices are counted in a process
+of their own, so that the driver loads no torch and opens no device.
 """
 
 from __future__ import annotations
@@ -20,24 +20,20 @@ from npu_runner.platforms.platform import Platform
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """`description`: for people. `environment`: variables that its processes have beside those of the driver.
-
-    `cores`: those that it may use; None: those that the driver may.
-    """
+    """`description`: for people. `environment`: variables of its processes, added to the driver's. `cores`: the cores
+    that it may use; None: the driver's."""
 
     platform: str
     description: str
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
     num_cores: int = 1
-    """Its share of them, bound or not."""
+    """Its share of the cores, bound or not."""
 
 
 def place(platform: str, num_replicas: int | None, num_ranks: int) -> list[Placement]:
-    """Where each of `num_replicas` of `num_ranks` devices runs; None: as many as there are devices for.
-
-    Raises ConfigError, by name, where there are too few devices, or some would be left over.
-    """
+    """The placement of each of `num_replicas` of `num_ranks` devices; None: as many as there are devices for. Raises
+    ConfigError for too few devices, and for devices that would be left over."""
     cores = sorted(os.sched_getaffinity(0))
     if platform != AUTO and find_platform(platform).visible_devices is None:
         return on_cores(platform, cores, num_replicas)

@@ -1,4 +1,4 @@
-"""A replica's own process: does what the driver at the other end of a socket says, and sends what comes of it.
+"""A replica's own process: runs the driver's commands from a socket, and sends events.
 
 Started as a `Child` with FD. Ends when the driver closes its end or dies; its ranks and workers end with it. Knows
 nothing of rows.
@@ -19,7 +19,7 @@ from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.serving.replica import Event, Finished, Ready, Replica, Returned
 from npu_runner.threads import wait_briefly
 
-# With rows in hand a command waits for the next row at most so long; without any nothing else is waited for.
+# The longest wait for a row before commands are read, with rows and without.
 _BUSY_SECONDS = 0.02
 _IDLE_SECONDS = 0.5
 _END = ("end", None)
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
 
 
 class Link(Protocol):
-    """What a host needs of a Channel."""
+    """The part of a Channel that a host uses."""
 
     def receive(self) -> tuple[Any, int]: ...
     def send(self, message: Any) -> None: ...
@@ -55,7 +55,7 @@ class ReplicaHost:
         self._channel = channel
         self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._num_held = 0
-        self._is_ready = self._has_begun = False
+        self._is_ready = self._is_serving = False
 
     def run(self) -> None:
         """Raises ChannelClosed when the driver is gone."""
@@ -63,13 +63,13 @@ class ReplicaHost:
         try:
             with self._make() as replica:
                 replica.start(lambda: None, lambda event: self._send([event]))
-                while self._obey(replica):
-                    self._send(replica.poll(_BUSY_SECONDS if self._has_begun else _IDLE_SECONDS))
+                while self._run_commands(replica):
+                    self._send(replica.poll(_BUSY_SECONDS if self._is_serving else _IDLE_SECONDS))
         except ChannelClosed:
             raise
         except NpuRunnerError as error:
             self._channel.send(_picklable(error))
-        except Exception as error:  # noqa: BLE001 - the border of the process: whatever it is, the driver hears of it
+        except Exception as error:  # noqa: BLE001 - the border of the process: the driver gets every error
             traceback.print_exc()
             self._channel.send(ReplicaDeadError(f"{type(error).__name__}: {error}"))
 
@@ -80,10 +80,10 @@ class ReplicaHost:
         except ChannelClosed:
             self._commands.put(_END)
 
-    def _obey(self, replica: Replica) -> bool:
-        """Do what was said since the last time; with nothing else to do, wait for it. False: it is over."""
+    def _run_commands(self, replica: Replica) -> bool:
+        """Run the commands since the last call; without other work, wait for one. False: the driver has ended it."""
         try:
-            is_idle = not self._num_held if self._has_begun else self._is_ready
+            is_idle = not self._num_held if self._is_serving else self._is_ready
             name, value = self._commands.get(timeout=_IDLE_SECONDS) if is_idle else self._commands.get_nowait()
             while True:
                 if (name, value) == _END:
@@ -92,10 +92,10 @@ class ReplicaHost:
                     self._num_held += len(value)
                     replica.submit(value)
                 elif name == "recall":
-                    replica.recall(value[0], begun=value[1])
+                    replica.recall(value[0], include_started=value[1])
                 else:
-                    self._has_begun = True
-                    replica.begin(value)
+                    self._is_serving = True
+                    replica.serve(value)
                 name, value = self._commands.get_nowait()
         except queue.Empty:
             return True
@@ -113,6 +113,6 @@ class ReplicaHost:
 
 
 def _picklable(error: NpuRunnerError) -> NpuRunnerError:
-    """Without what led to it, which may hold anything."""
+    """The error without its causes, which may hold any object."""
     error.__cause__ = error.__context__ = error.__traceback__ = None
     return error

@@ -1,6 +1,6 @@
-"""The Ray cluster of a job: whether it answers, what it has, what each replica takes of it. Knows nothing of rows.
+"""The Ray cluster of a job, its resources, and the demand of each replica. Knows nothing of rows.
 
-Raises ConfigError, by name, for whatever keeps a job from beginning there.
+Raises ConfigError for each reason why a job cannot start there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What each replica takes: `amount` of `resource`. `num_cores`: its share of the cluster's."""
+    """Each replica needs `amount` of `resource`. `num_cores`: its share of the cluster's cores."""
 
     platform: str
     resource: str
     amount: int
     num_cores: int = 1
     most: int | None = None
-    """Replicas that are wanted; None: as many as there is room for."""
+    """The number of replicas; None: as many as there is room for."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of an actor."""
+        """The options of its actor."""
         if self.resource == "CPU":
             return {"num_cpus": self.amount}
         return {"num_gpus": self.amount} if self.resource == "GPU" else {"resources": {self.resource: self.amount}}
@@ -44,17 +44,17 @@ class Demand:
         return f"{self.resource} {self.amount}"
 
     def num_places(self, resources: Mapping[str, float]) -> int:
-        """Replicas that a cluster with these resources has room for, if no other program takes any."""
+        """Replicas that fit into a cluster with these resources, if no other program uses any."""
         room = int(resources.get(self.resource, 0)) // self.amount
         return room if self.most is None else min(room, self.most)
 
 
 @contextlib.contextmanager
 def cluster(address: str) -> Iterator[Mapping[str, float]]:
-    """Within, this process is a driver of the cluster at `address` ("auto": the one that runs on this host). Gives what
-    the cluster has in all."""
+    """Within, this process is a driver of the cluster at `address` ("auto": the one on this host). Gives the cluster's
+    resources."""
     if address != AUTO:
-        _knock(address)
+        _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -68,7 +68,7 @@ def cluster(address: str) -> Iterator[Mapping[str, float]]:
 
 
 def demand(resources: Mapping[str, float], platform: str, num_replicas: int | str, num_ranks: int) -> Demand:
-    """What each of `num_replicas` of `num_ranks` devices takes; "auto": as many replicas as there are devices for."""
+    """The demand of each of `num_replicas` of `num_ranks` devices; "auto": as many as there are devices for."""
     candidates = platforms() if platform == AUTO else [find_platform(platform)]
     found = next((each for each in candidates if resources.get(each.ray_resource)), candidates[-1])
     platform, resource = found.name, found.ray_resource
@@ -99,20 +99,20 @@ def _of_cores(platform: str, resource: str, there: int, num_replicas: int | str)
 
 
 def resources_now() -> Mapping[str, float]:
-    """What the cluster has in all; a host that was lost is counted for some seconds still."""
+    """The cluster's resources; a lost host still counts for some seconds."""
     found: Mapping[str, float] = ray.cluster_resources()
     return found
 
 
-def _knock(address: str) -> None:
+def _check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         raise ConfigError(f"ray {address}: not an address; give HOST:PORT as `ray start --head` prints it, or auto")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        raise ConfigError(f"ray {address}: nobody answers there ({error.strerror or error}); is the cluster running, "
-                          "and may this host reach it?") from error
+        raise ConfigError(f"ray {address}: no process answers there ({error.strerror or error}); is the cluster "
+                          "running, and may this host reach it?") from error
 
 
 def _shown(resources: Mapping[str, float]) -> str:

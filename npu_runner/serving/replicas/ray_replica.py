@@ -1,5 +1,5 @@
-"""A replica in a Ray actor, on whatever host of the cluster has room: `RayReplica` as the driver sees it, and in the
-actor `RayReplicaHost`. Knows nothing of rows.
+"""A replica in a Ray actor, on any host of the cluster: `RayReplica` is the driver's end, `RayReplicaHost` the actor's.
+Knows nothing of rows.
 
 The host is the ReplicaHost of a process of this host (process_main.py), with calls of the actor for its socket. It ends
 with its actor; its ranks and workers end with it. The fleet starts a dead replica again, with a new object.
@@ -25,11 +25,11 @@ from npu_runner.processes.channel import ChannelClosed
 from npu_runner.processes.stopwatch import Stopwatch
 from npu_runner.serving.replica import Event, Finished, Replica
 from npu_runner.serving.replicas.process_main import ReplicaHost
+from npu_runner.serving.replicas.process_replica import RemoteReplica
 from npu_runner.serving.replicas.ray_cluster import Demand
-from npu_runner.serving.replicas.remote_replica import RemoteReplica
 from npu_runner.threads import wait_briefly
 
-# An actor that nobody has room for waits for ever, and Ray says nothing; one that has room is there sooner.
+# Ray does not report an actor that waits for room; with room it is placed within this time.
 WAITING_SECONDS = 30.0
 _END_SECONDS = 10.0
 _MAX_WAITING_BYTES = 64 << 20
@@ -38,16 +38,16 @@ _END = object()
 
 
 class RayReplica(RemoteReplica):
-    """Has the replica that `make` (picklable) makes run in an actor that takes `demand`."""
+    """Runs the replica that `make` (picklable) makes in an actor that needs `demand`."""
 
     def __init__(self, name: str, make: Callable[[], Replica], demand: Demand, *, num_rows_ahead: int):
-        super().__init__(name, make, num_rows_ahead=0)  # rows for an actor that nobody has room for would lie there
+        super().__init__(name, make, num_rows_ahead=0)  # an actor without room would keep rows
         self._num_rows_ahead = num_rows_ahead
         self._demand = demand
         self._actor: Any = None
         self._is_there = False
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         remote: Any = ray.remote  # its types know no groups
         actor_class = remote(concurrency_groups={"commands": 1, "events": 1})(RayReplicaHost)
         self._started = Stopwatch()
@@ -56,8 +56,8 @@ class RayReplica(RemoteReplica):
             self.name, npu_runner.__version__, packed)
         self._start_reader(wake)
 
-    def _tell(self, command: tuple[str, Any]) -> None:
-        self._actor.tell.remote(command)
+    def _send_command(self, command: tuple[str, Any]) -> None:
+        self._actor.command.remote(command)
 
     def close(self) -> None:
         if self._actor is None:
@@ -73,14 +73,14 @@ class RayReplica(RemoteReplica):
 
     def _receive(self) -> list[tuple[Any, int]]:
         try:
-            messages = ray.get(self._actor.hear.remote())
+            messages = ray.get(self._actor.poll_events.remote())
         except ray.exceptions.RayError as error:
             raise _last_word(error) from None
         if not self._is_there:
             self._is_there, self.waits_for, self.num_rows_ahead = True, None, self._num_rows_ahead
         return [(message, size_of(message)) for message in messages]
 
-    def _look_after(self) -> None:
+    def _check_alive(self) -> None:
         if not self._is_there and self._started.exceeds(WAITING_SECONDS):
             self.waits_for = self._demand.wanted
 
@@ -117,7 +117,7 @@ class _Link:
 
 
 class RayReplicaHost:
-    """`tell` and `hear` run in a thread each, so commands keep their order and never wait for events."""
+    """`command` and `poll_events` run in a thread each, so commands keep their order and never wait for events."""
 
     def __init__(self, name: str, version: str, packed_make: bytes):
         """`version`: of the driver's package. `packed_make`: what makes the replica, for that version to read."""
@@ -128,13 +128,13 @@ class RayReplicaHost:
         self._thread.start()
 
     @ray.method(concurrency_group="commands")
-    def tell(self, message: Any) -> None:
-        """("begin" | "submit" | "recall", value), as in process_main."""
+    def command(self, message: Any) -> None:
+        """("serve" | "submit" | "recall", value), as in process_main."""
         self._link.commands.put(message)
 
     @ray.method(concurrency_group="events")
-    def hear(self) -> list[Any]:
-        """What has come since the last call; waits for something, for a moment."""
+    def poll_events(self) -> list[Any]:
+        """The events since the last call; waits briefly for some."""
         found = []
         message = self._link.events.get(_HEAR_SECONDS)
         while message is not None:

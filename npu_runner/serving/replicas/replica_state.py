@@ -1,13 +1,11 @@
-"""The place of one replica in a job: its present replica, the rows it has, how often it has died.
-
-Knows nothing of other replicas.
-"""
+"""The place of one replica in a job: its present replica, its rows, its deaths. Knows nothing of other replicas."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import Event, Replica, ReplicaFacts, ReplicaStats
@@ -17,26 +15,26 @@ _GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "v
 
 
 class ReplicaState:
-    """`held`: rows it was given and has not done; `begun`: those of them that its engine has."""
+    """`held`: its unfinished rows; `started`: the part of them that its engine has."""
 
     def __init__(self, number: int, make: MakeReplica, wake: Callable[[ReplicaState], None],
-                 tell: Callable[[ReplicaState, Event], None]):
-        """`wake`, `tell`: as replicas call them, with the place."""
+                 notify: Callable[[ReplicaState, Event], None]):
+        """`wake`, `notify`: as for replicas, with the state."""
         self.number = number
         self.facts: ReplicaFacts | None = None
         self.held: set[int] = set()
-        self.begun: set[int] = set()
+        self.started: set[int] = set()
         self.lone: int | None = None
-        """The suspect that it runs with nothing beside it."""
+        """The suspect that it runs alone."""
         self.is_reserved = False
-        """It gets no rows until it has none: then suspects."""
-        self.is_asked = False
+        """It gets suspects only, once it has no other row."""
+        self.is_recalling = False
         """Rows were requested back, and no answer has arrived."""
-        self.gave_nothing = False
+        self.returned_none = False
         """It returned no row at the last request."""
         self.num_finished = self.num_deaths = 0
         self._make = make
-        self._wake, self._tell = wake, tell
+        self._wake, self._notify = wake, notify
         self._retirement: threading.Thread | None = None
         self._earlier = ReplicaStats()
         self.latest = ReplicaStats()
@@ -46,29 +44,39 @@ class ReplicaState:
 
     def start(self) -> None:
         assert self.replica is not None, f"{self.name} is dead"
-        self.replica.start(lambda: self._wake(self), lambda event: self._tell(self, event))
+        self.replica.start(lambda: self._wake(self), lambda event: self._notify(self, event))
 
     @property
     def waits_for(self) -> str | None:
-        """The resource that this place's replica waits for; None: it is there, dead or about to start."""
+        """The resource that its replica waits for; None: the replica is placed, dead or about to start."""
         return None if self.replica is None or self.facts is not None else self.replica.waits_for
 
     @property
     def max_rows(self) -> int:
-        """Rows that it has use for now."""
         if self.replica is None:
             return 0
         if self.facts is not None:
             return self.facts.max_rows
-        # Until another one that has died before is ready, others take its rows.
+        # Until a restarted replica is ready, others get its rows.
         return 0 if self.num_deaths else self.replica.num_rows_ahead
 
+    def submit(self, rows: Sequence[int], run: Any) -> None:
+        """Assign `rows`; `run`: the same, as the replica accepts them."""
+        assert self.replica is not None, f"{self.name} is dead"
+        self.held.update(rows)
+        self.returned_none = False
+        self.replica.submit(run)
+
+    def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        assert self.replica is not None, f"{self.name} is dead"
+        self.is_recalling = True
+        self.replica.recall(num_rows, include_started=include_started)
+
     def retire(self) -> set[int]:
-        """It is dead: returns the rows that it had. What is left of it is ended, in a thread of its own unless
-        it worked here."""
-        held, self.held, self.begun = self.held, set(), set()
+        """The replica is dead: close it, in a thread unless it is inline. Returns its rows."""
+        held, self.held, self.started = self.held, set(), set()
         dead, self.replica, self.facts, self.lone = self.replica, None, None, None
-        self.is_reserved = self.is_asked = self.gave_nothing = False
+        self.is_reserved = self.is_recalling = self.returned_none = False
         self.num_deaths += 1
         self._earlier, self.latest = added([self._earlier, _without_gauges(self.latest)]), ReplicaStats()
         assert dead is not None, f"{self.name} died twice"
@@ -80,7 +88,7 @@ class ReplicaState:
         return held
 
     def restart(self) -> bool:
-        """Start another one once nothing is left of the last; False: not yet."""
+        """Start another replica once the last one is closed; False: not yet."""
         if self._retirement is not None and self._retirement.is_alive():
             return False
         self.replica = self._make()
@@ -94,7 +102,7 @@ class ReplicaState:
             self.replica.close()
 
     def stats(self) -> ReplicaStats:
-        """Counters of all that have had this place, gauges of the one that has it."""
+        """Counters of all replicas of this place, gauges of the present one."""
         return added([self._earlier, self.latest])
 
 

@@ -30,7 +30,7 @@ MAX_ATTEMPTS = 2
 _MAX_FAILED_STARTS = 3
 _SHORTEST_START_SECONDS = 120.0
 _PATIENCE_SECONDS = 0.05
-# The system's calls do not take every number (poll: 2**31 ms). A longer wait is begun again.
+# The system's calls have a limit (poll: 2**31 ms). A longer wait is repeated.
 _LONGEST_WAIT_SECONDS = 86_400.0
 
 
@@ -53,11 +53,10 @@ class PoolItem(Generic[Task]):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """How much the pool does ahead of its caller."""
+    """The limits of the pool's work ahead of its caller."""
 
     num_workers: int
-    task_timeout_seconds: float
-    """Infinity: no limit."""
+    task_timeout_seconds: float  # inf: no limit
     worker_memory_bytes: int | None = None
     """Address space that a worker may take beside what it has at its start; None: any."""
     max_ready: int = 64
@@ -74,9 +73,9 @@ class _Worker(Generic[Task]):
     is_used: bool = False
     """It has answered a task before."""
     item: PoolItem[Task] | None = None
-    """What it works on."""
+    """Its present task."""
     watch: Stopwatch | None = None
-    """Since it was started, or has its task; None: it is idle."""
+    """Time since its start, or since its task began; None: it is idle."""
 
 
 class WorkerPool(Generic[Task]):
@@ -94,13 +93,12 @@ class WorkerPool(Generic[Task]):
         self._inherited = tuple(inherited)
         self._limits = limits
         self._tasks: deque[PoolItem[Task]] = deque()
-        """Those that no worker has begun: filled by the caller, emptied by the pool's thread."""
+        """Tasks that no worker has started: filled by the caller, emptied by the pool's thread."""
         self._again: deque[PoolItem[Task]] = deque()
         self._for_new: deque[PoolItem[Task]] = deque()
-        """Tasks that had too little memory in a worker that had served: each waits for one that has not."""
+        """Tasks that had too little memory in a used worker: each waits for a new one."""
         self._workers: list[_Worker[Task]] = []
         self._results = ByteBoundedQueue(limits.max_ready_bytes, limits.max_ready)
-        """PoolItems"""
         self._failure: Exception | None = None
         self._num_failed_starts = 0
         self._is_closing = threading.Event()
@@ -108,7 +106,7 @@ class WorkerPool(Generic[Task]):
         for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
         self.pending_bytes = 0
-        """Of tasks that were submitted and whose results were not fetched."""
+        """Bytes of the submitted tasks whose results were not fetched."""
         self.num_replaced = 0
         """Workers that died or were killed for being stuck, and were replaced."""
         self._thread: threading.Thread | None = None
@@ -128,7 +126,7 @@ class WorkerPool(Generic[Task]):
         self._wake()
 
     def recall(self, num_tasks: int) -> list[Task]:
-        """As many of the tasks that no worker has begun, at most; the last ones first."""
+        """Drop up to `num_tasks` tasks that no worker has started, the last ones first."""
         found: list[Task] = []
         with contextlib.suppress(IndexError):
             while len(found) < num_tasks:
@@ -190,10 +188,10 @@ class WorkerPool(Generic[Task]):
                     self._serve_events(selector)
         except Exception as error:  # noqa: BLE001 - the border: raised again in the caller's thread by get()
             self._failure = error
-            self._results.put(None, 0, waits=False)  # whoever waits there looks at once
+            self._results.put(None, 0, waits=False)  # wakes a waiting caller
         finally:
             for worker in self._workers:
-                worker.channel.close()  # all of them hear of it before the first one is waited for
+                worker.channel.close()  # all workers see the end before the first wait
             for worker in self._workers:
                 _kill(worker)
 
@@ -235,7 +233,7 @@ class WorkerPool(Generic[Task]):
 
     def _serve_events(self, selector: selectors.BaseSelector) -> None:
         # Without a worker (the last one died when it was offered a task) the next round starts one at once.
-        waits = [worker.watch.look_seconds(self._limit_of(worker)) for worker in self._workers if worker.watch]
+        waits = [worker.watch.poll_seconds(self._limit_of(worker)) for worker in self._workers if worker.watch]
         timeout = min(waits, default=_LONGEST_WAIT_SECONDS) if self._workers else 0.0
         for key, _ in selector.select(timeout):
             if key.data is None:
@@ -267,8 +265,8 @@ class WorkerPool(Generic[Task]):
         item, worker.item = worker.item, None
         assert item is not None, "a worker answered without a task"
         if outcome == OUT_OF_MEMORY:
-            # What a worker may take is in pieces after some tasks, libraries keep some: only a new one can say whether
-            # the task itself is too large.
+            # A used worker's memory is fragmented, and libraries keep some: only a new worker shows whether the task
+            # itself is too large.
             self._remove(worker, selector)
             if worker.is_used:
                 self._for_new.append(replace(item, attempt=MAX_ATTEMPTS))
@@ -299,7 +297,7 @@ class WorkerPool(Generic[Task]):
             self._deliver(worker.item, WorkerFailure(how, "preprocessing_crashed"), 0)
 
     def _give_up(self, worker: _Worker[Task], selector: selectors.BaseSelector) -> None:
-        """The worker is stuck: its task has had its time and is not tried again."""
+        """The worker is stuck: its task timed out and is not tried again."""
         self._remove(worker, selector)
         if worker.item is not None:
             limit = f"{self._limits.task_timeout_seconds:g} s"

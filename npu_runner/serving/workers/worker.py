@@ -16,8 +16,8 @@ from npu_runner.errors import JobError, NpuRunnerError
 from npu_runner.processes.channel import Channel, ChannelClosed
 
 READY = "ready"
-# What comes of a task, and what comes with it: the result; what went wrong; the same for want of memory; why no task of
-# this job can go on, which may also come in the place of READY.
+# The outcomes of a task: its result; an error's message; too little memory; the reason why no task of this job can go
+# on, which may also replace READY.
 RESULT, FAULT, OUT_OF_MEMORY, JOB_FAULT = "result", "fault", "out of memory", "job fault"
 # The model's threads wait for each other after every operator, and for the slowest of them: they come first, and
 # workers take what is left. On two cores the job served 47 rows/s instead of 36.
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _apply(function: Callable[[Any], Any], task: Any) -> tuple[str, Any]:
-    """What came of the task: a fault of one must not end the worker."""
+    """The outcome of the task, and its value. A fault of a task must not end the worker."""
     try:
         return RESULT, function(task)
     except MemoryError:
@@ -63,7 +63,7 @@ def _apply(function: Callable[[Any], Any], task: Any) -> tuple[str, Any]:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """From here on what would need more fails, instead of pushing the model out of the host's memory."""
+    """Bound further allocations, so that a task cannot push the model out of the host's memory."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
