@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
     """Every check, as soon as it is done."""
-    examination, why = _choose(Findings.of(host), options.platform)
+    examination, why = _choose(Findings.from_host(host), options.platform)
     name, num_ranks = examination.platform.name, options.tensor_parallel_size
     yield Check("platform", "ok", f"{name}: {why}")
     is_hopeless = False

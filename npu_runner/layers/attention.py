@@ -87,7 +87,7 @@ def bind_kv_cache(model: nn.Module, keys: Tensor, values: Tensor) -> None:
         layer.k_cache, layer.v_cache = keys[index], values[index]
 
 
-def take_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str],
+def load_kv_scales(model: nn.Module, reader: WeightsReader, renamed: Mapping[str, str],
                    device: torch.device) -> tuple[int, int]:
     """Give each PagedAttention the checkpoint's scales for a cache in e4m3, those of all heads on every rank. Returns
     how many layers have some, and how many there are.

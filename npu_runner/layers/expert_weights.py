@@ -25,7 +25,7 @@ from npu_runner.platforms.ops import HeldExperts
 from npu_runner.platforms.quantised import FP8_BLOCK, FP8_BLOCKS, FP8_EXPERTS, INT8, INT8_EXPERTS, QuantisedExperts
 
 FORMS_OF_EXPERTS = {INT8: INT8_EXPERTS, FP8_BLOCKS: FP8_EXPERTS}
-"""By the form of each matrix."""
+"""The forms of experts, by the form of each matrix."""
 
 
 class ExpertWeights(nn.Module):
@@ -58,11 +58,11 @@ class ExpertWeights(nn.Module):
 
     def hold(self, forms: Collection[str | None]) -> None:
         """Allocate the weights. `forms`: of the matrices of all experts, on whichever rank; None: 16 bits, or one
-        without products. Where they differ, or where there is no product of this shape, all are of the model's dtype.
+        without matmuls. Where they differ, or where there is no matmul for this shape, all are of the model's dtype.
         """
         self.is_held, kinds = True, set(forms)
         form = FORMS_OF_EXPERTS.get(kinds.pop() or "") if len(kinds) == 1 else None
-        self._allocate(form if form in self.forms and self._has_product(form) else None, self._context)
+        self._allocate(form if form in self.forms and self._accepts(form) else None, self._context)
 
     @property
     def quantised(self) -> tuple[QuantisedExperts, QuantisedExperts]:
@@ -82,7 +82,7 @@ class ExpertWeights(nn.Module):
                 (nn.Parameter(values, requires_grad=False), nn.Parameter(scales, requires_grad=False))
                 for values, scales in self.ops.prepare_experts(*self.quantised, self._context.dtype))
 
-    def _has_product(self, form: str | None) -> bool:
+    def _accepts(self, form: str | None) -> bool:
         """Slices that cut a block of FP8 have none, nor have stacks of it that lie the other way round."""
         return form != FP8_EXPERTS or (
             self.has_whole_blocks and not any(size % FP8_BLOCK for size in (self.start, self.length)))
@@ -168,13 +168,13 @@ class ExpertWeights(nn.Module):
     def _fused(self, name: str, out_in: tuple[int, int], first: int, target: int, *, cut: int) -> WeightPart:
         """All experts in one tensor, (E, out, in) or (E, in, out); `cut` is 0 for outputs and 1 for inputs."""
         dim = 1 + (1 - cut if self.layout == "fused_transposed" else cut)
-        return self._of_one_tensor(name, out_in, dim, first + self.start, self.length, target)
+        return self._stacked_part(name, out_in, dim, first + self.start, self.length, target)
 
     def _whole(self, name: str, out_in: tuple[int, int]) -> WeightPart:
-        """Of such a tensor this rank's experts."""
-        return self._of_one_tensor(name, out_in, 0, self.first, self.count)
+        """This rank's experts of such a tensor."""
+        return self._stacked_part(name, out_in, 0, self.first, self.count)
 
-    def _of_one_tensor(self, name: str, out_in: tuple[int, int], dim: int, start: int, length: int,
+    def _stacked_part(self, name: str, out_in: tuple[int, int], dim: int, start: int, length: int,
                        target: int = 0) -> WeightPart:
         is_in_out = self.layout == "fused_transposed"
         shape = (out_in[1], out_in[0]) if is_in_out else out_in
@@ -183,5 +183,5 @@ class ExpertWeights(nn.Module):
 
 
 def _grid(form: str, out_in: tuple[int, int]) -> tuple[int, ...]:
-    """How many scales an expert's matrix has: one for each output, or for each block."""
+    """The extents of an expert's scales: one for each output, or for each block."""
     return out_in[:1] if form == INT8_EXPERTS else (out_in[0] // FP8_BLOCK, out_in[1] // FP8_BLOCK)

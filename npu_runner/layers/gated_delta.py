@@ -77,4 +77,4 @@ def bind_states(model: nn.Module, conv_states: Tensor, states: Tensor, rings: Ri
     for index, layer in layers.items():
         layer.conv_state, layer.state = conv_states[index], states[index]
         if rings is not None and isinstance(layer.backend, RingedGatedDelta):
-            layer.ring = rings.of_layer(index)
+            layer.ring = rings.for_layer(index)

@@ -1,4 +1,4 @@
-"""Weights of linears that stay 4 or 8 bit integers with scales by row or in groups of inputs: which have a product,
+"""Weights of linears that stay 4 or 8 bit integers with scales by row or in groups of inputs: which have a matmul,
 their parameters, and how they are filled.
 
 O output features, I input features, G groups of inputs; all of this rank.
@@ -19,7 +19,8 @@ from npu_runner.layers.parallel import LayerContext, WeightPart
 from npu_runner.platforms.grouped import packed
 
 Held: TypeAlias = Int8Inputs | GroupedForm | str
-"""How a weight is held that is not of the model's dtype. Int8Inputs: int8, with such inputs. Of FP8 the form's name."""
+"""The form of a weight that is not of the model's dtype. Int8Inputs: int8, with such inputs. For FP8 the form's name.
+"""
 
 _SMALL_GROUPS, _RUN = (32, 64), 128
 _OUTPUTS, _MOST_FEATURES = 8, 65535
@@ -28,7 +29,7 @@ _LOST = 2**-8
 
 @dataclass
 class GroupedParameters:
-    """What a HeldLinear of this form has."""
+    """The parameters of a HeldLinear of this form."""
 
     form: GroupedForm
     values: nn.Parameter
@@ -45,9 +46,9 @@ def common_form(forms: Sequence[Held | None]) -> list[Held | None]:
     return [one if isinstance(each, GroupedForm) else each for each in forms]
 
 
-def has_product(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int, num_inputs: int, *,
+def accepts(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int, num_inputs: int, *,
                 is_padded: bool) -> bool:
-    """Whether the products of every platform take it: groups of 32, 64 or a multiple of 128 inputs, of which `parts`
+    """Whether the matmuls of every platform accept it: groups of 32, 64 or a multiple of 128 inputs, of which `parts`
     cut none; inputs in runs of two groups or 128; outputs in eights; neither above 65535."""
     size = form.group_size or _RUN
     run = 2 * size if size in _SMALL_GROUPS else size
@@ -57,7 +58,7 @@ def has_product(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int
 
 
 def allocate(form: GroupedForm, num_outputs: int, num_inputs: int, context: LayerContext) -> GroupedParameters:
-    """As `GroupedWeight` has them."""
+    """Allocate the parameters of a `GroupedWeight`."""
     num_groups = num_inputs // form.group_size if form.group_size else 1
     values = (context.parameter(num_outputs, num_inputs // 2, dtype=torch.uint8) if form.bits == 4 else
               context.parameter(num_outputs, num_inputs, dtype=torch.int8))
@@ -66,7 +67,7 @@ def allocate(form: GroupedForm, num_outputs: int, num_inputs: int, context: Laye
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As kernels add it."""
+    """The dtype in which kernels add a bias."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -96,5 +97,5 @@ def _fill_groups(parameters: GroupedParameters, part: WeightPart, piece: Grouped
 
 
 def _rows(parameter: nn.Parameter, part: WeightPart) -> Tensor:
-    """Those that `part` fills; columns are whole, as it cuts them."""
+    """The rows that `part` fills; columns are whole if it cuts them."""
     return parameter.data.narrow(0, part.target_start, part.length) if part.dim == 0 else parameter.data

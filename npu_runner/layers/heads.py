@@ -1,5 +1,4 @@
-"""What a decoder begins and ends with: token embedding, output head, and heads of models that pool. Knows nothing of
-steps.
+"""Token embedding, LM head, and heads of models that pool. Knows nothing of steps.
 
 Rows of a vocabulary are cut over tensor-parallel ranks. A head that pools is whole on every rank, so there is no
 collective. It takes hidden states (B, D) in the model's dtype, and returns (B, W) float32 in the place of logits.
@@ -100,5 +99,5 @@ class TokenScoreHead(nn.Module):
         self.difference_D.copy_(rows[0] if len(rows) == 1 else rows[0] - rows[1])
 
     def forward(self, hidden_BD: Tensor) -> Tensor:
-        # A product and a sum: some devices round the inputs of a matrix product, even of float32.
+        # A multiplication and a sum: some devices round the inputs of a matmul, even in float32.
         return (hidden_BD.float() * self.difference_D).sum(dim=1, keepdim=True)

@@ -46,7 +46,7 @@ class OutputPart:
     start: int
     length: int
     is_gate: bool = False
-    """Of few outputs that decide how much is kept: it stays in 16 bits where others are made int8 or FP8."""
+    """Its few outputs are gates: it stays in 16 bits where others are quantized at load."""
 
     def runs(self, padding: Padding) -> list[tuple[int, int, int]]:
         """(start, length, where it goes) of every run of rows, counted from the first row of this part."""
@@ -95,21 +95,21 @@ class HeldLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    """float32 of int8, and of groups beside bfloat16: the product adds it before it rounds."""
+    """float32 of int8, and of groups beside bfloat16: the matmul adds it before it rounds."""
     scales: nn.Parameter | None
     """float32, of quantised rows or blocks; of groups in the model's dtype."""
     zeros: nn.Parameter | None
-    """Of groups, where they have some."""
+    """Zero points of groups, if there are any."""
     shifts: nn.Parameter | None
     """int32, for inputs of one scale: the loader adds up each row's integers here; `weights_are_loaded` makes them what
     StaticInt8Weight has. So it makes `scales`."""
     behind_norm: BehindNorm | None
-    """What inputs of one scale are to a norm that rounds them."""
+    """Parameters of a norm that rounds inputs of one scale."""
     rest: nn.Parameter | None
     """Rows of the model's dtype beside quantised ones, and their bias."""
     rest_bias: nn.Parameter | None
     form: str | None
-    """Of the weight; None: the model's dtype."""
+    """The weight's form; None: the model's dtype."""
     weight_parts: dict[str, list[WeightPart]]
     gates: frozenset[str] = frozenset()
     """The names among `weight_parts` whose OutputPart `is_gate`."""
@@ -139,8 +139,8 @@ class HeldLinear(nn.Module):
     def hold(self, inputs: Sequence[Held | None]) -> None:
         """Allocate weight and bias. `inputs`: how each part of the weight is held.
 
-        Parts in 16 bits beside others are a second product where each kind lies side by side and rows of inputs have
-        their own scales; else all become the model's dtype, as they do where the form has no product of this shape.
+        Parts in 16 bits beside others are a second matmul where each kind lies side by side and rows of inputs have
+        their own scales; else all become the model's dtype, as they do where the form has no matmul for this shape.
         What no tensor fills is zero.
         """
         self.is_held, inputs = True, grouped_weights.common_form(inputs)
@@ -148,11 +148,11 @@ class HeldLinear(nn.Module):
         kinds = {each for each in inputs if each is not None}
         how = kinds.pop() if len(kinds) == 1 else None
         self._grouped_form = how if isinstance(how, GroupedForm) else None
-        if how is None or not self._has_product(how, inputs):
+        if how is None or not self._accepts(how, inputs):
             self._allocate(None, self._shape[0], self._context)
         elif not cuts:
             self._allocate(form_of(how), self._shape[0], self._context)
-            self._take_inputs(how)
+            self._set_inputs(how)
         elif len(cuts) == 1 and form_of(how) != INT8_STATIC and self.splits:
             self._split(cuts[0], form_of(how), is_first=inputs[0] is not None)
         else:
@@ -160,17 +160,17 @@ class HeldLinear(nn.Module):
 
     @property
     def rows(self) -> list[Tensor]:
-        """All that has a row for each output, for whoever moves rows; FP8 as bytes, which any operator moves."""
+        """All tensors with one row per output; FP8 as bytes, which any operator moves."""
         weight_OI = self.weight.data.view(torch.int8) if self.form == FP8 else self.weight.data
         others = (self.scales, self.zeros, self.shifts, self.bias)
         return [weight_OI, *(each.data for each in others if each is not None)]
 
-    def may_be_made(self, how: Held) -> bool:
+    def can_be_quantized(self, how: Held) -> bool:
         """Whether weights that are not gates may be held as `how`, which they are made while they are read."""
         held = [None if part.name in self.gates else how for part in self.weight_parts["weight"]]
-        return not self.stays and how in held and self._has_product(how, held)
+        return not self.stays and how in held and self._accepts(how, held)
 
-    def _has_product(self, how: Held, inputs: Sequence[Held | None]) -> bool:
+    def _accepts(self, how: Held, inputs: Sequence[Held | None]) -> bool:
         """int8 has none of more features than the platform takes. FP8 has none of sizes that no 16 bytes divide; blocks
         have none where rows or columns cut one, nor where four of them do not divide the inputs."""
         if isinstance(how, Int8Inputs):
@@ -179,7 +179,7 @@ class HeldLinear(nn.Module):
         parts = [part for part, own in zip(self.weight_parts["weight"], inputs, strict=True) if own == how]
         rows = sum(part.length for part in parts) if parts[0].dim == 0 and None in inputs else self._shape[0]
         if isinstance(how, GroupedForm):
-            return grouped_weights.has_product(how, parts, rows, self._shape[1], is_padded=self._is_padded)
+            return grouped_weights.accepts(how, parts, rows, self._shape[1], is_padded=self._is_padded)
         if how == FP8:
             return (rows | self._shape[1]) % FP8_ALIGNMENT == 0
         places = [place for part in parts for place in (part.start, part.length, part.target_start)]
@@ -219,7 +219,7 @@ class HeldLinear(nn.Module):
         self.bias = context.parameter(num_rows, dtype=wide) if self._has_bias else None
         if form == GROUPED:
             assert self._grouped_form is not None, "told by `hold`"
-            self._take_grouped(grouped_weights.allocate(self._grouped_form, num_rows, num_inputs, context))
+            self._set_grouped(grouped_weights.allocate(self._grouped_form, num_rows, num_inputs, context))
         else:
             dtype = None if form is None else torch.int8 if form in _OF_INT8 else torch.float8_e4m3fn
             self.weight = context.parameter(num_rows, num_inputs, dtype=dtype)
@@ -231,16 +231,16 @@ class HeldLinear(nn.Module):
 
     @property
     def grouped(self) -> grouped_weights.GroupedParameters | None:
-        """What holds the weight, where it is of groups."""
+        """The parameters of a grouped weight; None for other forms."""
         if self._grouped_form is None or self.scales is None:
             return None
         return grouped_weights.GroupedParameters(self._grouped_form, self.weight, self.scales, self.zeros)
 
-    def _take_grouped(self, parameters: grouped_weights.GroupedParameters) -> None:
+    def _set_grouped(self, parameters: grouped_weights.GroupedParameters) -> None:
         self.weight, self.scales, self.zeros = parameters.values, parameters.scales, parameters.zeros
         self.weight_parts |= {"zeros": []}
 
-    def _take_inputs(self, inputs: Held) -> None:
+    def _set_inputs(self, inputs: Held) -> None:
         if not isinstance(inputs, Int8Inputs) or inputs.scale is None:
             return
         context, self._inputs = self._context, inputs
@@ -255,8 +255,8 @@ class HeldLinear(nn.Module):
             self.ones.fill_(1.0)
         self.weight_parts |= {"shifts": [], "input_scale": [], "input_offset": [], "ones": []}
 
-    def let_norm_round(self) -> NormRounding:
-        """How the norm in front rounds inputs of one scale. To be asked for before `weights_are_loaded`."""
+    def fuse_norm_rounding(self) -> NormRounding:
+        """The rounding for the norm in front, for inputs of one scale. Called before `weights_are_loaded`."""
         assert self.shifts is not None, "for inputs of one scale"
         assert self.bias is not None or not self._has_bias, "weights are loaded, and the bias is in the shifts"
         self.behind_norm = BehindNorm(self._inputs, self._shape[1], self._shape[0], self._context)
@@ -285,7 +285,7 @@ class HeldLinear(nn.Module):
         if self.bias is not None and self.adds_bias:
             bias_O = self.bias.cpu().double()
         terms = StaticTerms(name, sums_O, scales_O, bias_O, self._inputs.offset)
-        shifts_O, own_scales_O = terms.of(1 / float(self.input_scale))
+        shifts_O, own_scales_O = terms.at_step(1 / float(self.input_scale))
         if self.behind_norm is not None:
             self.behind_norm.fill(terms)
         self.shifts.copy_(shifts_O)
@@ -332,7 +332,7 @@ class ColumnParallelLinear(HeldLinear):
                     ]
             target += padding.padded(part.length)
 
-    def take_bias(self) -> None:
+    def add_bias(self) -> None:
         """Have a bias with the rows of the weight. Comes before `hold`, and before anything is loaded."""
         if not self._has_bias:
             self._has_bias = True

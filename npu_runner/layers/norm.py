@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
     weight_offset = 0.0
     """Added to the checkpoint's values."""
     weight_dtype: torch.dtype | None = None
-    """None: the model's."""
+    """None means the model's dtype."""
     shift: nn.Parameter | None
     """(size,), of the model's dtype: added behind the norm. Folders of ModelSlim have one."""
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.shift, self._context = None, context
         self._rounding: str | NormRounding | None = None
 
-    def take_shift(self) -> None:
+    def add_shift(self) -> None:
         """Allocate `shift`, which the loader then fills."""
         self.shift = self._context.parameter(len(self.weight))
 
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         if not self.quantised.fuses_rounding:
             return
         if linear.form == INT8_STATIC:
-            self._rounding = linear.let_norm_round()
+            self._rounding = linear.fuse_norm_rounding()
         elif linear.form in (INT8, FP8, FP8_BLOCKS):
             self._rounding = linear.form
 
@@ -66,13 +66,13 @@ class RMSNorm(nn.Module):
 
 
 class Float32RMSNorm(RMSNorm):
-    """With weights in float32: a product in 16 bits is rounded once, behind the weight, as in OLMo 2."""
+    """Its weights are float32: a result in 16 bits is rounded once, after the weight, as in OLMo 2."""
 
     weight_dtype = torch.float32
 
 
 class ZeroCentredRMSNorm(Float32RMSNorm):
-    """Of a checkpoint whose weights are stored less 1; here they are whole, in float32, lest 1 + w round."""
+    """The checkpoint stores its weights less 1. Here they are whole, in float32, because 1 + w would round."""
 
     weight_offset = 1.0
 

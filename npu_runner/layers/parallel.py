@@ -1,4 +1,5 @@
-"""What every layer is built with: this rank's share of the work, and where its parameters live. Knows no model."""
+"""The context that every layer is built with: this rank's share of the work, and where its parameters live. Knows no
+model."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ class LayerContext:
     gated_delta: GatedDeltaBackend | None = None
     weight_forms: tuple[str, ...] = ()
     quantised: QuantisedOps = None  # type: ignore[assignment]
-    """None: those of plain torch."""
+    """None means those of plain torch."""
 
     def __post_init__(self) -> None:
         if self.quantised is None:
@@ -149,7 +150,7 @@ class WeightPart:
     is_elsewhere: bool = False
     axes: tuple[int, ...] | None = None
     member: str = ""
-    """What reads one matrix of a stack alone adds this to its name (weights_reader.Member): `shape` is the stack's, and
+    """A suffix to the name that selects one matrix of a stack (weights_reader.Member): `shape` is the stack's, and
     `dim` counts in the matrix, (outputs, inputs)."""
     offset: float = 0.0
     """Added to each value, in the parameter's dtype: norms are stored less 1 by some."""

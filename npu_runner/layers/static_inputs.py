@@ -1,7 +1,7 @@
-"""What products with inputs of one scale are shifted and scaled by, in each of the two ways in which these are rounded.
+"""Shifts and scales of matmuls with inputs of one scale, for both ways in which the inputs are rounded.
 
-Products multiply with the scale's reciprocal, a norm in front of one divides by the scale. Each of the two numbers is
-rounded to 16 bits, so each has shifts and scales of its own that give back what it lost.
+A matmul multiplies with the scale's reciprocal, a norm in front of it divides by the scale. Each of the two numbers is
+rounded to 16 bits, so each has shifts and scales of its own that correct the rounding.
 
 O outputs, D hidden size.
 """
@@ -24,18 +24,18 @@ MOST_ROWS_WITH_ONES = 1024
 
 @dataclass(frozen=True)
 class StaticTerms:
-    """Of a linear of int8, on the CPU in float64."""
+    """The terms of an int8 linear, on the CPU in float64."""
 
     name: str
-    """Of its weight in the checkpoint."""
+    """The weight's name in the checkpoint."""
     sums_O: Tensor
-    """Of each row's integers."""
+    """The sum of each row's integers."""
     scales_O: Tensor
     bias_O: Tensor
     offset: float
-    """Of inputs."""
+    """The offset of the inputs."""
 
-    def of(self, step: float) -> tuple[Tensor, Tensor]:
+    def at_step(self, step: float) -> tuple[Tensor, Tensor]:
         """Shifts (int32) and scales (float32) for inputs round(x / step + offset).
 
         Raises WeightsError for a bias that is too large for a shift.
@@ -50,7 +50,7 @@ class StaticTerms:
 
 
 class BehindNorm(nn.Module):
-    """How a norm rounds inputs of a linear with `num_outputs`, and the terms of products with them."""
+    """The rounding of a norm in front of a linear with `num_outputs`, and the terms of its matmuls."""
 
     shifts: nn.Parameter
     scales: nn.Parameter
@@ -71,6 +71,6 @@ class BehindNorm(nn.Module):
         return NormRounding(self.input_scales, self.input_offsets)
 
     def fill(self, terms: StaticTerms) -> None:
-        shifts_O, scales_O = terms.of(float(self.input_scales[0]))
+        shifts_O, scales_O = terms.at_step(float(self.input_scales[0]))
         self.shifts.copy_(shifts_O)
         self.scales.copy_(scales_O)

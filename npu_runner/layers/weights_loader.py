@@ -60,8 +60,8 @@ def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def fill_with_random_weights(model: nn.Module, seed: int, how: Held = BY_ROW) -> None:
-    """Small random values for every parameter, drawn on its device: real shapes and speed without a checkpoint. `how`:
-    as of `hold_rounded`."""
+    """Small random values for every parameter, made on its device, for real shapes and speed. `how`: as
+    of `hold_rounded`."""
     hold_rounded(model, how)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=parameter.device).manual_seed(seed + index)

@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         cos_TR, sin_TR = self.rotary(positions)
         residual_TD = None
         rows_T, levels = deepstack if deepstack is not None else (None, [])
-        in_whole, last = metadata.of_whole_layers(), len(self.layers) - 1
+        in_whole, last = metadata.without_ends(), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             of_layer = metadata if index == last else in_whole
             x_TD, residual_TD = layer(x_TD, residual_TD, cos_TR, sin_TR, of_layer)

@@ -1,4 +1,4 @@
-"""Which platforms there are: our own three, and those of installed packages. Knows no vendor and imports no torch.
+"""The available platforms: our own three, and those of installed packages. Knows no vendor and imports no torch.
 
 A platform of another package is an entry point of the group `npu_runner.platforms`: its name is the platform's, its
 value a `Platform` subclass. A platform's module is imported when that platform, or "auto", is selected.
@@ -110,7 +110,7 @@ def find_platform(name: str) -> Platform:
 
 
 def load(target: str) -> Any:
-    """What "MODULE:NAME" stands for."""
+    """Import the object that "MODULE:NAME" names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -54,8 +54,8 @@ class AttentionBackend(ABC):
         return None
 
     def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
-        """How many tiles a captured prefill of so many tokens and sequences has at most. A tile is four numbers that
-        say what some tokens attend to. For backends that `records_prefills`."""
+        """The most tiles of a captured prefill with this number of tokens and sequences. A tile is four numbers that
+        say which keys some tokens attend to. For backends with `records_prefills`."""
         raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
     def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:

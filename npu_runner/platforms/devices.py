@@ -27,14 +27,14 @@ class MemoryInfo:
 
 
 class Memory(ABC):
-    """That of the current device."""
+    """Memory of the current device."""
 
     @abstractmethod
     def info(self) -> MemoryInfo | None:
         """None where memory is not a device's own (the CPU): the KV cache is then a setting."""
 
     def free_bytes(self) -> int | None:
-        """What may still be taken; None where that is not known."""
+        """Bytes that may still be allocated; None where that is unknown."""
         info = self.info()
         return None if info is None else info.free_bytes + info.reserved_bytes - info.allocated_bytes
 
@@ -71,7 +71,7 @@ class Memory(ABC):
 
 
 class DeviceMemory(Memory):
-    """Of a vendor whose module in torch has the names of torch.cuda.
+    """For a vendor whose module in torch has the names of torch.cuda.
 
     out_of_memory: texts of out-of-memory errors beside torch.OutOfMemoryError, when another library than the allocator
     requested memory. loses_work: after an error the device may drop submitted work, events included.
@@ -138,7 +138,7 @@ class Devices(ABC):
 
 
 class Communicators(ABC):
-    """What ranks talk through."""
+    """Creates process groups of ranks."""
 
     backend: str
     """Its name in torch.distributed."""
@@ -146,7 +146,7 @@ class Communicators(ABC):
     """Graph modes whose collectives must not share a communicator with eager ones."""
 
     def options(self, *, serves_graphs: bool, is_second: bool) -> Any:
-        """What torch.distributed makes a process group with; None: its own defaults.
+        """Options of torch.distributed for a process group; None: its own defaults.
 
         serves_graphs: captured or compiled steps use it. is_second: another one of the same ranks exists beside it.
         """
@@ -159,7 +159,7 @@ class Communicators(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Those of one platform that work through torch."""
+    """The roles of one platform that work through torch."""
 
     devices: Devices
     communicators: Communicators

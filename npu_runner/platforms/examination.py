@@ -1,4 +1,4 @@
-"""What `npu-runner doctor` looks at before anything is computed, the same for every platform unless it has more to say.
+"""The checks of `npu-runner doctor` before anything is computed. They are the same for every platform that adds none.
 
 Nothing here imports torch: on the hosts that need a doctor that may fail.
 """
@@ -30,7 +30,7 @@ class Findings:
     packages: Packages
 
     @classmethod
-    def of(cls, host: Host) -> Findings:
+    def from_host(cls, host: Host) -> Findings:
         found = run_function(host, installed_packages)
         return cls(host, found.reports[0] if found.reports else {})
 
@@ -59,11 +59,11 @@ class Examination:
         return ("import torch", self.platform.name)
 
     remedy: str = ""
-    """What is to be done where `Platform.why_unavailable` finds a reason."""
+    """The remedy where `Platform.why_unavailable` finds a reason."""
 
     @property
     def graph_modes(self) -> tuple[str, ...]:
-        """What is computed unless the user says otherwise: eagerly, and as a run does that names no mode."""
+        """The modes that the doctor computes unless the user names one: eager, and the default of a run."""
         return tuple(dict.fromkeys(("eager", self.platform.defaults.graph_mode)))
 
     def signs(self) -> Signs:
@@ -86,11 +86,11 @@ class Examination:
         return Check("import torch", "failed", outcome.error, remedy)
 
     def why_torch_fails(self, outcome: Outcome) -> str:
-        """What to do where this vendor's extension is installed and spoils `import torch`; else an empty text."""
+        """The remedy where this vendor's extension is installed and breaks `import torch`; else an empty text."""
         return ""
 
     def explain(self, outcome: Outcome, otherwise: str = "see the failed checks above") -> str:
-        """What to do about a computation that failed or hangs."""
+        """The remedy for a computation that failed or hangs."""
         return "give a longer --timeout; else a device hangs" if outcome.is_timeout else otherwise
 
     def computes(self, dtype: str, *, is_dense: bool) -> bool:
@@ -108,7 +108,6 @@ class Examination:
 
 
 def examination_of(platform: Platform, findings: Findings) -> Examination:
-    """What that platform says is to be looked at."""
     found: Examination = load(platform.examination)(platform, findings)
     return found
 
@@ -120,7 +119,7 @@ def check_packages(packages: Packages, needed: tuple[str, ...], who: str, instea
         return Check("Python packages", "ok", f"all {len(needed)} are installed")
     others = " ".join(name for name in missing if name != "torch")
     remedies = [f"install torch{instead}"] if "torch" in missing else []
-    # What is there stays as it is: pip stops rather than replace an image's numpy or torch. Not `pip freeze`: it writes
+    # Installed packages stay: pip stops rather than replace an image's numpy or torch. Not `pip freeze`: it writes
     # what came from a wheel file as `torch @ file://...`, and that is no constraint.
     remedies += [f"pip list --format=freeze >image.txt; pip install -c image.txt {others}"] if others else []
     return Check("Python packages", "failed", f"{who} {', '.join(missing)}: not installed", "; ".join(remedies))

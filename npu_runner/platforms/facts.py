@@ -1,4 +1,4 @@
-"""What the backends of a platform can do, read before one exists and on hosts without its device. Imports no torch."""
+"""The abilities of a platform's backends, read before one exists and on hosts without its device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """What an attention backend can do."""
+    """The abilities of an attention backend."""
 
     block_sizes: tuple[int, ...] | None = None
     """The sizes of KV blocks that it reads; None: any."""
     vision_head_dims: tuple[int, ...] | None = None
     """The head dims that it computes for vision towers, in ascending order; None: any."""
     fp8_prompt_room: int | None = None
-    """None: keys and values stay in the model's dtype. Else it can keep them in e4m3. A prefill then has room in 16
-    bits for this multiple of the largest prefill's tokens."""
+    """None means that keys and values stay in the model's dtype; else it can keep them in e4m3. A prefill then has room
+    in 16 bits for this multiple of the largest prefill's tokens."""
     records_prefills: bool = False
     """Its short prefills are recorded in graphs, in every graph mode but eager (`graph_tiles`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateFacts:
-    """What a platform's Gated DeltaNet backend can do."""
+    """The abilities of a platform's Gated DeltaNet backend."""
 
     most_drafts: int | None = 0
     """The most drafts of a row that it verifies; None: any number."""

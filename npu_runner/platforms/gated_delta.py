@@ -1,4 +1,4 @@
-"""What a vendor must provide for Gated DeltaNet layers (arXiv 2412.06464): the convolution and the gated delta rule.
+"""The contract of a vendor for Gated DeltaNet layers (arXiv 2412.06464): the convolution and the gated delta rule.
 
 Knows no model and no pool: states come as tensors, a slot a sequence, and are updated in place.
 
@@ -83,8 +83,8 @@ class Ring(NamedTuple):
         """P: L, and as many more as a row has drafts at most."""
         return self.updates.shape[-3]
 
-    def of_layer(self, layer: int) -> Ring:
-        """Of rings with a dimension of layers before the others, but for `starts`."""
+    def for_layer(self, layer: int) -> Ring:
+        """The ring of one layer. This one has a dimension of layers before the others, except in `starts`."""
         return self._replace(updates=self.updates[layer], keys=self.keys[layer], log_decays=self.log_decays[layer])
 
 
@@ -203,8 +203,9 @@ class RingedGatedDelta(GatedDeltaBackend):
     @abstractmethod
     def step_in_ring(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
                      state: Tensor, ring: Ring, metadata: AttentionMetadata) -> Tensor:
-        """As `delta_rule` of a decode step. The token goes into the slot's ring; the L-th goes into the state, with all
-        of the ring, which is empty then. A prefill finds every ring empty: no decode step comes before it in its slot.
+        """The `delta_rule` of a decode step. The token goes into the slot's ring; the L-th goes into the state, with
+        all of the ring, which is empty then. A prefill finds every ring empty: no decode step comes before it in its
+        slot.
 
         With `metadata.state_plan` a row's tokens follow one another, and all of them go into the ring.
         """

@@ -23,7 +23,7 @@ from torch import Tensor
 from npu_runner.platforms.gated_delta import CHUNK_SIZE, StateSave
 
 CHUNK_SIZES = (8, 16, 32, CHUNK_SIZE)
-"""How long a padded chunk may be. Rows of a few tokens would otherwise cost as much as 64."""
+"""Lengths of padded chunks. Rows of a few tokens would otherwise cost as much as 64."""
 PIECE_CHUNKS = 32
 
 
@@ -65,7 +65,7 @@ class ChunkGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionPlan:
-    """What is convolved is each row behind the W - 1 inputs before it, L = T + B (W - 1) in all.
+    """Each row is convolved behind the W - 1 inputs before it, L = T + B (W - 1) in all.
 
     sources_L: of [the step's inputs; what the slots hold], is_old_B as in ChunkGroup; places_T: where each token's
     output lies. tails_XW: the last W - 1 inputs of each row, then of each save; saved_slots of these, or None.
@@ -80,7 +80,7 @@ class ConvolutionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Of one step, for all layers. Indices are int64 on the device."""
+    """The plan of one step, for all layers. Indices are int64 on the device."""
 
     convolution: ConvolutionPlan
     groups: list[ChunkGroup]
@@ -88,7 +88,7 @@ class PrefillPlan:
 
 @dataclass(kw_only=True)
 class DraftSources:
-    """What the convolutions of a decode step with drafts read. Indices on the device.
+    """The inputs of the convolutions of a decode step with drafts, as indices on the device.
 
     firsts_N: tokens whose slots hold what N sequences, or tokens, go on from. sources_TW: the inputs that each token
     sees, itself at last, of [the step's inputs; W - 1 before each of these].
@@ -197,7 +197,7 @@ def plan_convolution(query_lens_B: Sequence[int], context_lens_B: Sequence[int],
 
 
 def plan_draft_steps(query_lens_B: Sequence[int], kernel_size: int, device: torch.device) -> DraftSources:
-    """Of a decode step whose sequences have so many tokens."""
+    """Plan a decode step whose sequences have these numbers of tokens."""
     lens_B, before = np.asarray(query_lens_B, dtype=np.int32), kernel_size - 1
     firsts_B = (np.cumsum(lens_B) - lens_B).astype(np.int64)
     num_tokens, rows_T = int(lens_B.sum()), np.repeat(np.arange(len(lens_B)), lens_B)

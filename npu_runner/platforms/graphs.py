@@ -32,7 +32,7 @@ called once or more while it is recorded."""
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSettings:
-    """What a graph compiler is made for.
+    """The runner's settings for a graph compiler.
 
     `identity` holds everything of the runner that shapes a graph. `cache_dir` keeps compiled graphs from one run to the
     next; None keeps none.
@@ -48,9 +48,9 @@ class GraphCompiler(ABC):
     like it, into another one. What is asked or said of a batch size is so of both."""
 
     waits_for_replay: bool = False
-    """What `before_replay` gives to a graph may still be read by its last replay: that is waited for first."""
+    """The last replay may still read what `before_replay` writes, so the caller waits for it first."""
     context_lens_dtype: type[np.integer[Any]] = np.int32
-    """Of StepInputs.context_lens, as graphs read them."""
+    """The dtype of StepInputs.context_lens in graphs."""
 
     @abstractmethod
     def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bit integers with a scale for each row, or for each group of a row's inputs, and products with
+"""Weights of 4 or 8 bit integers with a scale for each row, or for each group of a row's inputs, and matmuls with
 inputs that are not rounded: w = (values - zeros) * scales. In plain torch; knows no vendor.
 
 O output features, I input features, G groups of I / G inputs, T tokens.
@@ -17,7 +17,8 @@ GROUPED = "grouped"
 
 
 class GroupedWeight(NamedTuple):
-    """As the loader fills it. `QuantisedOps.prepare_weight` may change the layout, for the same platform's `linear`."""
+    """The weight as the loader fills it. `QuantisedOps.prepare_weight` may change the layout, for the same platform's
+    `linear`."""
 
     values: Tensor
     """int8 (O, I); or of 4 bits `packed`, uint8 (O, I / 2)."""
@@ -50,6 +51,6 @@ def dequantised(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     return wide_OGI.mul_(weight.scales.float()[..., None]).flatten(1).to(dtype)
 
 
-def product(x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
+def matmul(x_TI: Tensor, weight: GroupedWeight, bias_O: Tensor | None) -> Tensor:
     """The definition of `QuantisedOps.linear` with a GroupedWeight."""
     return F.linear(x_TI, dequantised(weight, x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype))

@@ -1,4 +1,4 @@
-"""What the doctor looks at: one host, described by its environment, its folders and programs run on it.
+"""One host, as the doctor examines it: its environment, its folders and programs run on it.
 
 Everything that could crash or hang (importing torch, loading a library of a vendor) runs in a process of its own. Knows
 nothing of what is right or wrong.
@@ -54,7 +54,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended: what it reported (JSON values, in order), and the first error it named, if it failed."""
+    """The end of a program: its reports (JSON values, in order), and the first error it named, if it failed."""
 
     reports: list[Any]
     error: str | None

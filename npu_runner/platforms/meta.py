@@ -180,8 +180,8 @@ class MetaOps(TorchOps):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor,
                 held: HeldExperts | None = None) -> Tensor:
-        """A row for each token and expert, here or not. Kernels that gather rows themselves make no products of gate
-        and up."""
+        """A row for each token and expert, here or not. Kernels that gather rows themselves have no outputs of gate and
+        up."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.numel() // (len(down) * hidden_size)
         rows_PD = x_TD.new_empty(num_pairs if self.copies_rows else 0, hidden_size)
@@ -210,8 +210,8 @@ class MetaQuantisedOps(QuantisedOps):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                           down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        """As `experts`, inputs of both matmuls in 8 bits. Where rows are copied, the results of gate and up are
-        int32. Else they are of x's dtype, and so is what is rounded for the second matmul."""
+        """Like `experts`, with the inputs of both matmuls in 8 bits. Where rows are copied, the results of gate and up
+        are int32. Else they are of x's dtype, and so is what is rounded for the second matmul."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]
         width = down.values.numel() // (len(down.values) * hidden_size)
         rows_PD = x_TD.new_empty(num_pairs if self.ops.copies_rows else len(x_TD), hidden_size, dtype=torch.int8)

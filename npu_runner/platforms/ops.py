@@ -20,7 +20,7 @@ from torch import Tensor
 AddAt: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
 """(table (N,) float32, places (B,) int64, none twice, amounts (B,) float32): adds to the table, in place."""
 
-AllowedDraw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskedSampler: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits (B, V), temperatures (B, 1) float32, uniforms (B, 1) float32, words (C, W) int32, masks (B,) int32: the mask
 of each row, -1 for none) -> tokens (B, 1) int32; -1 where a row is no number, -2 where nothing is left to come."""
 
@@ -34,7 +34,7 @@ class HeadNorms(NamedTuple):
 
 
 class HeldExperts(NamedTuple):
-    """Of a layer's `total` experts a rank holds those from `first` on, as many as it has weights for."""
+    """A rank holds the experts from `first` on, of the layer's `total`. Its weights say how many."""
 
     first: int
     total: int
@@ -111,7 +111,7 @@ class Ops(ABC):
         return x_TD + torch.sigmoid(gate_T1) * y_TD
 
     def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
-        """x * sigmoid(gate), the sigmoid rounded before the product."""
+        """x * sigmoid(gate), the sigmoid rounded before the multiplication."""
         return x_TNH * torch.sigmoid(gate_TNH)
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
@@ -132,7 +132,7 @@ class Ops(ABC):
         """Add to a few places of a table in place. No place comes twice."""
         table_N.index_add_(0, places_B, amounts_B)
 
-    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def softmax_sampler(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function that samples from the whole vocabulary at once; None: the sampler's plain operators do.
 
         `greedy`: rows may have temperature 0, which is the most probable token, the first of equals.
@@ -151,10 +151,11 @@ class Ops(ABC):
         that a row which is no number still shows it.
         """
 
-    def allowed_draw(self) -> AllowedDraw | None:
-        """What draws from the tokens that masks leave, without a copy of the logits; None: `allow_tokens` comes first.
+    def masked_sampler(self) -> MaskedSampler | None:
+        """A function that samples from the tokens that masks allow, without a copy of the logits; None: `allow_tokens`
+        comes first.
 
-        As a greedy `softmax_draw`, and for each row which mask is its own.
+        As a greedy `softmax_sampler`, and for each row which mask is its own.
         """
         return None
 

@@ -38,12 +38,12 @@ class PlatformDefaults:
     graph_mode: str
     async_scheduling: bool
     dtype: str | None = None
-    """None: the checkpoint's."""
+    """None means the checkpoint's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNeeds:
-    """What a model asks of a platform, known before its weights are read. Heads are this rank's."""
+    """A model's requirements on a platform, known before its weights are read. Heads are this rank's."""
 
     dtype: str
     head_dim: int
@@ -52,7 +52,7 @@ class ModelNeeds:
     block_size: int
     has_experts: bool
     has_states: bool
-    """Gated DeltaNet layers."""
+    """The model has Gated DeltaNet layers."""
     has_windows: bool
     """Sliding windows that a context of max_model_len outgrows."""
     tower: tuple[int, int] | None
@@ -67,29 +67,29 @@ class Platform(ABC):
     """`auto` takes the usable platform of the highest priority. Ours: 30 and 20 with devices, 0 without."""
     defaults: PlatformDefaults
     attention_backends: Mapping[str, AttentionFacts]
-    """What `attention_backend` may name. auto takes the first."""
+    """The names that `attention_backend` accepts. auto means the first."""
     state_facts: StateFacts = StateFacts()
     graph_modes: tuple[str, ...] = ("eager", "reduce-overhead", "max-autotune")
     keeps_graphs: tuple[str, ...] = ()
     """The graph modes whose compiled graphs can be kept from one run to the next."""
     weight_forms: tuple[str, ...] = ()
-    """Forms of quantised weights that it has products for, with inputs of 16 bits: names of the setting
+    """Forms of quantised weights that it has matmuls for, with inputs of 16 bits: names of the setting
     `quantization`, fp8 and fp8_blocks, and of experts int8_experts and fp8_block_experts (platforms/quantised.py).
     Weights of another form are dequantised while loading."""
     rounds_weights: bool = False
-    """`quantization` int8 and fp8 are taken without such products: what was rounded is dequantised."""
+    """`quantization` accepts int8 and fp8 without such matmuls: rounded weights are dequantised."""
     copies_rows_to_experts: bool = True
     """A token's row is copied for each of its experts, and not read where it lies."""
     lost_error_remedy = "run again with each operation waited for"
-    """What shows the error of an operation that runs behind the host's back."""
+    """The remedy that shows the error of an operation that runs asynchronously."""
     ray_resource: str
-    """What Ray calls the devices of this platform."""
+    """Ray's name for the devices of this platform."""
     visible_devices: str | None = None
     """The variable that lists the devices that a process sees. None: there are none to share out, but cores."""
     device_files: str | None = None
     """Pattern of the files that a driver makes, one for each device. None: no file shows that devices are there."""
     examination: str = "npu_runner.platforms.examination:Examination"
-    """What `npu-runner doctor` looks at: the module and name of an `Examination`."""
+    """The module and name of the `Examination` that `npu-runner doctor` runs."""
 
     @abstractmethod
     def why_unavailable(self) -> str | None:
@@ -167,7 +167,8 @@ class Platform(ABC):
         """The backend called `name` ("auto": the best here), for this rank's head counts."""
 
     def make_gated_delta(self, shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaBackend:
-        """What computes Gated DeltaNet layers of this rank's shape. Raises ConfigError for one it cannot do."""
+        """The backend for Gated DeltaNet layers of this rank's shape. Raises ConfigError for a shape it does not
+        support."""
         raise ConfigError(f"platform {self.name} has no Gated DeltaNet; run this model on another one")
 
     @abstractmethod
@@ -176,6 +177,6 @@ class Platform(ABC):
 
 
 def chosen_devices(visible: str | None, devices: Sequence[int]) -> str:
-    """What a variable must list for a process to see these devices. `visible`: what it lists here; None: all."""
+    """The value of a variable that shows a process these devices. `visible`: the value here; None: all are visible."""
     names = None if visible is None else [name.strip() for name in visible.split(",")]
     return ",".join(str(device) if names is None else names[device] for device in devices)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 
 def zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of `sizes`, contiguous. They are flat at first: a device may keep memory of five dimensions in a layout
-    that other views lack.
+    """Contiguous zeros of `sizes`, allocated flat: a device may keep memory of five dimensions in another layout.
 
     In host memory they are pages of the operating system, each of which is taken when it is first written. Raises
-    MemoryError where the system refuses so many, and RuntimeError of an allocator that has no more.
+    MemoryError where the system refuses them, and RuntimeError of an allocator that has no more.
     """
     num_elements = math.prod(sizes)
     if device.type != "cpu" or not num_elements:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight
-from npu_runner.platforms.grouped import product as grouped_product
+from npu_runner.platforms.grouped import matmul as grouped_matmul
 from npu_runner.platforms.ops import HeldExperts, Ops, loop_over_experts
 
 INT8, INT8_STATIC = "int8", "int8_static"
@@ -22,7 +22,7 @@ _LEAST, _MOST = -128, 127
 
 
 class Int8Weight(NamedTuple):
-    """Rows of int8 and a scale for each: values * scales. Products take inputs that are rounded alike."""
+    """Rows of int8 and a scale for each: values * scales. Matmuls take inputs that are rounded alike."""
 
     values_OI: Tensor
     """int8, contiguous."""
@@ -35,11 +35,11 @@ FP8, FP8_BLOCKS = "fp8", "fp8_blocks"
 FP8_BLOCK = 128
 FP8_MAX = 448.0
 FP8_ALIGNMENT = 16
-"""What inputs and outputs of products with FP8 are multiples of."""
+"""The number of inputs and of outputs of an FP8 matmul is a multiple of it."""
 
 
 class Fp8Weight(NamedTuple):
-    """values * scales. Products take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
+    """values * scales. Matmuls take inputs that are rounded to FP8, a scale for each row, or for each 128 of one."""
 
     values_OI: Tensor
     """float8_e4m3fn, contiguous."""
@@ -52,7 +52,7 @@ INT8_EXPERTS, FP8_EXPERTS = "int8_experts", "fp8_block_experts"
 
 
 class QuantisedExperts(NamedTuple):
-    """Of each expert what `Int8Weight` or `Fp8Weight` holds of a weight: values * scales."""
+    """Each expert has what `Int8Weight` or `Fp8Weight` holds: values * scales."""
 
     values: Tensor
     """int8 or float8_e4m3fn, contiguous: (E, O, I), or (E, I, O) with `Ops.experts_in_out`."""
@@ -61,45 +61,45 @@ class QuantisedExperts(NamedTuple):
 
 
 class Int8Rows(NamedTuple):
-    """Inputs of such products, rounded already: values * scales, one scale for each token."""
+    """Inputs of such matmuls, rounded already: values * scales, one scale for each token."""
 
     values_TI: Tensor
     """int8."""
     scales_T: Tensor
     """float32."""
     dtype: torch.dtype
-    """What they were, and what products with them are."""
+    """The dtype of the inputs before rounding, and of the outputs of matmuls."""
 
 
 class Fp8Rows(NamedTuple):
-    """Inputs of products with `Fp8Weight`, rounded already: values * scales."""
+    """Inputs of matmuls with `Fp8Weight`, rounded already: values * scales."""
 
     values_TI: Tensor
     """float8_e4m3fn."""
     scales: Tensor
     """float32, (T,), or (T, I / 128)."""
     dtype: torch.dtype
-    """What they were, and what products with them are."""
+    """See `Int8Rows.dtype`."""
 
 
 class StaticInt8Weight(NamedTuple):
-    """Rows of int8 for products with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
+    """Rows of int8 for matmuls with inputs of one scale and one offset: round(x * input_scale + input_offset)."""
 
     values_OI: Tensor
     """int8, contiguous."""
     shifts_O: Tensor
-    """int32, in units of the sums of integers: the bias, less what the offset adds."""
+    """int32, scaled as the sums of integers: the bias, less the offset's share."""
     scales_O: Tensor
     """float32, of the sums: those of the weights times the scale of inputs, as this is rounded."""
     input_scale_1: Tensor
     input_offset_1: Tensor
     """Both of x's dtype."""
     ones_R: Tensor | None = None
-    """float32, for products in float16 that take their scales exactly only beside scales of rows."""
+    """float32, for matmuls in float16 that take their scales exactly only beside scales of rows."""
 
 
 class NormRounding(NamedTuple):
-    """How a norm rounds what such a product takes: round(x / scales + offsets).
+    """A norm rounds the inputs of such a matmul as round(x / scales + offsets).
 
     In bfloat16 both are of it. Else scales are float32, and offsets int32.
     """
@@ -109,12 +109,12 @@ class NormRounding(NamedTuple):
 
 
 class StaticRows(NamedTuple):
-    """Inputs of such a product, rounded already."""
+    """Inputs of such a matmul, rounded already."""
 
     values_TI: Tensor
     """int8."""
     dtype: torch.dtype
-    """What they were, and what products with them are."""
+    """See `Int8Rows.dtype`."""
 
 
 RoundedRows: TypeAlias = Int8Rows | Fp8Rows | StaticRows
@@ -158,11 +158,11 @@ class QuantisedOps:
         """
         if isinstance(weight, GroupedWeight):
             assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
-            return grouped_product(x_TI, weight, bias_O)
+            return grouped_matmul(x_TI, weight, bias_O)
         if isinstance(weight, StaticInt8Weight):
             static = static_rows(x_TI, weight) if isinstance(x_TI, Tensor) else x_TI
             assert isinstance(static, StaticRows), "rows have no scales of their own here"
-            return static_product(static, weight)
+            return static_matmul(static, weight)
         if isinstance(weight, Int8Weight):
             rows = int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
             assert isinstance(rows, Int8Rows), "int8 weights take rows of int8"
@@ -235,7 +235,7 @@ def divided_rows(x_TD: Tensor, rounding: NormRounding) -> StaticRows:
     return _rows(x_TD.float() / rounding.scales_D.float() + rounding.offsets_D.float(), x_TD.dtype)
 
 
-def static_product(rows: StaticRows, weight: StaticInt8Weight) -> Tensor:
+def static_matmul(rows: StaticRows, weight: StaticInt8Weight) -> Tensor:
     """(q values^T + shifts) * scales, (T, O), where q are the rows; the sum is exact, the rest float32."""
     sums_TO = torch._int_mm(rows.values_TI, weight.values_OI.t()) + weight.shifts_O
     return (sums_TO.float() * weight.scales_O).to(rows.dtype)

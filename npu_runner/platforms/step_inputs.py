@@ -1,4 +1,4 @@
-"""What one step gives to attention and to what keeps states: where its tokens lie. Knows no vendor and no kernel.
+"""The tensors that one step passes to attention and to layers with states. Knows no vendor and no kernel.
 
 Shapes: T tokens of a step, B sequences of a step, W blocks per sequence, S block size.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class StepInputs(NamedTuple):
-    """What the forward of one step reads, int32 on the device. Whoever neither fills nor reads it passes it on whole.
+    """The inputs of one step's forward, int32 on the device. Other code passes them on whole.
 
     Compiled code takes it as one argument (dynamo sees through it) or flat, in this order: `StepInputs(*tensors)`.
     """
@@ -39,8 +39,8 @@ class StepInputs(NamedTuple):
     among them. All 1 without drafts. Read where layers keep a state, and steps with drafts run in graphs."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
-        """Those of `tensors` that belong here, by name."""
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Select the fields from `tensors`, by name."""
         return cls(*(tensors[name] for name in cls._fields))
 
 
@@ -73,19 +73,20 @@ class AttentionMetadata:
     ends: PromptEnds | None = None
     """In the last layer of a prefill of which only these are read: what comes behind attention has their rows alone."""
     derived: dict[Any, Any] = field(default_factory=dict)
-    """What a backend made of this step's tensors in one layer and takes again in the next, by names of its own."""
+    """Results that a backend derives from this step's tensors in one layer and reuses in the next, by names of its own.
+    """
 
     @classmethod
-    def of(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
+    def from_inputs(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
            ends: PromptEnds | None = None) -> AttentionMetadata:
         return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
                    inputs.state_slots, state_plan, ends)
 
     def of_ends(self, x: Tensor) -> Tensor:
-        """Of `x` (T, ...) the rows of the ends (B, ...); all where there are none."""
+        """The rows of `x` (T, ...) at the ends, (B, ...); all rows if there are no ends."""
         return x if self.ends is None else x.index_select(0, self.ends.rows_B)
 
-    def of_whole_layers(self) -> AttentionMetadata:
+    def without_ends(self) -> AttentionMetadata:
         """For the layers before the last one."""
         return self if self.ends is None else replace(self, ends=None)
 

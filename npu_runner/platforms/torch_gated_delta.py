@@ -117,7 +117,7 @@ class TorchGatedDelta(GatedDeltaBackend):
         They are updated in place."""
         q_BKD, k_BKD, v_BVD = self._heads(qkv_BC)
         group = self.shape.num_v_heads // self.shape.num_k_heads
-        # Each head of each row is a product of its own.
+        # Each head of each row is a matmul of its own.
         q, k = (x.repeat_interleave(group, dim=1).flatten(0, 1)[..., None] for x in (q_BKD, k_BKD))
         s = states.view(-1, *states.shape[2:]).mul_(g_BV.exp().view(-1, 1, 1))
         d = torch.baddbmm(v_BVD.flatten(0, 1)[..., None], s, k, alpha=-1) * beta_BV.view(-1, 1, 1)
@@ -138,7 +138,7 @@ class TorchGatedDelta(GatedDeltaBackend):
         first = 0
         for wave in piece.waves:
             chunks = slice(first, first + wave.num_rows)
-            out[chunks] = parts.of(chunks).run(states_R[: wave.num_rows])
+            out[chunks] = parts.select(chunks).run(states_R[: wave.num_rows])
             first = chunks.stop
             if wave.saved_rows is not None and wave.saved_slots is not None:
                 self.write(state, wave.saved_slots, states_R.index_select(0, wave.saved_rows))
@@ -177,11 +177,11 @@ _BLOCK = 8
 
 @dataclass(frozen=True)
 class ChunkParts:
-    """What a chunk needs beside the state that enters it.
+    """The terms of a chunk beside the state that enters it.
 
-    q, k (N, Nk, S, K). values (N, Nv, S, V): what each place would write to an empty state; reads (N, Nv, S, K): what
-    of an entering state it takes away from that. weights (N, Nv, S, S): what each place reads of those before it.
-    from_start (N, Nv, S): how much of the entering state is left at each place; to_end: of each place, at the end.
+    q, k (N, Nk, S, K). values (N, Nv, S, V): the update of each position to an empty state; reads (N, Nv, S, K): the
+    part that an entering state subtracts from it. weights (N, Nv, S, S): each position's read of earlier ones.
+    from_start (N, Nv, S): the decay of the entering state up to each position; to_end: of each position, to the end.
     """
 
     q: Tensor
@@ -192,7 +192,7 @@ class ChunkParts:
     from_start: Tensor
     to_end: Tensor
 
-    def of(self, chunks: slice) -> ChunkParts:
+    def select(self, chunks: slice) -> ChunkParts:
         return ChunkParts(self.q[chunks], self.k[chunks], self.values[chunks], self.reads[chunks],
                           self.weights[chunks], self.from_start[chunks], self.to_end[chunks])
 

@@ -26,7 +26,7 @@ _DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
 _ALIGNMENT_BYTES = 64
 
 Shape = tuple[tuple[int, ...], str]
-"""Of an array: extents, and the name of its dtype."""
+"""An array's extents, and the name of its dtype."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:

@@ -98,7 +98,7 @@ class RankAssembly:
         if pooling is not None:
             own = {"pooling": pooling, "hidden_size": self.model_config.hidden_size}
         elif speculative is not None:
-            own |= {"speculative": speculative, "graphs_take_drafts": self.settings.graphs_take_drafts}
+            own |= {"speculative": speculative, "graphs_accept_drafts": self.settings.graphs_accept_drafts}
         return step_runner_for(pooling, speculative)(
             self.model, self.attention, self.platform, self.device, tp=self.tp, block_size=self.settings.block_size,
             max_num_seqs=self.settings.max_num_seqs, max_model_len=self.max_model_len, guard=self.guard,
@@ -116,9 +116,9 @@ class RankAssembly:
         return Sampler(
             vocab_size=self.model_config.vocab_size, max_num_seqs=self.settings.max_num_seqs,
             max_model_len=max_model_len or self.max_model_len, eos_token_ids=self._end_token_ids, device=self.device,
-            sort_ascending=ops.sort_ascending, draw_from_softmax=ops.softmax_draw(greedy=False),
-            draws_greedily=ops.softmax_draw(greedy=True) is not None, add_at=ops.add_at,
-            allow_tokens=ops.allow_tokens, allowed_draw=ops.allowed_draw(), download=memory.download,
+            sort_ascending=ops.sort_ascending, softmax_sampler=ops.softmax_sampler(greedy=False),
+            samples_greedily=ops.softmax_sampler(greedy=True) is not None, add_at=ops.add_at,
+            allow_tokens=ops.allow_tokens, masked_sampler=ops.masked_sampler(), download=memory.download,
             host_buffer=memory.host_buffer, constrained=self.make_constrained_rows())
 
     def make_constrained_rows(self) -> Any:

@@ -29,8 +29,9 @@ class StepLogprobs:
     records: np.ndarray
 
     @classmethod
-    def of(cls, num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
-        """By the `num_rows` rows of a step, of those that `sample` has, `rows`; None where none wants any."""
+    def from_sample(cls, num_rows: int, rows: np.ndarray, sample: HostSample) -> StepLogprobs | None:
+        """The log probabilities of `sample`, whose rows are `rows` of a step's `num_rows`; None where no row wants any.
+        """
         if sample.records_LC is None:
             return None
         places_B = np.full(num_rows, -1, dtype=np.int32)
@@ -67,7 +68,7 @@ class ModelRunnerOutput:
     sampled_token_ids: Sequence[int] | Sequence[list[int]]
     logprobs: StepLogprobs | None = None
     later_logprobs: Sequence[StepLogprobs | None] = ()
-    """Of the second tokens of rows, of their third, ..."""
+    """The logprobs of the second tokens of rows, of their third, ..."""
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
@@ -76,22 +77,21 @@ class ModelRunnerOutput:
     """(row, place in its prompt of the first token, states) where hidden states of all tokens are wanted; states:
     float32 (L, D)."""
     pooled: dict[int, np.ndarray] | None = None
-    """Of a model that pools: the numbers of the rows whose prompt has ended, float32, in the place of tokens. NaN where
-    the model's output is no number."""
+    """For a model that pools, the numbers of the rows whose prompt has ended, float32, in the place of tokens. NaN
+    where the model's output is no number."""
     rules: dict[int, RequestError | None] = field(default_factory=dict)
-    """What has become of `ScheduledBatch.new_rules`, by number, once it is known: None where it is built."""
+    """The results of `ScheduledBatch.new_rules`, by number, once known: None where the rules are built."""
     spec_token_ids: Sequence[list[int]] = ()
-    """Of each row what may come next, as far as drafts may go: the text that its grammar forces, then what the model's
-    head proposes behind it. Empty where nothing is drafted."""
+    """Draft proposals of each row: the text that its grammar forces, then the proposals of the model's head. Empty
+    where nothing is drafted."""
     num_forced: Sequence[int] = ()
-    """Of each row, how many of these are forced."""
+    """The number of forced tokens among them, by row."""
 
     def logprobs_at(self, place: int) -> StepLogprobs | None:
-        """Of the tokens of that place among those that a row brings, from 0 on."""
+        """The logprobs of the rows' tokens with this index, from 0 on."""
         return self.later_logprobs[place - 1] if place else self.logprobs
 
     def tokens_of(self, row: int) -> list[int]:
-        """What a row brings."""
         tokens = self.sampled_token_ids[row]
         return [tokens] if isinstance(tokens, int) else tokens
 
@@ -104,7 +104,7 @@ class MemoryProfile:
     weights_bytes: int = 0
     activation_peak_bytes: int = 0
     staging_bytes: int = 0
-    """What the images of a next step take while this one runs, in memory that no step uses."""
+    """Bytes of the next step's images while this one runs, in memory that no step uses."""
     outside_bytes: int = 0
     """Taken since the start beside the allocator: communicators, kernels, streams."""
     other_bytes: int = 0
@@ -141,12 +141,12 @@ class RunnerInfo:
     ledger: str
     graphs: str
     state: StateInfo | None = None
-    """None: the model has no state beside the KV cache."""
+    """None means that the model has no state beside the KV cache."""
     speculative: SpeculativeConfig | None = None
     """The drafts of steps; None: there are none."""
     description: dict[str, str] = field(default_factory=dict)
     start_seconds: dict[str, float] = field(default_factory=dict)
-    """Of this rank, by phase, in order. What a device was given in one phase may still run in the next."""
+    """This rank's seconds by phase, in order. Work that the device got in one phase may still run in the next."""
 
 
 class StepHandle(Protocol):
@@ -175,7 +175,7 @@ class ModelRunnerBase(ABC):
 
     @abstractmethod
     def collect(self, step: Any) -> ModelRunnerOutput | None:
-        """What the oldest step under way brings. Only the rank that samples returns an output."""
+        """The output of the oldest step under way. Only the rank that samples returns one."""
 
     @abstractmethod
     def profile_run(self) -> MemoryProfile:
@@ -184,5 +184,5 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        """Run the real prefill and decode code with made-up requests: `batch_size` prompts of together `num_tokens`
+        """Run the real prefill and decode code with dummy requests: `batch_size` prompts of together `num_tokens`
         tokens, then `expected_decode_len` decode steps. While capturing, only the decode steps."""

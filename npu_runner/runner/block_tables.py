@@ -59,7 +59,8 @@ class BlockTables:
         self.on_host_SW[slots_N, columns_N] = blocks_N
 
     def news(self, new_blocks_N3: np.ndarray, slots_B: np.ndarray) -> TableNews:
-        """What has to travel with a step that reads the tables of `slots_B`; `write` takes it on the device."""
+        """The table entries to send with a step that reads the tables of `slots_B`; `write` applies them on the device.
+        """
         is_gathered = self._gathered_B is not None and np.array_equal(self._gathered_B, slots_B)
         gathered_B = NOTHING if is_gathered else slots_B
         if not len(new_blocks_N3):
@@ -109,7 +110,7 @@ class BlockTables:
         self._put(np.zeros_like(self.on_host_SW))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Inside every row is the null block; afterwards all of them are back."""
         kept_SW = self.on_host_SW.copy()
         self.clear()

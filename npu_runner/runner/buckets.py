@@ -38,7 +38,7 @@ def most_padding(sizes: Sequence[int]) -> int:
 
 
 def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None, most_tokens: int = 0) -> tuple[int, ...]:
-    """Those of `given` up to `max_num_seqs`; None: 1, 2, 4, 8, multiples of 16, and `max_num_seqs` at the end.
+    """The sizes of `given` up to `max_num_seqs`; None: 1, 2, 4, 8, multiples of 16, and `max_num_seqs` at the end.
 
     `most_tokens`: of a step with drafts, where a token is a row. It raises the end of `given`; of None there follow
     multiples of 16 up to 128, of 64 up to 512, of 128 up to 1,024. Larger steps run eagerly.
@@ -54,7 +54,7 @@ def bucket_sizes(max_num_seqs: int, given: Sequence[int] | None = None, most_tok
 
 
 class Forwards(NamedTuple):
-    """Of a bucket: those of the same names."""
+    """The forwards of one bucket, by name."""
 
     forward: DecodeForward
     behind: DecodeForward | None = None
@@ -76,13 +76,12 @@ class Bucket:
     buffer: Tensor
     tensors: dict[str, Tensor]
     inputs: StepInputs
-    """Those of `tensors` that `forward` takes."""
+    """The entries of `tensors` that `forward` reads."""
     forward: DecodeForward
     behind: DecodeForward | None = None
-    """What else runs over `inputs`, once the step's tokens are drawn."""
+    """The graph that runs over `inputs` after the step's tokens are sampled."""
     drafted: DecodeForward | None = None
-    """What runs steps with drafts, where plain ones have another graph. Where no step with drafts is so large, none
-    does."""
+    """The graph of steps with drafts, where plain steps have another. None where no step with drafts is this large."""
 
 
 class DecodeBuckets:
@@ -153,7 +152,7 @@ class DecodeBuckets:
         return None
 
     def compiled(self) -> list[Bucket]:
-        """Those that there are, largest first."""
+        """The compiled buckets, largest first."""
         return [self._buckets[size] for size in sorted(self._buckets, reverse=True)]
 
     def describe(self) -> str:
@@ -172,9 +171,9 @@ class DecodeBuckets:
         return Forwards(self.compiler.compile(forwards.forward, size), behind, drafted)
 
     def _make(self, size: int, forwards: Forwards) -> Bucket:
-        draws, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
+        uniforms, step = {"uniforms": np.zeros(size, dtype=np.float32)}, dummy_decode(size, 1)
         step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
-        arrays = step_arrays(step, draws, 0, self.block_size, self.tables.on_host_SW)
+        arrays = step_arrays(step, uniforms, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
         beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
         return Bucket(size, *make_buffers(arrays, beside, size), *self._compile(size, forwards))
@@ -182,13 +181,13 @@ class DecodeBuckets:
 
 def make_buffers(arrays: dict[str, np.ndarray], beside: dict[str, Tensor], num_rows: int) -> tuple[
         int, np.ndarray, dict[str, np.ndarray], Tensor, dict[str, Tensor], StepInputs]:
-    """What a Bucket of such arrays has from `num_elements` to `inputs`. `beside`: tensors that are there already."""
+    """The fields of a Bucket from `num_elements` to `inputs`. `beside`: tensors that exist already."""
     layout, num_elements = plan_layout(arrays)
     staging = torch.zeros(num_elements, dtype=torch.int32)
     host = {name: view.numpy() for name, view in views(staging, layout).items()}
     buffer = torch.zeros(num_elements + _NEWS_A_ROW * num_rows, dtype=torch.int32, device=beside["block_tables"].device)
     tensors = {**beside, **views(buffer, layout)}
-    return num_elements, staging.numpy(), host, buffer, tensors, StepInputs.of(tensors)
+    return num_elements, staging.numpy(), host, buffer, tensors, StepInputs.from_tensors(tensors)
 
 
 def pad_arrays(bucket: Bucket, arrays: Mapping[str, np.ndarray], block_size: int, max_num_seqs: int,

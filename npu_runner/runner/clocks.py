@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 STEP_PHASES = ("prepare", "launch", "sample", "wait")
-"""Of a step: index arrays and their copy to the device; the forward, images included; the sampler; until the sampled
-tokens are in host memory.
+"""The phases of a step: index arrays and their copy to the device; the forward, images included; the sampler; until the
+sampled tokens are in host memory.
 
 On an accelerator `launch` and `sample` only submit work. `wait` is the time that the device still needs afterwards. On
 the CPU the work is done while it is submitted.
@@ -27,12 +27,12 @@ class PhaseClock:
         self.enter(phase)
 
     def enter(self, phase: str) -> None:
-        """What passes from here on belongs to `phase`; one that was entered before goes on."""
+        """Count the time from here on for `phase`; one that was entered before goes on."""
         self._book()
         self._phase = phase
 
     def add(self, phase: str, seconds: float) -> None:
-        """Of a phase that was measured elsewhere, before the first."""
+        """Add a phase that was measured elsewhere, before the first."""
         self.seconds[phase] = seconds
 
     def end(self) -> None:

@@ -28,7 +28,7 @@ class DecodeStep(nn.Module):
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
         """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
         Gated DeltaNet backend for one with drafts."""
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False, state_plan=state_plan)
+        metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=False, state_plan=state_plan)
         input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
         hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
         if self.states is not None and self.states.hidden_SD is not None and self.gated_delta is not None:

@@ -47,7 +47,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeParts:
-    """What decode graphs are made of, once the caches are allocated."""
+    """The parts of decode graphs, once the caches are allocated."""
 
     steps: StepRunner
     settings: Settings
@@ -60,9 +60,10 @@ class DecodeParts:
     step_timeout_seconds: float
     """After which a rank that does not vote is given up."""
     run_bucket: Callable[[int], None]
-    """Two made-up decode steps of so many rows: the first compiles or captures, the second proves that it stays."""
-    run_made_up: Callable[[Sequence[ScheduledBatch]], None]
-    """Other made-up steps."""
+    """Runs two dummy decode steps with this number of rows: the first compiles or captures, the second proves that it
+    stays."""
+    run_dummies: Callable[[Sequence[ScheduledBatch]], None]
+    """Runs other dummy steps."""
 
     def reset_states(self) -> None:
         if self.steps.states is not None:
@@ -72,7 +73,7 @@ class DecodeParts:
 def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     """Give the steps a graph for every bucket, largest first, as far as the device has room for them.
 
-    What made-up steps leave in the caches is for the caller to clear. `progress` is called for each graph that is
+    The caller clears what dummy steps leave in the caches. `progress` is called for each graph that is
     begun.
     """
     steps, settings = parts.steps, parts.settings
@@ -100,7 +101,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
     behind, drafted = steps.head_step, steps.drafted_graph_step
     forwards = Forwards(steps.graph_step.forward, behind and behind.forward, drafted and drafted.forward)
     buckets.compile_all(forwards, warm_up, agrees, votes)
-    _record_draws(steps, buckets)
+    _record_sampling(steps, buckets)
     if settings.prefill_sizes:
         recorder = compiler.recorder()
         assert recorder is not None, "a backend whose prefills are recorded comes with a compiler that records"
@@ -108,7 +109,7 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
 
 def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
-    """Those that are to be compiled: states bound the rows that steps with drafts and padding may have."""
+    """The buckets to compile: states bound the rows that steps with drafts and padding may have."""
     steps, settings = parts.steps, parts.settings
     most_rows, max_padding = settings.most_graph_rows, None
     if steps.states is not None and steps.states.draft_slots is not None:
@@ -128,8 +129,8 @@ def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
         if step is None:
             bucket.drafted = None
         else:
-            parts.run_made_up([step, step])
-    # Last: draws are recorded behind the plain graph over what its buffers hold, where drafts have no slots of states.
+            parts.run_dummies([step, step])
+    # Last: sampling is recorded behind the plain graph over its buffers, where drafts have no state slots.
     parts.run_bucket(bucket.batch_size)
 
 
@@ -151,7 +152,7 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
     model, attention = steps.model, steps.attention
 
     def forward(inputs: StepInputs, tiles: Tensor, end_rows_R: Tensor) -> Tensor:
-        metadata = AttentionMetadata.of(inputs, attention.plan_of_tiles(tiles), is_prefill=True,
+        metadata = AttentionMetadata.from_inputs(inputs, attention.plan_of_tiles(tiles), is_prefill=True,
                                         ends=PromptEnds(end_rows_R) if steps.takes_ends else None)
         return model(model.embed(inputs.tokens), inputs.positions, metadata)
 
@@ -170,22 +171,22 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
     steps.prefills = prefills
 
 
-def _record_draws(steps: StepRunner, buckets: DecodeBuckets) -> None:
-    """What follows a decode graph in most steps becomes one launch, too, where the platform can and has room for it.
+def _record_sampling(steps: StepRunner, buckets: DecodeBuckets) -> None:
+    """Record the sampler that follows a decode graph in most steps, where the platform can and has room for it.
 
     A rank may do without by itself: it is no part of what all of them run.
     """
     sampler, recorder = steps.sampler, buckets.compiler.recorder()
     for bucket in buckets.compiled() if recorder is not None else []:
         logits_PV = bucket.forward(bucket.inputs)  # with all ranks
-        if sampler is None or bucket.batch_size > steps.max_num_seqs:  # drafts are drawn place by place
+        if sampler is None or bucket.batch_size > steps.max_num_seqs:  # drafts are sampled position by position
             continue
         try:
             sampler.record(logits_PV, {name: bucket.tensors[name] for name in SAMPLER_ARRAYS}, recorder)
         except (GraphResourceError, RuntimeError, MemoryError) as error:
             if not isinstance(error, GraphResourceError) and not steps.platform.memory.is_out_of_memory(error):
                 raise
-            logger.warning("no room to record the draws of batches of %d (%s); they are launched one by one",
+            logger.warning("no room to record the sampling of batches of %d (%s); they are launched one by one",
                            bucket.batch_size, str(error).partition("\n")[0])
 
 
@@ -204,10 +205,10 @@ def _why_no_graph(parts: DecodeParts, make: Callable[[], object]) -> str | None:
 
 
 def _fill(steps: StepRunner, bucket: Bucket, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-    """A made-up decode step into a bucket's buffers."""
-    draws = {"uniforms": np.zeros(batch.batch_size, dtype=np.float32)}
+    """Fill a dummy decode step into a bucket's buffers."""
+    uniforms = {"uniforms": np.zeros(batch.batch_size, dtype=np.float32)}
     steps.tables.learn(batch.new_blocks_N3)
-    arrays = step_arrays(batch, draws, 0, steps.block_size, steps.tables.on_host_SW)
+    arrays = step_arrays(batch, uniforms, 0, steps.block_size, steps.tables.on_host_SW)
     return steps.fill(bucket, batch.new_blocks_N3, arrays, batch.slots_B)
 
 
@@ -246,24 +247,24 @@ def _source_fingerprint(model: nn.Module) -> str:
 
 
 def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
-    """Whether the bucket's graphs give what eager steps do for made-up tokens; both write the same keys.
+    """Whether the bucket's graphs agree with eager steps for random tokens; both write the same keys.
 
     Only while no sequence uses cache and states: blocks 1 and up are written, one for each sequence as far as they go.
     The last tokens and the block tables are written, too.
     """
     steps = parts.steps
     num_rows = min(bucket.batch_size, steps.max_num_seqs, parts.num_blocks - 1)
-    made_up = [dummy_decode(num_rows, place + 1) for place in range(_NUM_TOKENS)]
+    dummies = [dummy_decode(num_rows, place + 1) for place in range(_NUM_TOKENS)]
     rng = np.random.default_rng(0)
     vocab_size = parts.model_config.vocab_size
-    tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in made_up]
-    for step in made_up:
+    tokens = [torch.from_numpy(rng.integers(0, vocab_size, num_rows, dtype=np.int32)) for _ in dummies]
+    for step in dummies:
         step.new_blocks_N3 = np.array([(row, 0, row + 1) for row in range(num_rows)], dtype=np.int32)
 
     def last_of(run: Callable[[dict[str, np.ndarray]], list[Tensor]]) -> list[Tensor]:
         parts.reset_states()
         found: list[Tensor] = []
-        for step, ids in zip(made_up, tokens, strict=True):
+        for step, ids in zip(dummies, tokens, strict=True):
             steps.last_tokens_S[:num_rows].copy_(ids)
             found = [output[:num_rows].float() for output in run(_fill(steps, bucket, step))]
         return found

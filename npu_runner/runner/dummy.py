@@ -1,4 +1,4 @@
-"""Made-up steps of a given size, for warm-up, memory profiling and capture. They touch no block but the null block."""
+"""Dummy steps of a given size, for warm-up, memory profiling and capture. They touch no block but the null block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_runner.core.batch import NO_NEW_BLOCKS, NO_TOKEN_IDS, ImageSlice, Sampl
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
-# What takes most memory in the sampler: counts of every token, the whole vocabulary sorted, log probabilities, and the
+# These take most memory in the sampler: counts of every token, the whole vocabulary sorted, log probabilities, and the
 # longest history of n-grams.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
                          logprobs=MAX_TOP_LOGPROBS, no_repeat_ngram_size=2)
@@ -92,7 +92,7 @@ def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int, spares: range
 
 
 def dummy_drafts(num_tokens: int, batch_size: int) -> ScheduledBatch:
-    """A step of `batch_size` sequences and their drafts, of so many tokens together."""
+    """A step of `batch_size` sequences and their drafts, with `num_tokens` tokens in all."""
     query_lens = np.full(batch_size, num_tokens // batch_size, dtype=np.int32)
     query_lens[: num_tokens % batch_size] += 1
     places_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])

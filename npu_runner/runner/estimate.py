@@ -1,4 +1,4 @@
-"""What a model would take of devices of a given size, without one: an estimate, by the arithmetic of a real start.
+"""Estimates a model's memory on devices of a given size, without one, by the arithmetic of a real start.
 
 Weights, states and KV cache are exact. Activations are a bound. Driver, communicators and graphs are allowances. Prints
 nothing; knows no file.
@@ -49,8 +49,8 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of each rank: the first one, which samples, has the most activations. All hold as much, or, of whole experts that
-    do not divide, the first holds the most."""
+    """The need of the rank that needs most: the first one. It samples, and it holds the most of whole experts that do
+    not divide."""
 
     settings: Settings
     num_ranks: int
@@ -58,17 +58,17 @@ class Estimate:
     profile: MemoryProfile
     """`outside_bytes` is the allowance for driver and communicators."""
     reserved_bytes: int
-    """What the vision cache may take."""
+    """The largest size of the vision cache."""
     graphs_bytes: int
     """The allowance; 0 without graphs."""
     states: StatePlan | None
     plan: KVCachePlan | None
-    """None: it does not fit."""
+    """None means that it does not fit."""
     bytes_per_block: int
     blocks_there: int
-    """That there is room for, the null block included; also more than are of use."""
+    """Blocks that there is room for, the null block included. It may be more than are useful."""
     blocks_per_sequence: int
-    """Of one sequence at full length."""
+    """Blocks of one sequence at full length."""
     problem: str | None
     """Why it does not fit."""
 
@@ -87,7 +87,7 @@ class Estimate:
 
     @property
     def num_tokens(self) -> int:
-        """That the KV cache holds."""
+        """Tokens that the KV cache holds."""
         return 0 if self.plan is None else (self.plan.num_blocks - 1) * self.settings.block_size
 
     @property
@@ -97,7 +97,7 @@ class Estimate:
 
     @property
     def spare_bytes(self) -> int:
-        """What the rest leaves of the device. Graphs are made there."""
+        """Free bytes of the device after all else. Graphs are made there."""
         profile = self.profile
         taken = (profile.weights_bytes + profile.activation_peak_bytes + profile.staging_bytes + profile.outside_bytes
                  + self.reserved_bytes + (self.states.num_bytes if self.states else 0) + self.kv_cache_bytes)
@@ -158,7 +158,7 @@ class _MetaRank(TensorParallel):
         return x
 
     def gather_into(self, gathered: Tensor, x: Tensor) -> None:
-        """Nothing comes."""
+        """No data is exchanged."""
 
     def minimum(self, value: int, device: torch.device) -> int:
         return value

@@ -1,4 +1,4 @@
-"""How large the KV cache may be, and the ledger that says why. Knows bytes, not models or schedulers."""
+"""Computes the size of the KV cache, and the ledger that explains it. Knows bytes, not models or schedulers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def fit_states(shape: StateShape, needs: StateNeeds, profile: MemoryProfile, *, 
 
 
 def memory_left(profile: MemoryProfile, memory_utilization: float, reserved_bytes: int) -> int:
-    """What weights and activations leave of a measured device for caches and states."""
+    """Bytes that weights and activations leave on a measured device for caches and states."""
     allowed = int(profile.total_bytes * memory_utilization)
     taken = (profile.weights_bytes + profile.activation_peak_bytes + profile.staging_bytes + profile.outside_bytes
              + profile.other_bytes)

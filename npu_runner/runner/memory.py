@@ -87,7 +87,7 @@ class MemoryGuard:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers."""
+    """Bytes of all parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -99,11 +99,11 @@ class MemoryMeter:
         self._before = memory.info() or _UNKNOWN
 
     def start_step(self) -> None:
-        """What follows, up to `profile`, is the worst step."""
+        """Start to measure: the work up to `profile` is the worst step."""
         self._memory.empty_cache()
         self._memory.reset_peak()
 
-    def settled_profile(self, weights_bytes: int) -> MemoryProfile:
+    def final_profile(self, weights_bytes: int) -> MemoryProfile:
         """Before any step: what stands, and no activations."""
         self.start_step()
         return self.profile(weights_bytes=weights_bytes, cache_bytes=0)
@@ -128,7 +128,7 @@ class MemoryMeter:
         if info is None:
             return MemoryProfile(weights_bytes=weights_bytes)
         self._memory.empty_cache()
-        settled = self._memory.info() or info
+        measured = self._memory.info() or info
         before = self._before
         other = info.total_bytes - before.free_bytes
         return MemoryProfile(
@@ -137,7 +137,7 @@ class MemoryMeter:
             activation_peak_bytes=info.peak_allocated_bytes - info.allocated_bytes,
             staging_bytes=staging_bytes,
             # What the driver gave since the start, less what the allocator holds of it.
-            outside_bytes=max(0, settled.total_bytes - settled.free_bytes - other - settled.reserved_bytes
+            outside_bytes=max(0, measured.total_bytes - measured.free_bytes - other - measured.reserved_bytes
                               + before.reserved_bytes),
             other_bytes=other,
         )

@@ -76,7 +76,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
     def _start(self) -> None:
         with torch.inference_mode(), self.guard.starting(lambda: self._phase):
             self.load_model()
-            self.allocate_states(self._meter.settled_profile(weights_bytes(self.model)))
+            self.allocate_states(self._meter.final_profile(weights_bytes(self.model)))
             profile = self.profile_run()
             self.allocate_states(profile)
             self.allocate_kv_cache(profile)
@@ -193,7 +193,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             graph_batch_sizes=self.config.graphs.graph_batch_sizes,
             step_timeout_seconds=self.config.parallel.step_timeout_seconds,
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
-            run_made_up=self._run_made_up)
+            run_dummies=self._run_dummies)
         compile_decode_graphs(parts, self._progress)
         self.k_cache.zero_()
         self.v_cache.zero_()
@@ -204,19 +204,19 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
 
     def dummy_run(self, num_tokens: int, batch_size: int, expected_decode_len: int = 1,
                   in_capturing: bool = False) -> None:
-        self._run_made_up(self.dummy_steps(num_tokens, batch_size, expected_decode_len, in_capturing))
+        self._run_dummies(self.dummy_steps(num_tokens, batch_size, expected_decode_len, in_capturing))
 
-    def _run_made_up(self, steps: Sequence[ScheduledBatch]) -> None:
-        with torch.inference_mode(), self._serving_state_aside(steps):
+    def _run_dummies(self, steps: Sequence[ScheduledBatch]) -> None:
+        with torch.inference_mode(), self._preserve_serving_state(steps):
             for step in steps:
                 self.execute_model(step)
 
     @contextmanager
-    def _serving_state_aside(self, made_up: Sequence[ScheduledBatch]) -> Iterator[None]:
-        """Serving's counters, cached values and rules are put aside inside, and restored afterwards.
+    def _preserve_serving_state(self, dummies: Sequence[ScheduledBatch]) -> Iterator[None]:
+        """Replace serving's counters, cached values and rules inside, and restore them afterwards.
 
-        Made-up steps take the slots of sequences that may run, and make the sampler count tokens: memory that many a
-        job never needs.
+        Dummy steps use the slots of sequences that may run, and make the sampler count tokens: memory that many jobs
+        never need.
         """
         steps = self.steps
         kept = steps.sampler, steps.image_encoder, steps.clock, self._matchers.asked
@@ -224,8 +224,8 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         steps.sampler, steps.clock, self._matchers.asked = self.make_sampler(), PhaseClock(), {}
         steps.image_encoder = self.make_image_encoder(VisionCache(self.config.cache.vision_cache_bytes))
         try:
-            states_aside = self.states.aside(made_up) if self.states and self._is_ready else nullcontext()
-            with steps.tables.aside(), states_aside:
+            states_preserved = self.states.preserve(dummies) if self.states and self._is_ready else nullcontext()
+            with steps.tables.preserve(), states_preserved:
                 yield
         finally:
             steps.sampler, steps.image_encoder, steps.clock, self._matchers.asked = kept

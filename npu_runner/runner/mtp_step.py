@@ -1,24 +1,23 @@
-"""Steps of a model whose own head proposes what comes next (multi-token prediction), behind each step's draw.
+"""Steps of a model with an MTP head (multi-token prediction), which drafts after each step's sampling.
 
-The head reads pairs: the final hidden state of a token, and the token behind it (models/decoder.py). A pair's keys and
-values lie at the place of its first token, so a sequence has them up to the last token but one. Every step adds those
-of its tokens, also in prompts and where nothing is drafted:
+The head reads pairs: the final hidden state of a token, and the next token (models/decoder.py). A pair's keys and
+values lie at the position of its first token, so a sequence has them up to the last token but one. Every step adds the
+pairs of its tokens, also in prompts and where nothing is drafted:
 
 - A prefill has the pairs that end in its rows' tokens. The first of them begins in the step before, or in a cached
   prefix, whose last hidden state lies beside the row's states (states.py). A row whose prompt ends has one more, with
-  the token that was just drawn. So a pair is computed where its second token is embedded, pictures included.
-- Where the settings give steps of no size any drafts, there are no pairs.
-- A decode step has the pairs that begin in its rows' tokens. Behind a draft that was not kept a pair is of no use; the
-  next step writes over it.
+  the token that was just sampled. So a pair is computed where its second token is embedded, images included.
+- Where the settings allow no drafts for any size of step, there are no pairs.
+- A decode step has the pairs that begin in its rows' tokens. Pairs behind a rejected draft are of no use; the next step
+  overwrites them.
 
-Of each row that draws, the last pair gives the first draft. With it, and what the head made of the pair, the head goes
-on to the next one. These pairs are for drafting alone, and the next step writes over them. They lie in blocks that the
-sequence has in this step: where these end, a row has fewer drafts.
+The last pair of each row that samples gives the first draft. From it and the head's output for the pair, the head
+computes the next draft. These pairs are for drafting only, and the next step overwrites them. They lie in blocks that
+the sequence has in this step: where these end, a row has fewer drafts.
 
-What the head makes of a pair takes the place of the hidden state that it read, which nothing reads any more, in the
-slot beside the states. Drafts lie behind the last tokens of sequences, where rows look theirs up. So a pass of the head
-has the inputs of a decode step, and reads no memory but what it finds at fixed addresses: passes over tokens run in
-graphs where decode steps do. Over prompts the head runs without.
+The head's output for a pair overwrites the hidden state that it read, in the slot beside the states. Drafts lie behind
+the last tokens of sequences, where rows look theirs up. So a pass of the head has the inputs of a decode step, and
+reads only memory at fixed addresses: passes over tokens run in graphs where decode steps do. Prompts run without.
 
 Knows one step at a time. T pairs of the step, B rows, D hidden size.
 """
@@ -51,7 +50,7 @@ from npu_runner.sampling.sampling_ops import most_probable
 
 @dataclass(frozen=True)
 class _Prompts:
-    """What the head reads of a prefill: the step's tokens as embedded, their hidden states, then those of the tokens
+    """The head's inputs in a prefill: the step's tokens as embedded, their hidden states, then those of the tokens
     before its rows."""
 
     x_TD: Tensor
@@ -71,8 +70,8 @@ class _Ends:
     positions_B: np.ndarray
     bounds_B: np.ndarray
 
-    def of(self, places: np.ndarray) -> _Ends:
-        """Those of these rows, by their places here."""
+    def select(self, places: np.ndarray) -> _Ends:
+        """Select these rows, by their indices here."""
         return _Ends(*(getattr(self, each.name)[places] for each in fields(self)))
 
 
@@ -85,7 +84,7 @@ class _Proposed:
     counts_B: np.ndarray
     flat: Download
 
-    def of_rows(self, num_rows: int) -> list[list[int]]:
+    def by_row(self, num_rows: int) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(num_rows)]
         tokens_BK = self.flat.wait().reshape(-1, len(self.rows_B)).T.tolist()
         for row, count, tokens in zip(self.rows_B.tolist(), self.counts_B.tolist(), tokens_BK, strict=True):
@@ -100,14 +99,14 @@ class HeadStep(DecodeStep):
 
     @property
     def hidden_SD(self) -> Tensor:
-        """By state slot."""
+        """The hidden states by state slot."""
         assert self.states is not None, "a head drafts for models with states"
         assert self.states.hidden_SD is not None, "the pool has hidden states where a head is loaded"
         return self.states.hidden_SD
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
-        """Of each pair (B, D): also written over the hidden state that it reads."""
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
+        """The head's output for each pair (B, D). It also overwrites the hidden state that it reads."""
+        metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=False)
         next_BD = self.model.embed(inputs.tokens.index_select(0, inputs.token_slots))
         hidden_BD = self.hidden_SD.index_select(0, inputs.state_slots)
         made_BD = self.model.draft(next_BD, hidden_BD, inputs.positions, metadata)
@@ -145,7 +144,7 @@ class MTPStepRunner(SpeculativeStepRunner):
         self._prompts = self._proposed = None
         return super().admit(batch)
 
-    def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
+    def record_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Also leaves the last hidden state of each row beside its states, and of each snapshot."""
         if self._never_drafts:
             return
@@ -193,11 +192,11 @@ class MTPStepRunner(SpeculativeStepRunner):
         if not len(rows_B):
             return None
         self.head_step.write(sent["state_slots"], made_TD.index_select(0, sent["lasts"]))
-        # Behind a picture that ends a prompt goes on what is behind its last row and column.
+        # The positions behind an image at a prompt's end continue behind its last row and column.
         positions_B = np.atleast_2d(pairs.batch.positions)[:, pairs.lasts_B].max(axis=0)
         ends = _Ends(rows_B, batch.slots_B[rows_B], state_slots_B, batch.context_lens_B[rows_B], positions_B,
                      self._bounds(batch)[rows_B])
-        return self._go_on(ends, sent["state_slots"], self.speculative.num_speculative_tokens)
+        return self._propose(ends, sent["state_slots"], self.speculative.num_speculative_tokens)
 
     def _attend_to_prompts(self, pairs: _PromptPairs,
                            state_slots_B: np.ndarray) -> tuple[AttentionMetadata, dict[str, Tensor]]:
@@ -215,12 +214,12 @@ class MTPStepRunner(SpeculativeStepRunner):
                                  self.tables.rows_of(sent["table_slots"]), plan), sent
 
     def _behind_tokens(self, step: PreparedStep) -> _Proposed | None:
-        batch, kept_B = step.batch, self._kept(step.batch)
+        batch, kept_B = step.batch, self._num_accepted(step.batch)
         lasts_B = np.cumsum(batch.query_lens_B) - batch.query_lens_B + kept_B
         wanted = np.arange(batch.batch_size) if batch.wants_drafts_B is None else np.flatnonzero(batch.wants_drafts_B)
         ends = _Ends(np.arange(batch.batch_size), batch.slots_B, _state_slots(batch)[lasts_B],
                      batch.context_lens_B - batch.query_lens_B + kept_B + 1, batch.positions[lasts_B],
-                     self._bounds(batch)).of(wanted)
+                     self._bounds(batch)).select(wanted)
         inputs, state_slots = step.inputs, step.tensors["state_slots"][: batch.batch_size]
         if batch.has_drafts:
             sent = to_device(self.platform.memory, {
@@ -229,7 +228,7 @@ class MTPStepRunner(SpeculativeStepRunner):
         elif len(wanted) < batch.batch_size:
             state_slots = to_device(self.platform.memory, {"": ends.state_slots_B}, self.device)[""]
         self._pass(step.bucket, inputs, step.plan)
-        return self._go_on(ends, state_slots, self.speculative.most_drafts(batch.batch_size))
+        return self._propose(ends, state_slots, self.speculative.most_drafts(batch.batch_size))
 
     def _next_tokens(self, step: PreparedStep, lasts_B: np.ndarray) -> np.ndarray:
         """(T,) int32: where the second token of each pair is looked up. A draft's lies where the step has read it, the
@@ -247,7 +246,7 @@ class MTPStepRunner(SpeculativeStepRunner):
         inputs.token_slots[: len(next_T)].copy_(next_T)
         return inputs
 
-    def _kept(self, batch: ScheduledBatch) -> np.ndarray:
+    def _num_accepted(self, batch: ScheduledBatch) -> np.ndarray:
         """(B,) int32: drafts of each row that were kept, on every rank."""
         verified = self._verified
         if verified is None:
@@ -271,7 +270,7 @@ class MTPStepRunner(SpeculativeStepRunner):
         bucket.behind(inputs)
         self._may_replay.add(bucket.batch_size)
 
-    def _go_on(self, ends: _Ends, state_slots_B: Tensor, most: int) -> _Proposed | None:
+    def _propose(self, ends: _Ends, state_slots_B: Tensor, most: int) -> _Proposed | None:
         """Up to `most` drafts of each row, from what the head made of its last pair. `state_slots_B`: those of `ends`,
         on the device."""
         num_rows, first = len(ends.rows_B), self._first_draft
@@ -287,8 +286,8 @@ class MTPStepRunner(SpeculativeStepRunner):
         return _Proposed(ends.rows_B, counts_B, self.platform.memory.download(drafts))
 
     def _pass_ahead(self, ends: _Ends, number: int) -> None:
-        """Over one pair of each row, so many places behind its last one, whose second token is the last draft. Where
-        the row's blocks end the null block serves."""
+        """Run the head over one pair of each row, `number` positions behind its last one. The pair's second token is
+        the last draft. Beyond the row's blocks the null block is used."""
         rows_B = np.arange(len(ends.rows_B))
         places_B = ends.lens_B - 1 + number
         has_block_B = places_B < ends.bounds_B
@@ -309,7 +308,7 @@ class MTPStepRunner(SpeculativeStepRunner):
             **arrays, "runs": np.ones_like(rows_B, dtype=np.int32), "table_slots": ends.slots_B}, self.device)
         tensors |= {"tokens": self.last_tokens_S, "block_tables": self.tables.rows_of(tensors["table_slots"])}
         plan = self.attention.plan_decode((places_B + 1).tolist(), tables_BW, self.device)
-        self._pass(None, StepInputs.of(tensors), plan)
+        self._pass(None, StepInputs.from_tensors(tensors), plan)
 
     def _most_probable(self, made_BD: Tensor) -> Tensor:
         """(B,) int64, the same on every rank."""
@@ -319,7 +318,7 @@ class MTPStepRunner(SpeculativeStepRunner):
         output, proposed = super()._output(under_way), self._proposed
         if output is None or proposed is None or under_way is not self._newest:
             return output
-        found = proposed.of_rows(under_way.step.batch.batch_size)
+        found = proposed.by_row(under_way.step.batch.batch_size)
         self._may_replay.clear()  # the drafts come behind all passes
         output.spec_token_ids = [_joined(forced, tokens)
                                  for forced, tokens in zip(output.spec_token_ids, found, strict=True)]
@@ -339,7 +338,7 @@ def _joined(forced: list[int], tokens: Sequence[int]) -> list[int]:
 @dataclass(frozen=True)
 class _PromptPairs:
     """`batch`: rows of pairs, at their places. `hidden_T`, `next_T`: which of _Prompts' hidden states, and of the
-    step's tokens and those drawn behind them, each has. `lasts_B`: the last pair of each row that draws."""
+    step's and the sampled tokens, each has. `lasts_B`: the last pair of each row that samples."""
 
     batch: ScheduledBatch
     hidden_T: np.ndarray

@@ -51,14 +51,10 @@ class TokenStates:
 def send_states(chunks: Sequence[PromptStates], hidden_TD: Tensor,
                 download: Callable[[Tensor], Download]) -> TokenStates:
     """Hand out the copies of the states that `chunks` name."""
-    bits_TD = hidden_TD.contiguous().view(_bits_of(hidden_TD.dtype))
+    # Numpy has no bfloat16: values cross as integers of their size.
+    bits_TD = hidden_TD.contiguous().view(torch.int32 if hidden_TD.itemsize == 4 else torch.int16)
     downloads = [download(bits_TD[chunk.first_token : chunk.first_token + chunk.num_tokens]) for chunk in chunks]
     return TokenStates(chunks, downloads, hidden_TD.dtype)
-
-
-def _bits_of(dtype: torch.dtype) -> torch.dtype:
-    """Numpy has no bfloat16: values cross as integers of their size."""
-    return torch.int32 if dtype.itemsize == 4 else torch.int16
 
 
 def as_float32(bits_LD: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -104,10 +100,10 @@ class PoolingStepRunner(StepRunner):
         return {"dimensions": np.array([width or self.num_values for width in asked], dtype=np.int32)}
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
-        """What the head makes of the hidden states (B, W); without a head, themselves."""
+        """The head's output for the hidden states (B, W); without a head, the hidden states."""
         return self.model.compute_logits(hidden_BD) if self.pooling.has_head else hidden_BD
 
-    def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> TokenStates | None:
+    def prompt_results(self, step: PreparedStep, hidden_TD: Tensor) -> TokenStates | None:
         """Send hidden states of all tokens of a chunk to the host, where they are wanted."""
         if self.tp.rank != 0 or not step.batch.prompt_states:
             return None
@@ -121,14 +117,11 @@ class PoolingStepRunner(StepRunner):
             return None
         values_BW = values_BW.float()
         if isinstance(self.pooling, VectorPooling):
-            values_BW = self._vectors(values_BW, step, self.pooling, is_cut=bool((widths_B < self.num_values).any()))
+            if bool((widths_B < self.num_values).any()):
+                values_BW = cut(values_BW, step.tensors["dimensions"])
+            values_BW = normalised(values_BW) if self.pooling.is_normalised else values_BW
         records = torch.cat([step.tensors["receipts"][:, None], values_BW.contiguous().view(torch.int32)], dim=1)
         return PooledValues(self.platform.memory.download(records), widths_B.astype(np.int64))
-
-    def _vectors(self, x_BD: Tensor, step: PreparedStep, pooling: VectorPooling, *, is_cut: bool) -> Tensor:
-        if is_cut:
-            x_BD = cut(x_BD, step.tensors["dimensions"])
-        return normalised(x_BD) if pooling.is_normalised else x_BD
 
     def _output(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
         step, pooled = under_way.step, under_way.sampled
@@ -146,7 +139,7 @@ class PoolingStepRunner(StepRunner):
 
 def cut(x_BD: Tensor, dimensions_B: Tensor) -> Tensor:
     """Zeros behind the first `dimensions_B` (int32) values of each row."""
-    columns_D = torch.arange(x_BD.shape[1], dtype=torch.float32, device=x_BD.device)
+    columns_D = torch.arange(x_BD.shape[1], dtype=torch.int32, device=x_BD.device)
     return x_BD * (columns_D < dimensions_B[:, None]).float()
 
 

@@ -87,8 +87,8 @@ class PrefillBuckets:
         self._buckets.pop(size, None)
 
     def find(self, batch: ScheduledBatch) -> PrefillBucket | None:
-        """The smallest that holds the step. None if it has too many tokens or prompts, has pictures, or if something is
-        wanted of all its tokens."""
+        """The smallest bucket that holds the step. None if it has too many tokens or prompts, has images, or needs
+        results of all its tokens."""
         if batch.image_slices or batch.prompt_scores or batch.prompt_states:
             return None
         sizes = sorted(self._buckets)

@@ -27,7 +27,7 @@ _PREFILL_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024 + 1, 128))
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a RunnerConfig leaves open, decided."""
+    """The resolved settings that a RunnerConfig leaves open."""
 
     dtype: str
     attention_backend: str
@@ -38,20 +38,20 @@ class Settings:
     block_size: int
     graph_mode: str
     graph_cache_dir: Path | None
-    """None: compiled graphs are not kept."""
+    """None means that compiled graphs are not kept."""
     kv_cache_dtype: str
     """torch's name of the dtype that keys and values are kept in."""
     weight_forms: tuple[str, ...]
     """Forms of quantised weights that are multiplied as they are."""
     speculative: SpeculativeConfig | None = None
-    """None: one token a step."""
-    graphs_take_drafts: bool = True
+    """None means one token a step."""
+    graphs_accept_drafts: bool = True
     """Else steps with drafts run without a graph: the model has layers with a state, and no graph of the platform takes
     several tokens of a sequence through them."""
     prefill_sizes: tuple[int, ...] = ()
     """Tokens of the prefills that graphs are made for."""
     state_ring_length: int = 0
-    """Of Ring; 0: there are none."""
+    """Tokens of a ring; 0: there are no rings."""
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -67,16 +67,16 @@ class Settings:
 
     @property
     def ring_drafts(self) -> int:
-        """Of a row: drafts go into its ring, and leave no states. 0 without rings."""
+        """Drafts of a row that go into its ring, and leave no states. 0 without rings."""
         return self.speculative.num_speculative_tokens if self.speculative and self.state_ring_length else 0
 
     @property
     def most_graph_rows(self) -> int:
         """Tokens of the largest step with drafts that a graph may run; 0: none does."""
-        return self.most_drafted_rows if self.graphs_take_drafts else 0
+        return self.most_drafted_rows if self.graphs_accept_drafts else 0
 
     def describe(self) -> dict[str, str]:
-        """Of what shapes an answer, what is decided here."""
+        """The resolved settings that shape an answer."""
         drafts = {} if self.speculative is None else {"speculative_config": self.speculative.describe()}
         cache = {} if self.kv_cache_dtype == self.dtype else {"kv_cache_dtype": self.kv_cache_dtype}
         return {"dtype": self.dtype, "graph_mode": self.graph_mode, **cache, **drafts}
@@ -108,8 +108,8 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     attention_backend = _attention_backend(config, platform)
     facts = platform.attention_backends[attention_backend]
     block_size = _block_size(config.cache, platform, facts)
-    graphs_take_drafts = not model_config.state_layers or platform.state_facts.drafts_in_graphs
-    drafts = speculative if graphs_take_drafts else None
+    graphs_accept_drafts = not model_config.state_layers or platform.state_facts.drafts_in_graphs
+    drafts = speculative if graphs_accept_drafts else None
     most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
     graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
     max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
@@ -129,7 +129,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         kv_cache_dtype=_kv_cache_dtype(config, platform, facts, dtype, kv_cache_scheme(quantization)),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
-        graphs_take_drafts=graphs_take_drafts,
+        graphs_accept_drafts=graphs_accept_drafts,
         state_ring_length=_state_ring_length(model_config, platform, speculative))
 
 
@@ -142,14 +142,14 @@ def _attention_backend(config: RunnerConfig, platform: Platform) -> str:
 
 
 def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> StateNeeds:
-    """Of a model with states, for `max_num_seqs` sequences."""
+    """The slots that a model with states needs for `max_num_seqs` sequences."""
     cache, speculative, most_tokens = config.cache, settings.speculative, settings.max_num_batched_tokens
 
     def padding_of(num_seqs: int) -> int:
         if settings.graph_mode == "eager":
             return 0
         # Rows of steps with drafts share these, as many as there are.
-        least = 1 if speculative is not None and settings.graphs_take_drafts else 0
+        least = 1 if speculative is not None and settings.graphs_accept_drafts else 0
         return max(least, most_padding(bucket_sizes(num_seqs, config.graphs.graph_batch_sizes)))
 
     needs = StateNeeds(max_num_seqs=max_num_seqs, is_given=config.scheduler.max_num_seqs is not None,
@@ -161,7 +161,7 @@ def state_needs(config: RunnerConfig, settings: Settings, max_num_seqs: int) -> 
 
 
 def state_shape(settings: Settings, config: ModelConfig, layer: GatedDeltaShape, max_num_seqs: int) -> StateShape:
-    """Of a model whose layers have the rank's share `layer`, and at most so many sequences."""
+    """The states of a model whose layers have the rank's share `layer`."""
     num_beside, speculative = 0, settings.speculative
     if config.mtp is not None and speculative is not None and settings.ring_drafts:
         num_beside = min(settings.max_num_batched_tokens, speculative.most_drafts_of_step(max_num_seqs))
@@ -172,7 +172,7 @@ def state_shape(settings: Settings, config: ModelConfig, layer: GatedDeltaShape,
 
 
 def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
-    """What the platform is asked for; heads are the rank's."""
+    """The model's needs; heads are the rank's."""
     windows = [layer.sliding_window for layer in config.attention_layers]
     vision, channels = config.vision, [layer.channel for layer in config.all_layers]
     return ModelNeeds(
@@ -233,7 +233,7 @@ def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mo
     forms = platform.forms_with(dtype, graph_mode)
     if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
         has = ", ".join(forms) or "none of quantised ones"
-        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no products of such "
+        raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no matmuls for such "
                           f"weights with inputs of {dtype} (it has {has}); leave it at auto")
     return forms
 
@@ -294,7 +294,7 @@ def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: P
         return None
     problem, most = None, platform.state_facts.most_drafts
     if model_config.pooling is not None:
-        problem = "the model pools its prompts, no token is drawn; leave it out"
+        problem = "the model pools its prompts and samples no token; leave it out"
     elif model_config.state_layers and most is not None and speculative.num_speculative_tokens > most:
         has_states = f"{model_config.model_type} has layers with state, and platform {platform.name} verifies"
         problem = (f"{has_states} at most {most} drafts of a row for such, not {speculative.num_speculative_tokens}; "

@@ -1,17 +1,16 @@
-"""Decode steps with drafts: several tokens a row in one forward, whose successors are then drawn one place after the
-other.
+"""Decode steps with drafts: one forward computes several tokens of each row, which are then sampled and verified.
 
-Most requests draw each token as if no other were drawn, but for a grammar's mask. Then all places are drawn at once,
-and the host keeps each row's tokens up to its first draft that is another token. Otherwise the sampler draws the first
-place of all rows, then the second of those whose first draft was drawn, and so on. So each place has the history that
-plain steps would have left: counts, penalties, bans, bad words, n-grams. The host waits for each place then. A draft
-that is not drawn never reaches the sampler, and what is drawn in its place is the row's last token of the step.
+If drafts change a later position only through a grammar's mask, all positions are sampled in one call, and the host
+accepts each row's tokens up to its first rejected draft. Otherwise the sampler samples the first position of all rows,
+then the second of the rows whose first draft was accepted, and so on. So each position has the history that plain
+steps would have left: counts, penalties, bans, bad words, n-grams. The host waits for each position then. A rejected
+draft never reaches the sampler; the token sampled in its place is the row's last token of the step.
 
 To the network a token is a row of its own: it attends to its slot's blocks up to itself, as in a step of one token. A
-layer with a state goes from token to token of a row, and leaves the state of each in a slot of its own; which of them
-is the row's afterwards the scheduler knows (core/state_slots.py).
+layer with a state goes from token to token of a row, and leaves the state of each in a slot of its own. The scheduler
+knows which of them becomes the row's (core/state_slots.py).
 
-B sequences in the step, T tokens in the step, R rows that still draw.
+B sequences in the step, T tokens in the step, R rows that still sample.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ _OF_TOKENS = ("positions", "slot_mapping", "context_lens", "token_slots", "state
 
 @dataclass
 class VerifiedStep:
-    """What the rows of a step with drafts bring. It is filled place by place; a step that is made again, for want of
-    memory, goes on where it stood."""
+    """The results of the rows of a step with drafts, filled position by position. A step that is repeated after an
+    out-of-memory error resumes where it stopped."""
 
     batch: ScheduledBatch
     tokens: list[list[int]] = field(init=False)
     logprobs: list[StepLogprobs | None] = field(default_factory=list)
-    """Of each place."""
+    """The logprobs of each position."""
     problems: dict[int, str] = field(default_factory=dict)
-    drawn: SamplerOutput | None = None
-    """What the sampler has drawn for `rows_R`, until it is taken."""
+    sampled: SamplerOutput | None = None
+    """The sampler's output for `rows_R`, until it is received."""
     rows_R: np.ndarray = field(init=False)
     next_input_ids_B: np.ndarray = field(init=False)
     """int32: the last token of each row, a valid one where it has none."""
@@ -65,36 +64,36 @@ class VerifiedStep:
 
     @property
     def places_R(self) -> np.ndarray:
-        """Which of the step's tokens the rows draw behind."""
+        """The index of the token behind which each row samples."""
         return self._firsts_B[self.rows_R] + self.place
 
-    def take(self, sample: HostSample) -> None:
-        """What was drawn for `rows_R`: those whose next draft it is go on."""
-        rows_R, drawn_R = self.rows_R, sample.token_ids_B
-        for row, token in zip(rows_R.tolist(), drawn_R.tolist(), strict=True):
+    def record(self, sample: HostSample) -> None:
+        """Record the samples of `rows_R`. Rows whose next draft equals its sample go on."""
+        rows_R, sampled_R = self.rows_R, sample.token_ids_B
+        for row, token in zip(rows_R.tolist(), sampled_R.tolist(), strict=True):
             self.tokens[row].append(token)
-        self.next_input_ids_B[rows_R] = np.maximum(drawn_R, 0)
+        self.next_input_ids_B[rows_R] = np.maximum(sampled_R, 0)
         self.problems.update((int(rows_R[place]), problem) for place, problem in sample.problems.items())
         has_more_R = self.batch.query_lens_B[rows_R] > self.place + 1
         # Behind a row's last token the next row's first one stands, and the last row's at the end has none.
         next_R = np.minimum(self.places_R + 1, len(self.batch.token_ids_T) - 1)
-        self.rows_R = rows_R[has_more_R & (self.batch.token_ids_T[next_R] == drawn_R)]
-        self.logprobs.append(StepLogprobs.of(self.batch.batch_size, rows_R, sample))
-        self.drawn = None
+        self.rows_R = rows_R[has_more_R & (self.batch.token_ids_T[next_R] == sampled_R)]
+        self.logprobs.append(StepLogprobs.from_sample(self.batch.batch_size, rows_R, sample))
+        self.sampled = None
 
-    def take_all(self, sample: HostSample) -> None:
-        """What was drawn behind each token of the step, as if all drafts before it were drawn."""
+    def record_all(self, sample: HostSample) -> None:
+        """Record the samples behind each token of the step, as if all drafts before it were accepted."""
         batch = self.batch
-        drawn_T, ends = sample.token_ids_B.tolist(), (self._firsts_B + batch.query_lens_B).tolist()
+        sampled_T, ends = sample.token_ids_B.tolist(), (self._firsts_B + batch.query_lens_B).tolist()
         for row, (first, end) in enumerate(zip(self._firsts_B.tolist(), ends, strict=True)):
             drafts = [*batch.token_ids_T[first + 1 : end].tolist(), None]
-            kept = next(place for place, draft in enumerate(drafts) if drawn_T[first + place] != draft)
-            self.tokens[row] = drawn_T[first : first + kept + 1]
+            accepted = next(place for place, draft in enumerate(drafts) if sampled_T[first + place] != draft)
+            self.tokens[row] = sampled_T[first : first + accepted + 1]
             self.next_input_ids_B[row] = max(0, self.tokens[row][-1])
             if first in sample.problems:
                 self.problems[row] = sample.problems[first]
         self.logprobs = [None] * max(map(len, self.tokens))
-        self.rows_R, self.drawn = self.rows_R[:0], None
+        self.rows_R, self.sampled = self.rows_R[:0], None
 
     def is_done(self) -> bool:
         return True
@@ -108,12 +107,12 @@ class SpeculativeStepRunner(StepRunner):
     other is under way.
 
     Graphs are those of plain steps: one of P rows runs P tokens, of as many sequences or fewer. With states these are
-    graphs that take drafts, if `graphs_take_drafts`; else plain steps alone have graphs.
+    graphs that take drafts, if `graphs_accept_drafts`; else plain steps alone have graphs.
     """
 
-    def __init__(self, *arguments: Any, speculative: SpeculativeConfig, graphs_take_drafts: bool, **settings: Any):
+    def __init__(self, *arguments: Any, speculative: SpeculativeConfig, graphs_accept_drafts: bool, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.speculative, self.graphs_take_drafts = speculative, graphs_take_drafts
+        self.speculative, self.graphs_accept_drafts = speculative, graphs_accept_drafts
         self._verified: VerifiedStep | None = None
 
     @property
@@ -122,13 +121,13 @@ class SpeculativeStepRunner(StepRunner):
 
     @property
     def graph_step(self) -> DecodeStep:
-        if self.gated_delta is None or self._has_rings or not self.graphs_take_drafts:
+        if self.gated_delta is None or self._has_rings or not self.graphs_accept_drafts:
             return self.decode_step
         return self._drafted_step
 
     @property
     def drafted_graph_step(self) -> DecodeStep | None:
-        return self._drafted_step if self._has_rings and self.graphs_take_drafts else None
+        return self._drafted_step if self._has_rings and self.graphs_accept_drafts else None
 
     @property
     def _drafted_step(self) -> DecodeStep:
@@ -149,7 +148,7 @@ class SpeculativeStepRunner(StepRunner):
         token_slots_T = np.arange(len(rows_T), dtype=np.int32)
         arrays = step_arrays(batch, of_rows, number, self.block_size, self.tables.on_host_SW) | {
             "context_lens": ends_of_tokens(query_lens, context_lens), "token_slots": token_slots_T}
-        bucket = self.buckets.find(len(rows_T)) if self.buckets and self.graphs_take_drafts else None
+        bucket = self.buckets.find(len(rows_T)) if self.buckets and self.graphs_accept_drafts else None
         if bucket is not None and self._has_rings and bucket.drafted is None:
             bucket = None  # only where graphs of other sizes did not fit
         if bucket is not None:
@@ -167,7 +166,7 @@ class SpeculativeStepRunner(StepRunner):
         state_plan = None
         if self.gated_delta is not None and not self._has_rings:
             state_plan = self.gated_delta.plan_drafts(tensors["runs"], query_lens)
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan)
+        return PreparedStep(batch, number, tensors, StepInputs.from_tensors(tensors), None, plan, state_plan)
 
     def launch(self, step: PreparedStep) -> Launched:
         if step.bucket is None and step.batch.has_drafts and self._has_rings:
@@ -194,28 +193,29 @@ class SpeculativeStepRunner(StepRunner):
         return PreparedStep(batch, number, {**bucket.tensors, "slots": own["slots"]}, bucket.inputs, bucket, None)
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> Any:
-        """Of a step with drafts all tokens are on the host by then; None on ranks that do not sample."""
+        """Return the result; None on ranks that do not sample. All tokens of a step with drafts are on the host by
+        then."""
         verified = self._verified
         if verified is None:
             return super().make_result(step, logits_BV, of_rows)
         if self.sampler is not None:
             if not verified.place and self.sampler.samples_at_once(step.batch.slots_B):
-                verified.drawn = verified.drawn or self._draw_all(self.sampler, step, logits_BV)
-                sample = verified.drawn.to_host()
+                verified.sampled = verified.sampled or self._sample_all(self.sampler, step, logits_BV)
+                sample = verified.sampled.to_host()
                 self.check_receipts(step, sample.receipts_B)
-                verified.take_all(sample)
+                verified.record_all(sample)
                 self.sampler.receive_drafts(step.batch.slots_B, verified.tokens)
             while len(verified.rows_R):
-                # The sampler has counted what it drew: a step that is made again takes that, and draws it no more.
-                verified.drawn = verified.drawn or self._draw(self.sampler, step, verified, logits_BV)
-                sample = verified.drawn.to_host()
+                # The sampler has counted its samples: a repeated step reuses them.
+                verified.sampled = verified.sampled or self._sample(self.sampler, step, verified, logits_BV)
+                sample = verified.sampled.to_host()
                 self.check_receipts(step, sample.receipts_B)
-                verified.take(sample)
+                verified.record(sample)
         last_B = to_device(self.platform.memory, {"": verified.next_input_ids_B}, self.device)[""]
         self.last_tokens_S.index_copy_(0, step.tensors["slots"], self.tp.broadcast(last_B))
         return None if self.sampler is None else verified
 
-    def _draw_all(self, sampler: Sampler, step: PreparedStep, logits_TV: Tensor) -> SamplerOutput:
+    def _sample_all(self, sampler: Sampler, step: PreparedStep, logits_TV: Tensor) -> SamplerOutput:
         batch = step.batch
         lens, ends = batch.query_lens_B.tolist(), np.cumsum(batch.query_lens_B).tolist()
         slots_T = np.repeat(batch.slots_B, lens)
@@ -226,8 +226,8 @@ class SpeculativeStepRunner(StepRunner):
         drafts = [batch.token_ids_T[end - num + 1 : end].tolist() for num, end in zip(lens, ends, strict=True)]
         return sampler.sample_drafts(logits_TV, *(arrays[name] for name in SAMPLER_ARRAYS), batch.slots_B, drafts)
 
-    def _draw(self, sampler: Sampler, step: PreparedStep, verified: VerifiedStep, logits_TV: Tensor) -> SamplerOutput:
-        """The next token of each row that still draws, by the same call as in a step of one token."""
+    def _sample(self, sampler: Sampler, step: PreparedStep, verified: VerifiedStep, logits_TV: Tensor) -> SamplerOutput:
+        """Sample the next token of each remaining row, by the same call as in a step of one token."""
         slots_R = step.batch.slots_B[verified.rows_R]
         arrays = to_device(self.platform.memory, {
             "slots": slots_R.astype(np.int64), "uniforms": sampler.host_inputs(slots_R),

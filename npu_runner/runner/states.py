@@ -2,8 +2,8 @@
 
 Slots [0, max_num_seqs) are those of sequences, then come those of padded rows in decode graphs, spare ones for what
 drafts leave where they leave states, and snapshots. Spare ones change places with those of sequences
-(core/state_slots.py). A state is not written twice the same way, as keys and values are: made-up steps keep those that
-serve aside. Knows slots and bytes, not sequences.
+(core/state_slots.py). A state is not written twice the same way, as keys and values are: dummy steps save and
+restore the states of running sequences. Knows slots and bytes, not sequences.
 
 Where a head drafts, a slot also has the final hidden state of the last token that its states have seen: the head reads
 it together with the next one.
@@ -29,7 +29,7 @@ from npu_runner.request.limits import GIB, size
 
 UNMEASURED_STATE_BYTES = GIB
 """Where memory is not measured and max_num_seqs is not set."""
-# One slot in so many is for snapshots at least, and one for drafts, where there are few.
+# At least one slot in 8 is for snapshots, and one in 4 for drafts, where there are few.
 _SNAPSHOT_SHARE, _SPARE_SHARE = 8, 4
 
 
@@ -52,12 +52,12 @@ class StateShape:
 
     @property
     def num_places(self) -> int:
-        """Of a ring."""
+        """Slots of a ring."""
         return self.ring_length + self.ring_drafts if self.ring_length else 0
 
     @property
     def conv_state_shape(self) -> tuple[int, int]:
-        """Of a slot: with drafts in rings a step's tokens have columns of their own."""
+        """The convolution state of a slot. With drafts in rings, a step's tokens have columns of their own."""
         before, channels = self.layer.conv_state_shape
         return before + (1 + self.ring_drafts if self.ring_drafts else 0), channels
 
@@ -75,14 +75,14 @@ class StateShape:
 
     @property
     def _ring_bytes(self) -> int:
-        """Of a slot and layer; its start, which all layers share, left out."""
+        """Bytes of a ring of one slot and layer, without its start, which all layers share."""
         layer = self.layer
         return self.num_places * (4 * layer.value_size + self.element_bytes * layer.key_size + 4 * layer.num_v_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateNeeds:
-    """What slots are wanted for. `is_given`: `max_num_seqs` is the user's, and no fewer will do.
+    """The number of slots that a runner needs. `is_given`: the user set `max_num_seqs`, so it may not be lowered.
 
     `padding_of(max_num_seqs)` rows of a decode graph may be padded. A row may have `drafts_of_row` drafts, and a step
     `drafts_of(max_num_seqs)`. `max_snapshots` None: what is left, and as many as sequences at most.
@@ -96,11 +96,12 @@ class StateNeeds:
     drafts_of: Callable[[int], int] = lambda max_num_seqs: 0
 
     def least_spares(self, max_num_seqs: int, total: int) -> int:
-        """Of `total` slots: enough for the drafts of a row; and a share, where there may be fewer sequences."""
+        """The least number of spares among `total` slots: enough for the drafts of a row; and a share, where there may
+        be fewer sequences."""
         share = 0 if self.is_given else total // _SPARE_SHARE
         return min(self.drafts_of(max_num_seqs), max(self.drafts_of_row, share))
 
-    def asked(self) -> int:
+    def num_requested(self) -> int:
         """Slots, where memory is not measured: spare ones and snapshots for as many as there are sequences."""
         asked = self.max_num_seqs + self.padding_of(self.max_num_seqs)
         snapshots = -(-asked // _SNAPSHOT_SHARE) if self.max_snapshots is None else self.max_snapshots
@@ -157,7 +158,7 @@ def plan_states(shape: StateShape, needs: StateNeeds, *, budget: int | None) -> 
     A plan of no sequences means that not even one fits, or fewer than requested; the caller reports it.
     """
     if budget is None:
-        asked = needs.asked() * shape.bytes_per_slot + shape.bytes_beside
+        asked = needs.num_requested() * shape.bytes_per_slot + shape.bytes_beside
         budget = max(UNMEASURED_STATE_BYTES, asked if needs.is_given else 0)
     total, max_snapshots = max(0, budget - shape.bytes_beside) // shape.bytes_per_slot, needs.max_snapshots
     share = total // _SNAPSHOT_SHARE if max_snapshots is None else min(total // _SNAPSHOT_SHARE, max_snapshots)
@@ -195,16 +196,16 @@ class StatePool:
         """All that is kept, (L or 1, slots, ...)."""
         rings = self.rings
         if rings is None:
-            return self._of_snapshots
-        return [*self._of_snapshots, rings.updates, rings.keys, rings.log_decays, rings.starts[None]]
+            return self._snapshot_tensors
+        return [*self._snapshot_tensors, rings.updates, rings.keys, rings.log_decays, rings.starts[None]]
 
     @property
     def draft_slots(self) -> range | None:
-        """That drafts leave states in; None: they leave none."""
+        """The slots that drafts leave states in; None: they leave none."""
         return self.plan.spares if self.rings is None else None
 
     @property
-    def _of_snapshots(self) -> list[Tensor]:
+    def _snapshot_tensors(self) -> list[Tensor]:
         return [self.conv_states, self.states, *([] if self.hidden_SD is None else [self.hidden_SD[None]])]
 
     @property
@@ -214,7 +215,7 @@ class StatePool:
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of all layers from slot to slot: (source, target) of each pair. Rings are no part of it: a
         snapshot has none, and what is loaded goes on with a prompt."""
-        for tensor in self._of_snapshots:
+        for tensor in self._snapshot_tensors:
             for source, target in pairs:
                 tensor[:, target].copy_(tensor[:, source])
 
@@ -229,11 +230,11 @@ class StatePool:
             tensor.zero_()
 
     @contextmanager
-    def aside(self, made_up: Sequence[ScheduledBatch]) -> Iterator[None]:
-        """What lies in the slots of these made-up steps is back afterwards: of the first rows, and the first spare
-        ones. It waits in host memory: a device may have no room for it."""
-        num_seqs = max(batch.batch_size for batch in made_up)
-        num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in made_up)
+    def preserve(self, dummies: Sequence[ScheduledBatch]) -> Iterator[None]:
+        """Save the slots of these dummy steps, the first rows and the first spares, and restore them afterwards. They
+        are saved in host memory: a device may have no room for them."""
+        num_seqs = max(batch.batch_size for batch in dummies)
+        num_drafts = max(batch.num_tokens - batch.batch_size if batch.has_drafts else 0 for batch in dummies)
         num_drafts = min(num_drafts, self.plan.num_spares)  # drafts in rings leave no states
         parts = [tensor.narrow(1, first, num) for tensor in self.tensors
                  for first, num in ((0, num_seqs), (self.plan.first_spare, num_drafts))]

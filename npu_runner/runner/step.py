@@ -68,7 +68,7 @@ class Launched:
 
 
 class StepResult(Protocol):
-    """What a step makes, on its way to the host."""
+    """The result of a step, on its way to the host."""
 
     def is_done(self) -> bool: ...
     def to_host(self) -> Any: ...
@@ -117,7 +117,7 @@ class StepRunner:
         """Whether a prefill's last layer can do with the last tokens of its rows."""
         self.decode_step = DecodeStep(model, states, gated_delta)
         self.head_step: DecodeStep | None = None
-        """What else runs over a decode step's inputs, behind its draw, in graphs of its own."""
+        """A second module over a decode step's inputs, after sampling, in graphs of its own."""
         self.attention = attention
         self.platform = platform
         self.device = device
@@ -151,23 +151,23 @@ class StepRunner:
 
     @property
     def graph_step(self) -> DecodeStep:
-        """What decode graphs are made of."""
+        """The module that decode graphs record."""
         return self.decode_step
 
     @property
     def drafted_graph_step(self) -> DecodeStep | None:
-        """What graphs of steps with drafts are made of, where these are others."""
+        """The module that graphs of steps with drafts record, where it is another one."""
         return None
 
     def describe_graphs(self) -> str:
-        """Which there are."""
         if self.buckets is None:
             return "eager"
         decode = self.buckets.describe()
         return decode if self.prefills is None else f"{decode}; prefills of {self.prefills.describe()} tokens"
 
     def size_tables(self, max_model_len: int) -> None:
-        """Make the block tables, for sequences of so many tokens at most. Nothing runs, and no graph is compiled."""
+        """Allocate the block tables for sequences of `max_model_len` tokens. No step is running, and no graph is
+        compiled."""
         assert self.buckets is None, "graphs read the block tables where they are"
         self.tables = BlockTables(self.max_num_seqs, -(-max_model_len // self.block_size), self.device, self.most_rows)
 
@@ -198,11 +198,11 @@ class StepRunner:
         """Hand out what makes the step's result; None where this rank, or this step, has none."""
         sampled = self.sample(step, logits_BV)
         # The sampler has counted its tokens: nothing behind it takes memory, for a step made again counts them again.
-        self.keep_tokens(step, sampled)
+        self.record_tokens(step, sampled)
         return sampled
 
     def collect(self, under_way: StepUnderWay) -> ModelRunnerOutput | None:
-        """What a step brings, once it has run; steps are collected in their order. None on ranks that do not sample.
+        """The output of a step, once it has run; steps are collected in order. None on ranks that do not sample.
 
         Raises EngineDeadError when what comes back is not this step's.
         """
@@ -253,7 +253,7 @@ class StepRunner:
         if not batch.is_prefill:
             tensors["tokens"] = self.last_tokens_S
             plan = self.attention.plan_decode(context_lens, tables_BW, self.device)
-            return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan)
+            return PreparedStep(batch, number, tensors, StepInputs.from_tensors(tensors), None, plan)
         query_lens = batch.query_lens_B.tolist()
         plan = self.attention.plan_prefill(query_lens, context_lens, tables_BW, self.device)
         saves = [StateSave(row=row, offset=offset, slot=slot) for row, offset, slot in batch.state_saves]
@@ -261,7 +261,8 @@ class StepRunner:
         ends = None
         if self._reads_ends_alone(batch):
             ends = PromptEnds(tensors["end_rows"], self.attention.plan_decode(context_lens, tables_BW, self.device))
-        return PreparedStep(batch, number, tensors, StepInputs.of(tensors), None, plan, state_plan, images, ends)
+        inputs = StepInputs.from_tensors(tensors)
+        return PreparedStep(batch, number, tensors, inputs, None, plan, state_plan, images, ends)
 
     def _prepare_graph_prefill(self, prefills: PrefillBuckets, bucket: PrefillBucket, batch: ScheduledBatch,
                                number: int, arrays: dict[str, np.ndarray]) -> PreparedStep:
@@ -313,7 +314,7 @@ class StepRunner:
         return self.sampler(logits_BV, *inputs, step.batch.slots_B[samples_B],
                             graph_size=None if step.bucket is None or step.batch.is_prefill else step.bucket.batch_size)
 
-    def keep_tokens(self, step: PreparedStep, sampled: SamplerOutput | None) -> None:
+    def record_tokens(self, step: PreparedStep, sampled: SamplerOutput | None) -> None:
         """Put the step's tokens where the next one reads them, on every rank; None where this rank has sampled none."""
         slots_B = step.tensors["slots"][: int(step.batch.samples_B.sum())]
         if not len(slots_B):
@@ -354,7 +355,7 @@ class StepRunner:
         if on_host.problems:
             rows = np.flatnonzero(batch.samples_B)
             problems = {int(rows[row]): problem for row, problem in on_host.problems.items()}
-        logprobs = StepLogprobs.of(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
+        logprobs = StepLogprobs.from_sample(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
         return ModelRunnerOutput(tokens, logprobs, problems=problems, prompt_scores=scores)
 
     def _prefill(self, step: PreparedStep) -> Launched:
@@ -365,17 +366,17 @@ class StepRunner:
         deepstack = None
         if step.images is not None:
             x_TD, deepstack = self.image_encoder.show(batch, step.images, x_TD, step.tensors["image_rows"])
-        metadata = AttentionMetadata.of(inputs, step.plan, is_prefill=True, state_plan=step.state_plan,
+        metadata = AttentionMetadata.from_inputs(inputs, step.plan, is_prefill=True, state_plan=step.state_plan,
                                         ends=step.ends)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
-        self.keep_prompts(step, x_TD, hidden_TD)
+        self.record_prompts(step, x_TD, hidden_TD)
         if self.states is not None:
             self.states.end_prompts(inputs.state_slots, inputs.context_lens)
         return self._read_prompts(step, hidden_TD)
 
     def _read_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> Launched:
-        """Of all tokens of the step, or of its ends; padding of a graph comes behind them."""
-        of_prompts = self.look_at_prompts(step, hidden_TD)
+        """Read all tokens of the step, or its ends; a graph's padding comes behind them."""
+        of_prompts = self.prompt_results(step, hidden_TD)
         sampled_rows = step.tensors["sampled_rows"]
         # Without a row that samples it is a chunk in the middle of its prompt.
         if not len(sampled_rows):
@@ -383,10 +384,10 @@ class StepRunner:
         rows = sampled_rows if step.ends is not None else step.tensors["end_rows"].index_select(0, sampled_rows)
         return Launched(self.read_out(hidden_TD.index_select(0, rows)), of_prompts)
 
-    def keep_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
+    def record_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Keep what a head reads of a prefill: its tokens as embedded, and their final hidden states. Nothing here."""
 
-    def look_at_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> StepResult | None:
+    def prompt_results(self, step: PreparedStep, hidden_TD: Tensor) -> StepResult | None:
         """Hand out what is wanted of all tokens of a prefill: log probabilities. None where this rank keeps none."""
         if not step.batch.prompt_scores:
             return None
@@ -396,7 +397,7 @@ class StepRunner:
             download=self.platform.memory.download)
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
-        """What is made of the final hidden states of rows whose prompt has ended: logits (B, V)."""
+        """The logits (B, V) of the final hidden states of rows whose prompt has ended."""
         return self.model.compute_logits(hidden_BD)
 
     def check_receipts(self, step: PreparedStep, receipts_B: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.devices import Memory
 
 SAMPLER_ARRAYS = ("slots", "uniforms", "receipts")
-"""What the sampler takes of each row that samples, beside its logits."""
+"""The sampler's inputs for each row that samples, beside its logits."""
 # Each array starts on a 64-byte boundary.
 _ALIGNMENT = 16
 # Of the buffer's elements, 4 bytes each.
@@ -35,7 +35,7 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
     """All arrays of a step: those of StepInputs by its names, then what samples and shows images.
 
     Block tables are on the device but for what is new (block_tables.py); `tables_SW` are they on the host, by slot. A
-    decode step's `tokens` are there, too. `of_rows`: what the rows that sample bring, a value each: the sampler's draws
+    decode step's `tokens` are there, too. `of_rows`: one value for each row that samples: the sampler's uniform numbers
     (`uniforms`), or how many numbers are pooled (`dimensions`). `number` is the step's, which must come back with its
     tokens.
     """
@@ -64,7 +64,7 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
 
 def padding(name: str, rows: np.ndarray, block_size: int, max_num_seqs: int, num_states: int | None = None,
             ) -> np.ndarray | int:
-    """What the decode rows `rows`, which hold no sequence, have in array `name`: one token in the null block.
+    """The values of array `name` for the decode rows `rows`, which hold no sequence: one token in the null block.
 
     Their states, and the tokens that they look up, lie behind those of the `max_num_seqs` sequences that may run. More
     rows than `num_states` share these.

@@ -15,7 +15,7 @@ from npu_runner.checkpoint.formats.rounding import TO_FP8, TO_INT8, RoundingRead
 from npu_runner.checkpoint.quantization import AWQ, GPTQ
 from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
-from npu_runner.layers.attention import take_kv_scales
+from npu_runner.layers.attention import load_kv_scales
 from npu_runner.layers.grouped_weights import Held
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.weight_forms import (
@@ -70,13 +70,16 @@ def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContex
     if made is not None or checkpoint.quantization is not None:
         context = dataclasses.replace(context, weight_forms=settings.weight_forms)
     with open_weights(checkpoint.path, checkpoint.quantization, progress) as stored:
-        reader = _adapted(stored, checkpoint)
+        reader: WeightsReader = stored
+        if checkpoint.adapter is not None:
+            reader = adapted = AdaptedReader(stored, checkpoint.adapter, strategy.renamed(stored.names))
+            logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, adapted.num_changed)
         if made is not None or checkpoint.quantization is not None:
             reader = _in_forms(reader, checkpoint, settings, context, memory)
         model = strategy.build(model_config, settings.max_model_len, context)
         strategy.load_weights(model, reader, model_config)
         if settings.kv_cache_dtype == FP8_CACHE:
-            num_scaled, num_layers = take_kv_scales(model, reader, strategy.renamed(reader.names),
+            num_scaled, num_layers = load_kv_scales(model, reader, strategy.renamed(reader.names),
                                                     context.device)
             logger.info("keys and values are kept in FP8: %d of %d layers with the checkpoint's scales, else with 1",
                         num_scaled, num_layers)
@@ -87,8 +90,8 @@ def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContex
 
 
 def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform: Platform) -> Settings:
-    """Without the forms whose products the device computes otherwise. Where no weights are quantised nothing is
-    computed.
+    """Settings without the forms whose matmuls this device computes wrongly. Nothing is computed if no weights are
+    quantised.
 
     Raises ConfigError where the setting `quantization` asks for one of them.
     """
@@ -101,13 +104,13 @@ def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform
         logger.warning("a matmul with weights of the form %s %s; such weights are dequantised", form, finding)
     forms = tuple(form for form in settings.weight_forms if form not in findings)
     if asked in settings.weight_forms and asked not in forms:
-        raise ConfigError(f"quantization {asked!r}: the products of this device are not as they should be, as the "
+        raise ConfigError(f"quantization {asked!r}: the matmuls of this device are wrong, as the "
                           "warning above says; leave it at auto")
     return dataclasses.replace(settings, weight_forms=forms)
 
 
 def _named_form(checkpoint: OpenedCheckpoint, settings: Settings) -> Held | None:
-    """How random weights are held: as the config alone says it, of FP8, AWQ and GPTQ.
+    """The form of random weights by the config alone, for FP8, AWQ and GPTQ.
 
     Raises ConfigError for other formats, where the platform could hold such weights as they are stored.
     """
@@ -128,17 +131,9 @@ def _named_form(checkpoint: OpenedCheckpoint, settings: Settings) -> Held | None
     return FP8 if block is None else FP8_BLOCKS if list(block) == [FP8_BLOCK, FP8_BLOCK] else None
 
 
-def _adapted(reader: WeightsReader, checkpoint: OpenedCheckpoint) -> WeightsReader:
-    if checkpoint.adapter is None:
-        return reader
-    adapted = AdaptedReader(reader, checkpoint.adapter, checkpoint.strategy.renamed(reader.names))
-    logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, adapted.num_changed)
-    return adapted
-
-
 def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext,
               memory: Memory) -> WeightsReader:
-    """What the network is to be filled from; says what is multiplied in which form. Reads no weight."""
+    """The reader that fills the network; logs which weights are multiplied in which form. Reads no weight."""
     asked = checkpoint.config.quantization
     planned, on_meta = _planned(reader, checkpoint, settings, context, asked)
     held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
@@ -166,10 +161,10 @@ def _planned(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Sett
     meant, names = names_to_round(on_meta, renamed), names_to_round(on_meta, renamed, how)
     if not names:
         raise ConfigError(f"quantization {asked}: {type(checkpoint.strategy).__name__} builds no linears of ours that "
-                          f"have products of such weights, which are what is made {asked}; leave it at auto")
+                          f"have matmuls for {asked} weights; leave it at auto")
     if meant - names:
         logger.info("quantization %s: %d weights of sizes that %d (of experts %d) does not divide, or of stacks that "
-                    "lie the other way round, have no such products and stay as they are", asked, len(meant - names),
+                    "lie the other way round, have no such matmuls and stay as they are", asked, len(meant - names),
                     FP8_ALIGNMENT, FP8_BLOCK)
     return RoundingReader(reader, names, turned_stacks(on_meta, renamed), _TARGETS[asked],
                           names_in_blocks(on_meta, renamed, how)), on_meta
@@ -194,7 +189,7 @@ def _check_fit(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Se
         remedies.insert(0, "set quantization to int8")
     raise OutOfMemoryError(
         f"the weights are quantised ({method}) and take {size(need)} in {settings.dtype}{ranks}, as the platform has "
-        f"products of these forms only: {multiplied}; {size(free)} of memory is free. To load it, "
+        f"matmuls for these forms only: {multiplied}; {size(free)} of memory is free. To load it, "
         f"{', '.join(remedies)}, or take a smaller model")
 
 

@@ -23,8 +23,8 @@ class RecordedSampling:
 
     def __init__(self, sample: Callable[[Tensor, Tensor, Tensor], Tensor], logits_PV: Tensor,
                  arrays: Mapping[str, Tensor], temperatures_S: Tensor, recorder: Recorder):
-        """sample: `Ops.softmax_draw` of a platform that accepts temperature 0. logits_PV: where a graph leaves them.
-        arrays: the graph's own of SAMPLER_ARRAYS, (P,) each."""
+        """sample: `Ops.softmax_sampler` for greedy rows, too. logits_PV: the graph's logits. arrays: the graph's own of
+        SAMPLER_ARRAYS, (P,) each."""
         slots_P, uniforms_P, receipts_P = arrays["slots"], arrays["uniforms"], arrays["receipts"]
         self.num_rows = len(slots_P)
         self.flat = torch.zeros(2 * self.num_rows, dtype=torch.int32, device=logits_PV.device)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.ops import AddAt, AllowedDraw, Ops, TokenLookUp
+from npu_runner.platforms.ops import AddAt, MaskedSampler, Ops, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking
@@ -122,23 +122,23 @@ class Sampler:
     def __init__(self, *, vocab_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], device: torch.device,
                  max_model_len: int = LIMITS.max_ngram_window,
                  sort_ascending: Callable[[Tensor], Tensor] = lambda x: x.sort(dim=-1).values,
-                 draw_from_softmax: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-                 draws_greedily: bool = False,
+                 softmax_sampler: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+                 samples_greedily: bool = False,
                  add_at: AddAt = Ops.add_at,
                  allow_tokens: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None,
-                 allowed_draw: AllowedDraw | None = None,
+                 masked_sampler: MaskedSampler | None = None,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
                  host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
                  constrained: ConstrainedRows | None = None):
-        """sort_ascending, draw_from_softmax, draws_greedily, add_at, allow_tokens, allowed_draw: the platform's, see
+        """sort_ascending, softmax_sampler, samples_greedily, add_at, allow_tokens, masked_sampler: the platform's, see
         Ops; download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking."""
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
                                     eos_token_ids=eos_token_ids, device=device, add_at=add_at)
         self._sort_ascending = sort_ascending
-        self._draw_from_softmax = draw_from_softmax
-        self._draws_greedily = draws_greedily
+        self._softmax_sampler = softmax_sampler
+        self._samples_greedily = samples_greedily
         self._allow_tokens = allow_tokens or TokenLookUp()
-        self._allowed_draw = allowed_draw
+        self._masked_sampler = masked_sampler
         self._is_compiled = False
         self._recorded: dict[int, RecordedSampling] = {}
         # The same rows as in the step before have the same temperatures and masks: their plan is the same object.
@@ -179,9 +179,9 @@ class Sampler:
     def record(self, logits_PV: Tensor, arrays: Mapping[str, Tensor], recorder: Recorder) -> None:
         """Record the plain sampling of a decode graph (RecordedSampling), if the platform's kernel samples all plain
         rows."""
-        if self._draw_from_softmax is not None and self._draws_greedily:
+        if self._softmax_sampler is not None and self._samples_greedily:
             self._recorded[len(logits_PV)] = RecordedSampling(
-                self._draw_from_softmax, logits_PV, arrays, self._state.temperatures_S, recorder)
+                self._softmax_sampler, logits_PV, arrays, self._state.temperatures_S, recorder)
 
     @torch.inference_mode()
     def __call__(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, receipts_B: Tensor,
@@ -275,15 +275,15 @@ class Sampler:
     def _compile_sampling(self, logits_BV: Tensor, uniforms_B: Tensor) -> None:
         """In the first step, a made-up one, call every variant of the kernel: model logits and adjusted ones, with and
         without masks. A kernel is compiled when it is called."""
-        if self._draw_from_softmax is None or self._is_compiled:
+        if self._softmax_sampler is None or self._is_compiled:
             return
         ones_11, uniforms_11 = torch.ones_like(uniforms_B)[:1, None], uniforms_B[:1, None]
         words_1W = torch.full((1, self._num_mask_words), -1, dtype=torch.int32, device=logits_BV.device)
         for logits_1V in (logits_BV[:1], logits_BV[:1].float()):
-            self._draw_from_softmax(logits_1V, ones_11, uniforms_11)
+            self._softmax_sampler(logits_1V, ones_11, uniforms_11)
             self._allow_tokens(logits_1V, None, words_1W)
-        if self._allowed_draw is not None:
-            self._allowed_draw(logits_BV[:1], ones_11, uniforms_11, words_1W, torch.zeros_like(words_1W[0, :1]))
+        if self._masked_sampler is not None:
+            self._masked_sampler(logits_BV[:1], ones_11, uniforms_11, words_1W, torch.zeros_like(words_1W[0, :1]))
         self._is_compiled = True
 
     def _masks_of(self, constraints: Sequence[TokenConstraint], device: torch.device,
@@ -332,22 +332,22 @@ class Sampler:
     def _samples_all_at_once(self, plan: StepPlan) -> bool:
         """True if the platform's kernel can sample the whole step."""
         if plan.is_plain_but_masked:
-            return self._allowed_draw is not None
-        return plan.is_plain_sampling or (plan.is_plain and self._draws_greedily)
+            return self._masked_sampler is not None
+        return plan.is_plain_sampling or (plan.is_plain and self._samples_greedily)
 
     def _sample_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
                       words_CW: Tensor | None) -> Tensor | None:
         """The platform's kernel for every row; valid for plain rows, whatever other rows need. None if the platform has
         none, or no row is plain."""
         wants = any(group.is_plain for group in plan.groups) or self._samples_all_at_once(plan)
-        if self._draw_from_softmax is None or not wants:
+        if self._softmax_sampler is None or not wants:
             return None
         if self._temperatures is None or self._temperatures[0] is not plan:
             self._temperatures = plan, self._state.fields(slots_B)[Field.TEMPERATURE]
         inputs = logits_BV, self._temperatures[1], uniforms_B[:, None]
-        if self._allowed_draw is None or not plan.is_plain_but_masked or words_CW is None:
-            return self._draw_from_softmax(*inputs)
-        return self._allowed_draw(*inputs, words_CW, self._places_of_masks(plan, words_CW, len(logits_BV)))
+        if self._masked_sampler is None or not plan.is_plain_but_masked or words_CW is None:
+            return self._softmax_sampler(*inputs)
+        return self._masked_sampler(*inputs, words_CW, self._places_of_masks(plan, words_CW, len(logits_BV)))
 
     def _places_of_masks(self, plan: StepPlan, words_CW: Tensor, num_rows: int) -> Tensor:
         """int32 (B,): which mask is a row's own, -1 where it has none. Of a plan that adjusts by masks alone."""
@@ -391,8 +391,8 @@ class Sampler:
         fields_FG1 = self._state.fields(slots_G)
         temperature_G1 = fields_FG1[Field.TEMPERATURE]
         min_p_G1 = fields_FG1[Field.MIN_P] if group.uses_min_p else None
-        if self._draw_from_softmax is not None and not group.sorts and not group.uses_min_p:
-            return self._draw_from_softmax(logits_GV, temperature_G1, uniforms_G1).clamp(min=0).to(greedy_G1.dtype)
+        if self._softmax_sampler is not None and not group.sorts and not group.uses_min_p:
+            return self._softmax_sampler(logits_GV, temperature_G1, uniforms_G1).clamp(min=0).to(greedy_G1.dtype)
         if not group.sorts:
             weights_GV = ops.token_weights(logits_GV, largest_G1, temperature_G1)
             return ops.sample(weights_GV, greedy_G1, uniforms_G1, min_p_B1=min_p_G1)

@@ -84,7 +84,7 @@ def collect(seeds: Sequence[int]) -> list[Row]:
         for prompt, answer in zip(prompts, answers, strict=True):
             whole = _with_answer(prompt, answer.token_ids)
             seen: list[Any] = []
-            steps.keep_prompts = lambda step, x_TD, hidden_TD, seen=seen: seen.append((step, x_TD, hidden_TD))
+            steps.record_prompts = lambda step, x_TD, hidden_TD, seen=seen: seen.append((step, x_TD, hidden_TD))
             llm.generate([whole], SamplingParams(temperature=0.0, max_tokens=1))
             ((step, x_TD, hidden_TD),) = seen
             rows.append(Row(torch.tensor(whole.token_ids), torch.from_numpy(step.batch.positions.copy()).long(),

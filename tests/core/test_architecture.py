@@ -38,8 +38,9 @@ FLOORS = [
 MOST_ARROWS = 119
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
+# reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
 MOST_LINES = {
-    "platforms": 13280, "batch": 7609, "prompts": 5760, "runner": 4734, "checkpoint": 3855, "serving": 2501,
+    "platforms": 13256, "batch": 7609, "prompts": 5760, "runner": 4724, "checkpoint": 3855, "serving": 2501,
     "engine": 2470, "tables": 2269, "core": 2171, "grammars": 1997, "models": 1919, "cli": 1883, "layers": 1871,
     "sampling": 1772, "request": 1705, "strategies": 1597, "reports": 1487, "llm": 1458, "front": 941,
     "processes": 747, "assets": 11,
@@ -63,23 +64,23 @@ MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 85, 33
 # Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {
-    r"\bso (many|much)\b": 11,
-    r"\bnobody\b": 10,
-    r"\bwhoever\b": 2,
-    r"\bsomebody\b": 1,
-    r"\bpictures?\b": 3,
-    r"\bfew[_ ]rows\b": 1,
-    r"(\b|_)products?(\b|_)": 91,
-    r"\bdef of\b": 9,
+    r"\bso (many|much)\b": 1,
+    r"\bnobody\b": 7,
+    r"\bwhoever\b": 0,
+    r"\bsomebody\b": 0,
+    r"\bpictures?\b": 0,
+    r"\bfew[_ ]rows\b": 0,
+    r"(\b|_)products?(\b|_)": 17,
+    r"\bdef of\b": 2,
     r"\bdef look\b": 0,
     r"\bdef begin\b": 0,
     r"\bdef note\b": 0,
-    r"\b(_?settles?|settled)\b": 10,
-    r"\bdef _?takes?\b|\btakes_\w+": 22,
-    r"\b(draws?|drawn?|drew)\b": 59,
+    r"\b(_?settles?|settled)\b": 6,
+    r"\bdef _?takes?\b|\btakes_\w+": 15,
+    r"\b(draws?|drawn?|drew)\b": 6,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
-MOST_OF_AN_OPENING = {"What": 96, "Of": 47, "How": 17, "Those": 13, "That": 4, "So": 0, "Likewise": 0, "Such": 0}
+MOST_OF_AN_OPENING = {"What": 6, "Of": 0, "How": 1, "Those": 0, "That": 0, "So": 0, "Likewise": 0, "Such": 0}
 
 
 @functools.cache

@@ -110,7 +110,7 @@ def normalised(x: Tensor) -> Tensor:
 
 def draw_inputs(shape: GatedDeltaShape, num_tokens: int, dtype: torch.dtype, *, correlation: float = 0.0,
                 seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(qkv, a, b) as slices of wider products; `correlation` is the share of every key that all keys have in common."""
+    """(qkv, a, b) as slices of wider matmuls; `correlation` is the share of every key that all keys have in common."""
     torch.manual_seed(seed)
     qkv_TC = torch.randn(num_tokens, shape.num_channels + 32)[:, :shape.num_channels]
     common = torch.randn(shape.key_size)

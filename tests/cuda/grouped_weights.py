@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.grouped import GroupedWeight, packed, product, unpacked
+from npu_runner.platforms.grouped import GroupedWeight, matmul, packed, unpacked
 
 LIMIT = 2.0
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -40,7 +40,7 @@ def assert_near(found: Tensor, whole_OI: Tensor, x_MI: Tensor, weight: GroupedWe
     """Row by row."""
     expected = x_MI.double() @ whole_OI.T + (0 if bias_O is None else bias_O.double())
     assert found.dtype == x_MI.dtype
-    ours, plain = ((each.double() - expected).abs().amax(1) for each in (found, product(x_MI, weight, bias_O)))
+    ours, plain = ((each.double() - expected).abs().amax(1) for each in (found, matmul(x_MI, weight, bias_O)))
     assert bool((ours <= LIMIT * plain.clamp_min(torch.finfo(x_MI.dtype).eps / 4 * expected.abs().amax(1))).all()), (
         f"{(ours / plain).max():.2f} times as far as plain torch")
 

@@ -45,7 +45,7 @@ class PagedWork:
         if self.cache_dtype is not None:
             self.keys, self.values = ([x.to(self.cache_dtype).to(self.dtype) for x in each]
                                       for each in (self.keys, self.values))
-        # Beside other columns of a wider product, as in a fused qkv.
+        # Beside other columns of a wider matmul, as in a fused qkv.
         self.q_TNH = self._random(sum(self.query_lens), self.num_heads + 2)[:, :self.num_heads]
         counts = [-(-length // self.block_size) for length in self.context_lens]
         order = iter((1 + torch.randperm(sum(counts))).tolist())

@@ -71,7 +71,7 @@ def assert_near(found: Tensor, plain: Tensor, expected: Tensor) -> None:
     assert found.dtype == plain.dtype
     assert found.shape == expected.shape
     ours, theirs = ((x.double() - expected).abs().amax(1) for x in (found, plain))
-    # A row whose plain product is exact by luck may be one rounding of its largest value off.
+    # A row whose plain matmul is exact by luck may be one rounding of its largest value off.
     room = torch.finfo(found.dtype).eps / 2 * expected.abs().amax(1)
     assert bool((ours <= LIMIT * torch.maximum(theirs, room)).all()), (
         f"{float((ours / torch.maximum(theirs, room)).max()):.2f} times what plain torch is from float64")

@@ -16,7 +16,7 @@ from tests.cuda.paged_work import PagedWork, assert_close, need_fp8
 from tests.oracle.attention_reference import within_each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# (num_heads, num_kv_heads): one query head a kv head, a group that is no power of 2, one larger than a product's rows.
+# (num_heads, num_kv_heads): one query head a kv head, a group that is no power of 2, one larger than a matmul's rows.
 GROUPS = [(2, 2), (6, 2), (20, 1)]
 # One token, a block and one less and more, and contexts that do not end with a block.
 CONTEXTS = [0, 62, 63, 64, 150]
@@ -163,7 +163,7 @@ def test_images_of_other_head_dims(device: torch.device, head_dim: int) -> None:
 
 
 def check_images(device: torch.device, head_dim: int, dtype: torch.dtype, lengths: list[int]) -> None:
-    """Queries and keys are slices of one product, values of another; what stands behind the last image is NaN."""
+    """Queries and keys are slices of one matmul, values of another; what stands behind the last image is NaN."""
     from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def test_tiles_fit_into_the_shared_memory_of_the_gpu(shared_kib: int, dtype: tor
         for tile in (decode_tile(head_dim, 4, dtype, gpu), decode_tile(head_dim, 4, dtype, gpu, from_fp8=True),
                      prefill_tile(head_dim, 4, dtype, gpu), tower_tile(head_dim, dtype, gpu)):
             assert tile.shared_bytes(head_width(head_dim), dtype.itemsize) <= gpu.shared_bytes
-            assert min(tile.rows, tile.columns) >= 16, "what products take"
+            assert min(tile.rows, tile.columns) >= 16, "what matmuls take"
 
 
 @pytest.mark.parametrize("group", [1, 7, 16, 71, 200])

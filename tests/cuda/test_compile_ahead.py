@@ -192,15 +192,15 @@ def test_threads_give_each_kernel_its_own_launcher(platform_name: str, device: t
     if platform_name != "cuda":
         pytest.skip("needs a GPU (--platform cuda)")
     from npu_runner.platforms.cuda.compile_ahead import compile_ahead
-    from npu_runner.platforms.cuda.sampling import sample as draw
-    draw.compile_all(1000, device)
+    from npu_runner.platforms.cuda.sampling import sample
+    sample.compile_all(1000, device)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(30):
-            for kernel in (draw._sum_blocks, draw._sample_rows):
+            for kernel in (sample._sum_blocks, sample._sample_rows):
                 kernel.device_caches.clear()
-            compile_ahead(lambda: draw.compile_all(1000, device), lambda: torch.cuda.set_device(device))
-            draw.compile_all(1000, device)
+            compile_ahead(lambda: sample.compile_all(1000, device), lambda: torch.cuda.set_device(device))
+            sample.compile_all(1000, device)
     finally:
         sys.setswitchinterval(interval)

@@ -13,7 +13,7 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 from tests.cuda.paged_work import PagedWork, assert_close, need_hopper
 
 FP8 = torch.float8_e4m3fn
-# (num_heads, num_kv_heads): groups that fill a product's 8 columns, groups that leave some, and one head alone.
+# (num_heads, num_kv_heads): groups that fill a matmul's 8 columns, groups that leave some, and one head alone.
 GROUPS = [(32, 8), (16, 8), (8, 1), (7, 1), (5, 5), (6, 2)]
 CACHES = pytest.mark.parametrize(("dtype", "cache_dtype"), [
     (torch.bfloat16, FP8), (torch.float16, FP8), (torch.bfloat16, None), (torch.float16, None)], ids=str)
@@ -70,9 +70,9 @@ def test_groups_of_query_heads(device: torch.device, num_heads: int, num_kv_head
 def test_random_lengths_in_ranges_of_many_sizes(device: torch.device, num_sms: int | None, dtype: torch.dtype,
                                                 cache_dtype: torch.dtype | None) -> None:
     """Rows in one range, in several, and ranges of several rows; most are short, as padded rows are."""
-    draw = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     for count, longest in ((1, 3000), (3, 2500), (40, 200), (200, 40)):
-        lengths = [*torch.randint(1, longest, (count,), generator=draw).tolist(), 1, 1, 700]
+        lengths = [*torch.randint(1, longest, (count,), generator=generator).tolist(), 1, 1, 700]
         check(make_work(lengths, dtype=dtype, cache_dtype=cache_dtype), device, num_sms)
 
 
@@ -154,7 +154,7 @@ def test_a_graph_follows_the_lengths_and_gives_the_same_bits(device: torch.devic
 
 
 @pytest.mark.parametrize("cache_dtype", [FP8, None], ids=str)
-def test_few_rows_stay_in_triton(device: torch.device, cache_dtype: torch.dtype | None,
+def test_small_m_stay_in_triton(device: torch.device, cache_dtype: torch.dtype | None,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 

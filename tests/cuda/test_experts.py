@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def draw(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, width: int,
+def random_work(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, width: int,
          dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
     x_TD = torch.randn(num_tokens, hidden_size + 16)[:, :hidden_size]
@@ -41,7 +41,7 @@ def assert_experts(device: torch.device, work: dict[str, Tensor]) -> None:
     from npu_runner.platforms.cuda.ops import TritonOps
 
     x_TD = work["x_TD"]
-    x_TD = torch.cat([x_TD, x_TD[:, :16]], dim=1).to(device)[:, :x_TD.shape[1]]  # rows of a wider product
+    x_TD = torch.cat([x_TD, x_TD[:, :16]], dim=1).to(device)[:, :x_TD.shape[1]]  # rows of a wider matmul
     out_TD = TritonOps().experts(x_TD, *(work[name].to(device) for name in list(work)[1:]))
     assert out_TD.dtype == x_TD.dtype
     expected_TD = define(**work)
@@ -52,17 +52,17 @@ def assert_experts(device: torch.device, work: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_and_many_tokens(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
-    assert_experts(device, draw(num_tokens, 2, 4, 64, 48, dtype))
+    assert_experts(device, random_work(num_tokens, 2, 4, 64, 48, dtype))
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (5, 5), (64, 10), (256, 8)])
 def test_counts_of_experts(device: torch.device, num_experts: int, top_k: int) -> None:
-    assert_experts(device, draw(7, top_k, num_experts, 32, 24, torch.float32))
+    assert_experts(device, random_work(7, top_k, num_experts, 32, 24, torch.float32))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 150])
 def test_all_tokens_on_one_expert_and_the_others_empty(device: torch.device, num_tokens: int) -> None:
-    work = draw(num_tokens, 1, 6, 32, 24, torch.bfloat16)
+    work = random_work(num_tokens, 1, 6, 32, 24, torch.bfloat16)
     work["experts_TK"].fill_(4)
     assert_experts(device, work)
 
@@ -74,7 +74,7 @@ def test_what_ranges_of_experts_compute_adds_up(device: torch.device, dtype: tor
     from npu_runner.platforms.cuda.ops import TritonOps
     from npu_runner.platforms.ops import HeldExperts
 
-    work = draw(num_tokens, 2, 7, 64, 48, dtype)
+    work = random_work(num_tokens, 2, 7, 64, 48, dtype)
     expected_TD, ops = define(**work), TritonOps()
     x_TD, weights_TK, experts_TK, gate_up, down = (tensor.to(device) for tensor in work.values())
     out_TD = torch.zeros(expected_TD.shape, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_what_ranges_of_experts_compute_adds_up(device: torch.device, dtype: tor
 def test_every_tile_size(device: torch.device, rows: int) -> None:
     from npu_runner.platforms.cuda.moe import experts
 
-    work = draw(90, 3, 5, 160, 80, torch.bfloat16)
+    work = random_work(90, 3, 5, 160, 80, torch.bfloat16)
     (tiling,) = [tiling for tiling in experts.tilings(torch.bfloat16) if tiling.rows == rows]
     on_device = {name: tensor.to(device) for name, tensor in work.items()}
     for few in (0, 10_000):

@@ -32,8 +32,8 @@ MIXED = Step(lengths=[130, 1, 5, 64, 1, 90], contexts=[0, 0, 64, 128, 77, 100], 
 
 
 def check_delta_rule(device: torch.device, shape: GatedDeltaShape, dtype: torch.dtype, step: Step, *,
-                     kind: str = "usual", is_prefill: bool = True, **draws: Any) -> None:
-    qkv_TC, a_TV, b_TV = draw_inputs(shape, sum(step.lengths), dtype, **draws)
+                     kind: str = "usual", is_prefill: bool = True, **options: Any) -> None:
+    qkv_TC, a_TV, b_TV = draw_inputs(shape, sum(step.lengths), dtype, **options)
     if kind == "abrupt":
         a_TV[::7] += 30  # a gate of -1e4 in the midst of others near 0
     if kind == "small step":

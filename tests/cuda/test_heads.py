@@ -20,7 +20,7 @@ NUM_BLOCKS, EPS = 5, 1e-6
 
 
 class Work:
-    """A step's queries, keys and values as one product leaves them, with a gate beside each query where one stands."""
+    """A step's queries, keys and values as one matmul leaves them, with a gate beside each query where one stands."""
 
     def __init__(self, num_tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, *,
                  block_size: int = 16, is_gated: bool = False, norm: str = "as x", seed: int = 0):

@@ -1,4 +1,4 @@
-"""Products with 4 and 8 bit integers in CUDA C++ on Hopper: no further from float64 than twice what the definition in
+"""Matmuls with 4 and 8 bit integers in CUDA C++ on Hopper: no further from float64 than twice what the definition in
 plain torch is, and the same each time.
 """
 
@@ -23,7 +23,7 @@ def _hopper(device: torch.device) -> None:
 
 def check(module: Any, kind: tuple[int, int, torch.dtype], shape: tuple[int, int], rows: tuple[int, ...],
           device: torch.device, *, has_zeros: bool, **how: Any) -> None:
-    """Twice: what a product leaves behind serves the next, and sums are added in one order."""
+    """Twice: what a matmul leaves behind serves the next, and sums are added in one order."""
     from npu_runner.platforms.cuda.matmul.grouped import lay_out
     from npu_runner.platforms.cuda.matmul.operands import Matmul
 
@@ -42,7 +42,7 @@ def check(module: Any, kind: tuple[int, int, torch.dtype], shape: tuple[int, int
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few_rows(kind: tuple[int, int, torch.dtype], has_zeros: bool, device: torch.device) -> None:
+def test_a_small_m(kind: tuple[int, int, torch.dtype], has_zeros: bool, device: torch.device) -> None:
     """Clusters and programs alone, warps without a run, several passes, outputs that fill no tile, many tiles."""
     from npu_runner.platforms.cuda.matmul import hopper_grouped_small_m
 

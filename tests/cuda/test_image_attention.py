@@ -37,7 +37,7 @@ def backend_of(dtype: torch.dtype) -> Any:
 
 
 def made_up(lengths: list[int], head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Queries and keys are slices of one product, values of another; what stands behind the last image is NaN."""
+    """Queries and keys are slices of one matmul, values of another; what stands behind the last image is NaN."""
     torch.manual_seed(0)
     qk, qkv = (torch.randn(sum(lengths) + 128, parts, 4, head_dim).to(dtype) for parts in (2, 3))
     qk[sum(lengths):], qkv[sum(lengths):] = torch.nan, torch.nan

@@ -1,4 +1,4 @@
-"""Layer norm in Triton, with and without a sum, against its definition in float64; a product that ends in GELU."""
+"""Layer norm in Triton, with and without a sum, against its definition in float64; a matmul that ends in GELU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_layer_norm_is_its_definition(device: torch.device, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_a_product_that_ends_in_gelu(device: torch.device, dtype: torch.dtype, approximate: str) -> None:
+def test_a_matmul_that_ends_in_gelu(device: torch.device, dtype: torch.dtype, approximate: str) -> None:
     from npu_runner.platforms.cuda.ops import TritonOps
 
     torch.manual_seed(0)
     x_TD, weight_OD, bias_O = (value.to(dtype) for value in (torch.randn(40, 64), torch.randn(96, 64) / 8,
                                                              torch.randn(96)))
-    product = F.linear(x_TD.double(), weight_OD.double(), bias_O.double())
-    expected = F.gelu(product, approximate=approximate)
+    matmul = F.linear(x_TD.double(), weight_OD.double(), bias_O.double())
+    expected = F.gelu(matmul, approximate=approximate)
     found = TritonOps().linear_gelu(x_TD.to(device), weight_OD.to(device), bias_O.to(device), approximate)
     assert found.dtype == dtype
     scale = expected.abs().max()

@@ -123,9 +123,9 @@ def test_contexts_of_more_blocks_than_a_warp_holds(device: torch.device) -> None
 
 @pytest.mark.usefixtures("takes_all")
 def test_random_steps(device: torch.device) -> None:
-    draw = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     for _ in range(12):
-        cached, new = (torch.randint(low, 400, (5,), generator=draw).tolist() for low in (0, 1))
+        cached, new = (torch.randint(low, 400, (5,), generator=generator).tolist() for low in (0, 1))
         check(PagedWork(cached, new, num_heads=6, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16), device)
 
 

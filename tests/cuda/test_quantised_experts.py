@@ -26,7 +26,7 @@ def on_a_gpu(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("experts in 8 bits are tried on a GPU: triton's interpreter has no FP8 and takes minutes")
     if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("quantised products are for Hopper")
+        pytest.skip("quantised matmuls are for Hopper")
 
 
 def weight_of(form: str, num_experts: int, num_outputs: int, num_inputs: int) -> QuantisedExperts:
@@ -39,7 +39,7 @@ def weight_of(form: str, num_experts: int, num_outputs: int, num_inputs: int) ->
     return QuantisedExperts((values * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scales)
 
 
-def draw(form: str, num_tokens: int, top_k: int, num_experts: int, hidden_size: int, width: int,
+def random_work(form: str, num_tokens: int, top_k: int, num_experts: int, hidden_size: int, width: int,
          dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     torch.manual_seed(num_tokens + width)
     x_TD = torch.randn(num_tokens, hidden_size + 16)[:, :hidden_size] * torch.logspace(-1, 1, num_tokens)[:, None]
@@ -85,19 +85,19 @@ def assert_near(cases: list[tuple[Tensor, dict[str, Any]]]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 4, 256, 128), (8, 32, 512, 384), (3, 5, 640, 256), (1, 1, 128, 128)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_few_and_many_tokens(form: str, sizes: tuple[int, ...]) -> None:
-    works = [draw(form, num_tokens, *sizes) for num_tokens in (1, 2, 3, 17, 90, 700)]
+    works = [random_work(form, num_tokens, *sizes) for num_tokens in (1, 2, 3, 17, 90, 700)]
     assert_near([(run(work), work) for work in works])
 
 
 def test_int8_of_sizes_that_no_128_divides_and_of_float16() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        works = [draw(INT8_EXPERTS, num_tokens, 2, 6, 200, 72, dtype) for num_tokens in (1, 5, 300)]
+        works = [random_work(INT8_EXPERTS, num_tokens, 2, 6, 200, 72, dtype) for num_tokens in (1, 5, 300)]
         assert_near([(run(work), work) for work in works])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_tokens_on_one_expert_and_the_others_empty(form: str) -> None:
-    works = [draw(form, num_tokens, 1, 6, 256, 128) for num_tokens in (3, 150)]
+    works = [random_work(form, num_tokens, 1, 6, 256, 128) for num_tokens in (3, 150)]
     for work in works:
         work["experts_TK"].fill_(4)
     assert_near([(run(work), work) for work in works])
@@ -108,7 +108,7 @@ def test_what_ranges_of_experts_compute_adds_up(form: str) -> None:
     """Few tokens and many, ranges that nobody chose among them."""
     cases = []
     for num_tokens in (1, 3, 40, 700):
-        work, ops = draw(form, num_tokens, 2, 7, 256, 128), quantised_ops()
+        work, ops = random_work(form, num_tokens, 2, 7, 256, 128), quantised_ops()
         x_TD, weights_TK, experts_TK, gate_up, down = (on_device(each) for each in work.values())
         total = torch.zeros(x_TD.shape, dtype=torch.float64)
         for first, last in ((0, 4), (4, 5), (5, 7)):
@@ -125,7 +125,7 @@ def test_what_ranges_of_experts_compute_adds_up(form: str) -> None:
 def test_every_tile_size(form: str) -> None:
     from npu_runner.platforms.cuda.moe import experts
 
-    work = draw(form, 90, 3, 5, 384, 256)
+    work = random_work(form, 90, 3, 5, 384, 256)
     x_TD, weights_TK, experts_TK, gate_up, down = (on_device(each) for each in work.values())
     for tiling in experts.tilings(gate_up.values.dtype):
         for few in (0, 10_000):
@@ -136,7 +136,7 @@ def test_every_tile_size(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_captured_step_gives_what_it_gave(form: str) -> None:
     for num_tokens in (1, 8, 64):
-        work, ops = draw(form, num_tokens, 4, 16, 512, 256), quantised_ops()
+        work, ops = random_work(form, num_tokens, 4, 16, 512, 256), quantised_ops()
         given = [on_device(each) for each in work.values()]
         before = ops.experts(*given)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -35,7 +35,7 @@ MODES: list[dict[str, Any]] = [{"graph_mode": "eager"}, {"graph_mode": "reduce-o
 @pytest.fixture(autouse=True)
 def on_a_gpu(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("quantised products are for Hopper")
+        pytest.skip("quantised matmuls are for Hopper")
 
 
 @torch.inference_mode()

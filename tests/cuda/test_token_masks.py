@@ -1,4 +1,4 @@
-"""Masks as bits against their definition in numpy: laid over logits by one kernel, and within the draw."""
+"""Masks as bits against their definition in numpy: laid over logits by one kernel, and within the sampler."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.devi
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_token_says_why(device: torch.device, temperature: float) -> None:
-    """Not a number where no bit hides it and where one does, nothing left to come, and neighbours that draw."""
+    """Not a number where no bit hides it and where one does, nothing left to come, and neighbours that sample."""
     from npu_runner.platforms.cuda.sampling.sample import sample_allowed
 
     logits_BV = torch.zeros(6, 9000)
@@ -102,8 +102,7 @@ def test_rows_with_rules_have_the_tokens_of_the_plain_operators(device: torch.de
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Real grammars through the whole sampler; every mask goes through one of the kernels."""
     from npu_runner.platforms.cuda.ops import TritonOps
-    from npu_runner.platforms.cuda.sampling import sample as draw
-    from npu_runner.platforms.cuda.sampling import token_masks
+    from npu_runner.platforms.cuda.sampling import sample, token_masks
 
     launched: list[str] = []
 
@@ -117,10 +116,10 @@ def test_rows_with_rules_have_the_tokens_of_the_plain_operators(device: torch.de
         monkeypatch.setattr(module, name, call)
 
     counted(token_masks, "allow_tokens")
-    counted(draw, "sample_allowed")
+    counted(sample, "sample_allowed")
     ops = TritonOps()
-    hooks = {"draws_greedily": True, "allow_tokens": ops.allow_tokens, "allowed_draw": ops.allowed_draw()}
+    hooks = {"samples_greedily": True, "allow_tokens": ops.allow_tokens, "masked_sampler": ops.masked_sampler()}
     expected = draw_ruled(torch.device("cpu"), None)
-    assert draw_ruled(device, ops.softmax_draw(greedy=True), **hooks) == expected
+    assert draw_ruled(device, ops.softmax_sampler(greedy=True), **hooks) == expected
     for name in ("allow_tokens", "sample_allowed"):
         assert launched.count(name) >= NUM_STEPS, "and not when kernels are compiled alone"

@@ -73,7 +73,7 @@ def assert_every_place_recovers(size: int, checkpoint: Any, expected: Any, calls
         if size == 1:
             runner = runner_of(llm)
             sampler: Any = runner.steps.sampler
-            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "keep_tokens",
+            places += [(runner.steps, name) for name in ("admit", "prepare", "launch", "sample", "record_tokens",
                                                          "collect")]
             places += [(runner.model, "compute_logits"), (sampler, "add"), (sampler._state, "_make_plan"),
                        (sampler._state, "plan"), (sampler._state, "prepare_advance")]

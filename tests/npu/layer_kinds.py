@@ -51,13 +51,13 @@ def _everywhere(launches: int) -> dict[str, int]:
 
 KINDS = {
     "dense": LayerKind(model_type="qwen3", launches=_everywhere(13), changes=_plain),
-    # Two more: the norms round for the products behind them, and two products round their inputs themselves.
+    # Two more: the norms round for the matmuls behind them, and two matmuls round their inputs themselves.
     "dense, int8": LayerKind(model_type="qwen3", launches=_everywhere(15), changes=_plain,
                              settings={"quantization": "int8"}),
-    # As many: two norms round, and two products round their inputs themselves.
+    # As many: two norms round, and two matmuls round their inputs themselves.
     "dense, int8 with static inputs": LayerKind(model_type="qwen3", launches=_everywhere(15), changes=_plain,
                                                 stored="modelslim-w8a8"),
-    # Attention's second product rounds its inputs itself; one operator multiplies with gate and up and rounds for down.
+    # Attention's second matmul rounds its inputs itself; one operator multiplies with gate and up and rounds for down.
     "experts, int8": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=lambda count: {
         **_plain(count), "moe_intermediate_size": 64}, settings={"quantization": "int8"}),
     "experts": LayerKind(model_type="qwen3_moe", launches=_everywhere(17), changes=_plain),
@@ -70,8 +70,8 @@ KINDS = {
     "gated attention": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 21, "reduce-overhead": 21, "max-autotune": 25},
         changes=_gated_attention),
-    # Its norms have float32 weights, which no operator rounds behind. So each product rounds its inputs (four), the
-    # gates are a product of their own, and both are put side by side.
+    # Its norms have float32 weights, which no operator rounds behind. So each matmul rounds its inputs (four), the
+    # gates are a matmul of their own, and both are put side by side.
     "gated delta, int8": LayerKind(
         model_type="qwen3_5_text", launches={"eager": 30, "reduce-overhead": 30, "max-autotune": 51},
         changes=_delta, emulation={"cann_version": "9.2.0"}, has_attention=False, settings={"quantization": "int8"}),

@@ -11,7 +11,7 @@ from tests.cann.environment import run_python
 from tests.npu.layer_kinds import LAYERS, LayerKind
 from tests.oracle.quantised_folders import one_range
 
-# GE operators that are no kernels of their own: views, and transposes of weights, which go into the product.
+# GE operators that are no kernels of their own: views, and transposes of weights, which go into the matmul.
 VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Transpose"}
 BATCH_SIZE = 4
 

@@ -1,4 +1,4 @@
-"""Products with integers in groups on the npu platform: no further from float64 than twice what the same formula in
+"""Matmuls with integers in groups on the npu platform: no further from float64 than twice what the same formula in
 plain torch is, alone and for logits.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
-from npu_runner.platforms.grouped import product, unpacked
+from npu_runner.platforms.grouped import matmul, unpacked
 from scripts.quantised.writing import quantise
 from tests.cann.environment import run_python
 from tests.npu.int8_cases import GRAPH_ENGINE, LIMIT, MODES, assert_near, case, distance, logits
@@ -53,7 +53,7 @@ def assert_logits(checkpoint: Path, names: tuple[str, ...], modes: list[dict[str
     return found
 
 
-def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Path) -> None:
+def test_matmuls_and_logits_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Path) -> None:
     found = assert_logits(checkpoint("qwen3", **SIZES), ("awq",), MODES[:1], tmp_path)
     theirs, ours = found["words"]
     assert torch.equal(theirs, ours)
@@ -64,8 +64,8 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, tmp_pat
                 numbers = unpacked(weight.values).double().unflatten(1, (weight.scales.shape[1], -1))
                 numbers = numbers if weight.zeros is None else numbers - weight.zeros.double()[..., None]
                 whole = (numbers * weight.scales.double()[..., None]).flatten(1)
-                assert_near(found["products"][f"{dtype} {shape} {kind}"], x.double() @ whole.T + bias.double(),
-                            product(x, weight, bias))
+                assert_near(found["matmuls"][f"{dtype} {shape} {kind}"], x.double() @ whole.T + bias.double(),
+                            matmul(x, weight, bias))
 
 
 @pytest.mark.full("every format, captured steps and the graph engine; one format stays, captured in test_nz.py")

@@ -1,4 +1,4 @@
-"""int8 products on the npu platform: no further from float64 than twice what the same formula in plain torch is.
+"""int8 matmuls on the npu platform: no further from float64 than twice what the same formula in plain torch is.
 
 One reference for all: inputs rounded by row, in float64 (tests/oracle/int8_reference.py). Plain torch computes the same
 in the platform's 16 bits.
@@ -58,7 +58,7 @@ def assert_logits(checkpoint: Path, quantised: Path, modes: list[dict[str, Any]]
     return found
 
 
-def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: Path, tmp_path: Path) -> None:
+def test_matmuls_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: Path, tmp_path: Path) -> None:
     found = assert_logits(checkpoint("qwen3", **DENSE), w8a8, MODES[1:], tmp_path)
     assert set(found["said"]) == {
         "compressed-tensors, int8 with dynamic inputs multiplied as int8; other weights dequantised at load, inputs "
@@ -68,7 +68,7 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: P
             given, ours = inputs_of(shape, dtype), found["linears"][f"{dtype} {shape}"]
             weight = Int8Weight(given["values"], given["scales"])
             exact = rounded_product(given["x"], *weight, given["bias"])
-            assert_near(ours["product"], exact, PLAIN.linear(given["x"], weight, given["bias"]))
+            assert_near(ours["matmul"], exact, PLAIN.linear(given["x"], weight, given["bias"]))
             static = StaticInt8Weight(*(given[name] for name in ("values", "shifts", "scales", "r", "offset")))
             exact = static_product(given, given["x"], 1 / float(given["r"]))
             assert_near(ours["static"], exact, PLAIN.linear(given["x"], static, None))
@@ -84,7 +84,7 @@ def test_products_and_logits_are_as_near_as_plain_torch(checkpoint: Any, w8a8: P
                         PLAIN.linear(plain, weight, None))
 
 
-@pytest.mark.full("two formats of static inputs through a model; their products by themselves stay above")
+@pytest.mark.full("two formats of static inputs through a model; their matmuls by themselves stay above")
 def test_static_inputs_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Path) -> None:
     """With biases; in bfloat16 as compressed-tensors stores it, in float16 as ModelSlim does."""
     plain = checkpoint("qwen2", **DENSE)
@@ -94,7 +94,7 @@ def test_static_inputs_are_as_near_as_plain_torch(checkpoint: Any, tmp_path: Pat
         assert all("static inputs multiplied as int8" in said for said in found["said"])
 
 
-@pytest.mark.full("every mode and dtype of both formats; products by themselves stay, and dynamic inputs captured")
+@pytest.mark.full("every mode and dtype of both formats; matmuls by themselves stay, and dynamic inputs captured")
 def test_static_inputs_in_more_modes(checkpoint: Any, tmp_path: Path) -> None:
     plain = checkpoint("qwen2", **DENSE)
     for name in ("w8a8-static", "modelslim-w8a8"):
@@ -140,7 +140,7 @@ def test_a_tower(name: str, checkpoint: Any, tmp_path: Path) -> None:
 @pytest.mark.full("two and four ranks start; ranks of linears are compared in tests/oracle/test_int8_linears.py")
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
 def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(name: str, checkpoint: Any, tmp_path: Path) -> None:
-    """With biases. Each rank rounds its own inputs of a row-parallel product: ranks differ by that rounding alone."""
+    """With biases. Each rank rounds its own inputs of a row-parallel matmul: ranks differ by that rounding alone."""
     sizes = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 256}
     plain = checkpoint("qwen2", **sizes)
     quantise(plain, tmp_path / "w8a8", name, ranges=one_range(plain))
@@ -152,8 +152,8 @@ def test_ranks_are_as_near_to_inputs_that_are_not_rounded_as_one_is(name: str, c
     assert 0 < max(several) <= LIMIT * one, (one, several)
 
 
-def test_a_linear_that_is_too_wide_for_products_of_int8_is_dequantised(checkpoint: Any, tmp_path: Path) -> None:
-    """Gate and up together have 65,792 outputs, and CANN's product takes 65,535."""
+def test_a_linear_that_is_too_wide_for_matmuls_of_int8_is_dequantised(checkpoint: Any, tmp_path: Path) -> None:
+    """Gate and up together have 65,792 outputs, and CANN's matmul takes 65,535."""
     sizes = {**DENSE, "intermediate_size": 32896, "hidden_size": 64}
     quantise(checkpoint("qwen3", **sizes), tmp_path / "w8a8", "w8a8")
     settings = {"graph_mode": "eager", **SMALL, "dtype": "bfloat16"}

@@ -35,7 +35,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def launches(case: Case) -> int:
-    """Routing, the product that rounds for the next one, this one, the sum. From outside NZ that product and its
+    """Routing, the matmul that rounds for the next one, this one, the sum. From outside NZ that matmul and its
     rounding are two. Where no kernel computes the width rightly: scales in bfloat16, silu and rounding by themselves.
     """
     if case.layout != "none" and case.width >= 64 and case.width % 16 == 0:
@@ -50,7 +50,7 @@ def test_experts_are_as_near_as_plain_torch_and_ranges_add_up(found: dict[str, A
     for each_case in cases():
         _, num_tokens, width, dtype = each_case
         given = draw(num_tokens, width, dtype)
-        # In bfloat16 the grouped product takes no other scales; the fused operator behind the first has its own.
+        # In bfloat16 the grouped matmul takes no other scales; the fused operator behind the first has its own.
         narrow = () if dtype != torch.bfloat16 else ("gate_up", "down") if launches(each_case) == 7 else ("down",)
         weights = [(given[each], given[f"{each}_scales"].bfloat16().float() if each in narrow else
                     given[f"{each}_scales"]) for each in ("gate_up", "down")]

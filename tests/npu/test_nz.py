@@ -61,7 +61,7 @@ def assert_logits(plain: Path, quantised: Path, found: dict[str, Any]) -> None:
     assert_near(found["logits"], logits(exact, found["tokens"]), logits(rounded, found["tokens"]))
 
 
-def products(answer: dict[str, Any]) -> set[str]:
+def matmuls(answer: dict[str, Any]) -> set[str]:
     return set(answer["launches"]) | set(answer["captured"])
 
 
@@ -75,8 +75,8 @@ def test_integers_in_groups(sizes: dict[int, dict[str, Any]], checkpoint: Any, t
         quantise(plain, tmp_path / f"awq{size}", "awq", group_size=size)
     cases = [case(tmp_path / f"awq{size}", **mode) for size, mode in sizes.items()]
     *groups, int8 = answers([*cases, case(tmp_path / "w8a8", **MODES[0])], "all", tmp_path)
-    assert READ_NZ["dense"] <= products(int8)
-    assert not ROW_BY_ROW & products(int8)
+    assert READ_NZ["dense"] <= matmuls(int8)
+    assert not ROW_BY_ROW & matmuls(int8)
     for size, found in zip(sizes, groups, strict=True):
         assert_logits(plain, tmp_path / f"awq{size}", found)
         # The vendor's packing moves what it reads there and back.
@@ -91,8 +91,8 @@ def test_answers_are_those_of_weights_row_by_row(modes: list[dict[str, Any]], ch
     for name in ("w8a8", "w8a8-static"):
         quantise(dense, tmp_path / name, name, ranges=one_range(dense))
     for found in assert_same([tmp_path / "w8a8", tmp_path / "w8a8-static"], modes, "int8", tmp_path):
-        assert READ_NZ["dense"] <= products(found)
-        assert not ROW_BY_ROW & products(found)
+        assert READ_NZ["dense"] <= matmuls(found)
+        assert not ROW_BY_ROW & matmuls(found)
         assert found["casts"][0] == LINEARS
     for name, size in (("awq", 64), ("gptq", 128), ("modelslim-w8a16", 64)):
         quantise(dense, tmp_path / name, name, group_size=size)
@@ -104,5 +104,5 @@ def test_answers_are_those_of_weights_row_by_row(modes: list[dict[str, Any]], ch
     quantise(moe, tmp_path / "experts", "w8a8")
     for found in answers([case(tmp_path / "experts", **mode) for mode in modes], "int8", tmp_path):
         assert_logits(moe, tmp_path / "experts", found)
-        assert READ_NZ["dense"] | READ_NZ["experts"] <= products(found)
-        assert not ROW_BY_ROW & products(found)
+        assert READ_NZ["dense"] | READ_NZ["experts"] <= matmuls(found)
+        assert not ROW_BY_ROW & matmuls(found)

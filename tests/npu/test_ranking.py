@@ -16,7 +16,7 @@ from tests.oracle.reranker_checkpoints import make_reranker
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.full("an engine with a tower on the emulated device; a score is a product and a sum, as vectors have them")
+@pytest.mark.full("an engine with a tower on the emulated device; a score is a matmul and a sum, as vectors have them")
 @pytest.mark.skipif(has_real_cann(), reason="a device's attention takes no float32: compared in bfloat16 elsewhere")
 def test_scores_of_texts_and_images_equal_the_cpus(tmp_path: Path) -> None:
     path = str(make_reranker(tmp_path / "model", "qwen3_vl"))

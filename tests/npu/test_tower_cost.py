@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN counts, and takes float32"),
 ]
 
-# Four products, two norms, two sums, attention, gelu, rotary, and four copies: to float32 and back, and v out of qkv.
+# Four matmuls, two norms, two sums, attention, gelu, rotary, and four copies: to float32 and back, and v out of qkv.
 MOST_LAUNCHES = 15
 
 

@@ -48,7 +48,7 @@ def recorded_drafts(llm: LLM) -> Iterator[list[Draft]]:
     """All that the head computes inside, where a row's blocks have a place for it."""
     steps: Any = runner_of(llm).steps
     found: list[Draft] = []
-    go_on, most_probable = steps._go_on, steps._most_probable
+    go_on, most_probable = steps._propose, steps._most_probable
     logits: list[Tensor] = []
 
     def note_logits(made_BD: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ def recorded_drafts(llm: LLM) -> Iterator[list[Draft]]:
                     found.append(Draft(names[slot], length - 1, number, logits_BV[row]))
         return proposed
 
-    steps._go_on, steps._most_probable = note_rows, note_logits
+    steps._propose, steps._most_probable = note_rows, note_logits
     try:
         yield found
     finally:
-        del steps._go_on, steps._most_probable
+        del steps._propose, steps._most_probable
 
 
 class Expected:

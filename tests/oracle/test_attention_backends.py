@@ -32,7 +32,7 @@ class OneLayer(nn.Module):
         self.q_BNH = q_BNH
 
     def forward(self, inputs: StepInputs, plan: object = None) -> Tensor:
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=False)
+        metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=False)
         cache = self.cache
         return cache.backend.decode(self.q_BNH, cache.k_cache, cache.v_cache, metadata, HEAD_DIM**-0.5,
                                     window=cache.window)

@@ -1,6 +1,6 @@
 """Linears that hold 4 and 8 bit integers in groups, or by row, as a checkpoint stores them: every format, slices,
 ranks, fused parts, and what is dequantised. The product is the definition in plain torch here; operators and kernels
-are compared with the same numbers (tests/npu/test_grouped.py, tests/cuda/test_grouped_products.py).
+are compared with the same numbers (tests/npu/test_grouped.py, tests/cuda/test_grouped_matmuls.py).
 
 N outputs, K inputs, T tokens.
 """

@@ -16,7 +16,7 @@ from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme, read_quantization
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, WeightsError
-from npu_runner.layers.attention import PagedAttention, take_kv_scales
+from npu_runner.layers.attention import PagedAttention, load_kv_scales
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.runner.estimate import Estimate, estimate_memory
@@ -55,7 +55,7 @@ def test_each_layer_is_given_its_own(model_type: str, prefix: str, checkpoint: A
             num_layers = sum(isinstance(module, PagedAttention) for module in model.modules())
             assert not taken, "the cpu platform keeps keys and values in the model's dtype"
             renamed = strategy.renamed(reader.names)
-            assert take_kv_scales(model, reader, renamed, torch.device("cpu")) == (num_layers, num_layers)
+            assert load_kv_scales(model, reader, renamed, torch.device("cpu")) == (num_layers, num_layers)
     config = json.loads((path / "config.json").read_text())
     kinds = config.get("text_config", config)["layer_types"]
     assert taken == [list(scales_of(layer)) for layer, kind in enumerate(kinds) if kind == "full_attention"]

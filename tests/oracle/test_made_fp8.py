@@ -219,7 +219,7 @@ def test_platforms_without_such_products_refuse_it_by_name(checkpoint: Any) -> N
     strategy = pick_strategy(path)
     with LLM(path, platform="cpu", **SMALL) as llm:
         config = runner_of(llm).config
-    with pytest.raises(ConfigError, match=r"quantization 'fp8': platform npu has no products of such weights with "
+    with pytest.raises(ConfigError, match=r"quantization 'fp8': platform npu has no matmuls for such weights with "
                                           r"inputs of bfloat16 \(it has int8,"):
         estimate_memory(strategy, config.replace(quantization="fp8", dtype="bfloat16", platform="npu"),
                         find_platform("npu"), 64 << 30)

@@ -52,7 +52,7 @@ def test_a_start_without_memory_for_dequantised_weights_is_refused(quantised: Pa
 def test_int8_that_a_platform_cannot_multiply_is_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_weights(monkeypatch)
     monkeypatch.setattr(CpuPlatform, "rounds_weights", False)
-    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no products of such weights with "
+    with pytest.raises(ConfigError, match="quantization 'int8': platform cpu has no matmuls for such weights with "
                                           "inputs of float32"):
         LLM(quantised, platform="cpu", quantization="int8", **SMALL)
     with pytest.raises(ConfigError, match="quantization: 'int4' is not one of auto, int8, fp8"):

@@ -149,18 +149,18 @@ def test_a_long_prompt_takes_no_more_than_a_step(llm: LLM, path: Path) -> None:
     prompt = np.random.default_rng(3).integers(0, 290, 900).tolist()
     sent: list[tuple[int, int]] = []
     runner: Any = runner_of(llm).steps
-    look = runner.look_at_prompts
+    look = runner.prompt_results
 
     def record(step: Any, hidden_TD: torch.Tensor) -> Any:
         found = look(step, hidden_TD)
         sent.extend((len(download.wait()), len(hidden_TD)) for download in found.downloads)
         return found
 
-    runner.look_at_prompts = record
+    runner.prompt_results = record
     try:
         (result,) = llm.encode([prompt], pooling_task="token_embed")
     finally:
-        del runner.look_at_prompts
+        del runner.prompt_results
     np.testing.assert_allclose(result.data, expected_states(path, prompt), rtol=0, atol=1e-4)
     assert sum(count for count, _ in sent) == 900
     assert all(count <= in_step <= CHUNK for count, in_step in sent)

@@ -44,10 +44,10 @@ class SpellingSampler(Sampler):
 
 
 def make_sampler(vocab_size: int, max_num_seqs: int = 8, encode: Callable[[str], list[int]] | None = None,
-                 device: str | torch.device = "cpu", draw_from_softmax: Any = None,
+                 device: str | torch.device = "cpu", softmax_sampler: Any = None,
                  **settings: Any) -> SpellingSampler:
     sampler = SpellingSampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, eos_token_ids=[EOS],
-                              device=torch.device(device), draw_from_softmax=draw_from_softmax, **settings)
+                              device=torch.device(device), softmax_sampler=softmax_sampler, **settings)
     sampler.spell = encode
     return sampler
 

@@ -80,7 +80,7 @@ class Device(World):
         return rows_BW
 
     def _make_up_a_step(self) -> None:
-        with self.tables.aside():
+        with self.tables.preserve():
             assert not self.tables.on_host_SW.any()
             made_up = np.array([(0, 0, 7)], dtype=np.int32)
             self.tables.learn(made_up)

@@ -58,7 +58,7 @@ def states_of(llm: LLM) -> dict[tuple[str, int, int], tuple[Tensor, Tensor]]:
         length, columns = seq.num_computed_tokens, pool.conv_states.shape[2]
         tail = [position % columns for position in range(length - runner_of(llm).delta_shape.conv_kernel_size + 1,
                                                          length)]
-        found[key] = (torch.stack([state_in_ring(state[slot], pool.rings.of_layer(layer), slot, length)
+        found[key] = (torch.stack([state_in_ring(state[slot], pool.rings.for_layer(layer), slot, length)
                                    for layer, state in enumerate(pool.states)]), pool.conv_states[:, slot, tail].cpu())
     return found
 

@@ -45,7 +45,7 @@ def test_the_next_step_waits_for_one_that_brings_nothing(waits_for_replay: bool,
         engine, runner = llm.engine, runner_of(llm)
         steps = runner.steps
         monkeypatch.setattr(steps, "sampler", None)
-        monkeypatch.setattr(steps, "keep_tokens", lambda step, sampled: None)  # the first rank's would come
+        monkeypatch.setattr(steps, "record_tokens", lambda step, sampled: None)  # the first rank's would come
         monkeypatch.setattr(steps.platform.memory, "download", download)
         engine.add_request("a", engine.processor.from_text("what colour"), SamplingParams(max_tokens=4))
         batches = [engine.scheduler.schedule() for _ in range(2)]

@@ -1,7 +1,7 @@
 """A draw that is recorded with its decode graph against one that is not, over random traffic: every token is the same.
 
-The recorder here runs again what it was given, over the same memory, as a device's does; tests/cuda/test_draw.py has a
-GPU record it.
+The recorder here runs again what it was given, over the same memory, as a device's does. In tests/cuda/test_sample.py a
+GPU records it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOTS, SIZE, VOCABULARY = 6, 4, 50
 
 
 def draw(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """The definition of Ops.softmax_draw in float64, temperature 0 included."""
+    """The definition of Ops.softmax_sampler in float64, temperature 0 included."""
     logits_BV = logits_BV.double()
     shares_BV = (logits_BV / torch.where(temperature_B1 == 0, 1, temperature_B1)).softmax(-1)
     sampled_B1 = (shares_BV.cumsum(-1) <= uniform_B1.double()).sum(-1, keepdim=True)
@@ -66,7 +66,7 @@ class Graph:
 
 def sampler() -> Sampler:
     return Sampler(vocab_size=VOCABULARY, max_num_seqs=SLOTS, eos_token_ids=[EOS], device=torch.device("cpu"),
-                   draw_from_softmax=draw, draws_greedily=True, download=lambda x: Download(x.clone()))
+                   softmax_sampler=draw, samples_greedily=True, download=lambda x: Download(x.clone()))
 
 
 def eager(sampler: Sampler, logits_BV: Tensor, slots: np.ndarray, receipt: int) -> SamplerOutput:

@@ -108,7 +108,7 @@ def test_places_that_are_drawn_at_once_are_those_of_plain_steps(checkpoint: Any,
         plain = llm.generate(prompts, params)
     with LLM(path, speculative_config=FORCED, **SETTINGS) as llm:
         knows(llm, plain, 3, 0.3)
-        monkeypatch.setattr(runner_of(llm).steps, "_draw", None)  # place by place
+        monkeypatch.setattr(runner_of(llm).steps, "_sample", None)  # place by place
         assert_same(llm.generate(prompts, params), plain)
         stats = llm.stats()
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
@@ -167,7 +167,7 @@ def test_an_answer_takes_as_few_steps_as_its_drafts_allow(checkpoint: Any) -> No
 
 
 def test_memory_that_runs_out_between_two_draws_changes_no_answer(checkpoint: Any) -> None:
-    assert_memory_that_runs_out_changes_nothing(checkpoint("qwen3"), "_draw", (3, 6))
+    assert_memory_that_runs_out_changes_nothing(checkpoint("qwen3"), "_sample", (3, 6))
 
 
 @pytest.mark.full("two more phases of a step; the one in which drafts are drawn stays")

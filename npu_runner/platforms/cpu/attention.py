@@ -30,7 +30,7 @@ MASK_ELEMENTS = 4 << 20
 _LEAST_ROWS = 256
 # Patches of a vision tower at once: their rows stay in the processor's caches from one operator to the next.
 VISION_PATCHES = 2048
-# What the keys and values of one piece may take. What is larger leaves the processor's caches before it is read, and is
+# The most bytes of keys and values of one piece. A larger piece leaves the processor's caches before it is read, and is
 # fetched from the system and given back in each layer: 3 times slower at 8 kv heads of 128.
 PIECE_BYTES = 16 << 20
 # Padding that costs less than the launches of one more piece.
@@ -305,7 +305,7 @@ class DraftPlan:
 
 def plan_draft_pieces(query_lens_B: np.ndarray, context_lens_B: np.ndarray, block_tables_BW: np.ndarray, *,
                       block_size: int, bytes_per_token: int, piece_bytes: int, window: int | None) -> DraftPlan:
-    """As `plan_pieces`, of the last `query_lens_B` tokens of each context."""
+    """`plan_pieces` for the last `query_lens_B` tokens of each context."""
     seen_B = context_lens_B if window is None else np.minimum(context_lens_B, window + query_lens_B - 1)
     firsts_B = np.cumsum(query_lens_B) - query_lens_B
     order_B = np.argsort(-seen_B, kind="stable")

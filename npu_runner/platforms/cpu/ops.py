@@ -11,7 +11,7 @@ from npu_runner.platforms.ops import HeldExperts, TorchOps, experts_one_by_one
 from npu_runner.platforms.torch_gated_delta import TorchGatedDelta
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-# With fewer rows torch's own product is as fast, and below some ten rows faster: oneDNN lays the weights out anew.
+# With fewer rows torch's own matmul is as fast, and below some ten rows faster: oneDNN lays the weights out anew.
 _LEAST_ROWS = 128
 
 
@@ -19,19 +19,19 @@ class CpuOps(TorchOps):
     """float32 as it is served; what a graph compiler looks at, and other dtypes, are torch's own forms."""
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        if not _takes_onednn(x_TD, weight_OD):
+        if not _uses_onednn(x_TD, weight_OD):
             return super().linear(x_TD, weight_OD, bias_O)
         return torch.ops.mkldnn._linear_pointwise(x_TD, weight_OD, bias_O, "none", [], "")
 
     def linear_gelu(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, approximate: str) -> Tensor:
-        if not _takes_onednn(x_TD, weight_OD):
+        if not _uses_onednn(x_TD, weight_OD):
             return self.gelu(super().linear(x_TD, weight_OD, bias_O), approximate)
         return torch.ops.mkldnn._linear_pointwise(x_TD, weight_OD, bias_O, "gelu", [], approximate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not _is_eager_float32(x):
             return super().rms_norm(x, weight, eps)
-        # torch's own takes a pass for each of square, mean and two products, and new memory for each of them.
+        # torch's own takes a pass for each of square, mean and two multiplications, and new memory for each of them.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         return (x * scale).mul_(weight)
@@ -65,7 +65,7 @@ class CpuOps(TorchOps):
 
 
 class CpuGatedDelta(TorchGatedDelta):
-    """As in plain torch, but an eager decode step works on the states where they lie."""
+    """Plain torch, except that an eager decode step works on the states in place."""
 
     def _decode(self, qkv_BC: Tensor, beta_BV: Tensor, g_BV: Tensor, state: Tensor, slots_B: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -80,8 +80,8 @@ def _is_eager_float32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
-def _takes_onednn(x_TD: Tensor, weight_OD: Tensor) -> bool:
-    """Whether oneDNN's product is to be taken: on rows enough it is a fifth faster, bias and GELU cost it no pass."""
+def _uses_onednn(x_TD: Tensor, weight_OD: Tensor) -> bool:
+    """Whether to use oneDNN's matmul: with enough rows it is a fifth faster, and bias and GELU need no pass."""
     return (x_TD.dtype == weight_OD.dtype == torch.float32 and not torch.compiler.is_compiling() and x_TD.dim() == 2
             and len(x_TD) >= _LEAST_ROWS and _HAS_ONEDNN)
 

@@ -29,7 +29,7 @@ class CpuPlatform(Platform):
         block_size=16, max_num_seqs=256, max_num_batched_tokens=4096, graph_mode="eager", dtype="float32",
         async_scheduling=False,  # there is no other device: a step launched early only ends later
     )
-    rounds_weights = True  # float32 products are the reference that others are compared with
+    rounds_weights = True  # float32 matmuls are the reference for other platforms
     ray_resource = "CPU"
 
     def why_unavailable(self) -> str | None:

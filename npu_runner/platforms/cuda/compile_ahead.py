@@ -150,7 +150,7 @@ def _variant(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) 
 
 
 def _kind(argument: Any) -> Any:
-    """As much of an argument as a variant may depend on."""
+    """The properties of an argument that a variant may depend on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, TensorDescriptor):

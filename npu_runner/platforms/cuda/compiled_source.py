@@ -68,8 +68,8 @@ class CompiledSource:
 
 @functools.cache
 def compilers() -> ThreadPoolExecutor:
-    """Threads in which products are compiled, while a model is read."""
-    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-products")
+    """Threads that compile kernels while a model is read."""
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "compile-kernels")
 
 
 class _Attribute(ctypes.Structure):
@@ -221,7 +221,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_names() -> Iterator[str]:
-    """Those of the wheels that torch comes with, then the one that the system knows."""
+    """The library names: those of torch's wheels, then the system's."""
     major = (torch.version.cuda or "12").split(".")[0]
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found else ():

@@ -62,7 +62,7 @@ def wait_for_earlier_kernels(IS_DEPENDENT):
 
 @triton.jit
 def let_next_kernel_start(IS_DEPENDENT):
-    """Of a kernel that has waited."""
+    """For a kernel that has waited."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -10,6 +10,7 @@ registers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from npu_runner.platforms.cuda.matmul.kernels import multiply
 from npu_runner.platforms.cuda.matmul.operands import Matmul
 from npu_runner.platforms.cuda.moe import experts
 from npu_runner.platforms.cuda.sampling import sample, token_masks
-from npu_runner.platforms.ops import AllowedDraw, HeldExperts, Ops
+from npu_runner.platforms.ops import HeldExperts, MaskedSampler, Ops
 
 # Heads of one token that one program rotates; they share its cos and sin.
 _ROTARY_HEADS = 8
@@ -76,8 +77,8 @@ class TritonOps(Ops):
         # One token alone has no stride between tokens, which is a variant of its own.
         if len(x_TND):
             self._compile_once(("gated norm", x_TND.shape[1:], x.dtype),
-                               lambda: _gated_rms_norm_rows(x_TND[:1], gate_TND[:1], weight, eps))
-        out_TND = _gated_rms_norm_rows(x_TND, gate_TND, weight, eps)
+                               lambda: _launch_rows(_gated_rms_norm, x_TND[:1], gate_TND[:1], weight, eps))
+        out_TND = _launch_rows(_gated_rms_norm, x_TND, gate_TND, weight, eps)
         return out_TND if x.dim() == 3 else out_TND[:, 0]
 
     def times_sigmoid(self, x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class TritonOps(Ops):
             return super().times_sigmoid(x_TNH, gate_TNH)
         if len(x_TNH):
             self._compile_once(("sigmoid", x_TNH.shape[1:], x_TNH.dtype),
-                               lambda: _times_sigmoid_rows(x_TNH[:1], gate_TNH[:1]))
-        return _times_sigmoid_rows(x_TNH, gate_TNH)
+                               lambda: _launch_rows(_times_sigmoid, x_TNH[:1], gate_TNH[:1]))
+        return _launch_rows(_times_sigmoid, x_TNH, gate_TNH)
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens, num_q_heads, _ = q_TNH.shape
@@ -131,7 +132,7 @@ class TritonOps(Ops):
         self._compile_once(("experts", gate_up.shape, experts_TK.shape[1], held), lambda: experts.compile_all(*given))
         return experts.run_experts(*given)
 
-    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def softmax_sampler(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         return self._sample_from_softmax
 
     def _sample_from_softmax(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class TritonOps(Ops):
                            lambda: token_masks.compile_all(logits_BV, words_CW))
         return token_masks.allow_tokens(logits_BV, rows_C, words_CW)
 
-    def allowed_draw(self) -> AllowedDraw | None:
+    def masked_sampler(self) -> MaskedSampler | None:
         return self._sample_allowed
 
     def _sample_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
@@ -282,36 +283,24 @@ _ROW_VALUES = 1024
 _ROW_CHANGES = ["num_rows"]
 
 
-def _gated_rms_norm_rows(x_TND: Tensor, gate_TND: Tensor, weight: Tensor, eps: float) -> Tensor:
-    num_tokens, num_heads, width = x_TND.shape
-    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
-    stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TND, gate_TND))
-    block = triton.next_power_of_2(width)
-    rows = max(1, _ROW_VALUES // block)
-    _gated_rms_norm[(triton.cdiv(num_tokens * num_heads, rows),)](
-        x_TND, gate_TND, weight, out_TND, stride_x, x_TND.stride(1), stride_gate, gate_TND.stride(1), num_heads, width,
-        num_tokens * num_heads, eps, ROWS=rows, BLOCK=block, num_warps=4 if width <= 2048 else 8,
-        **launch_settings(),
-    )
-    return out_TND
-
-
-def _times_sigmoid_rows(x_TNH: Tensor, gate_TNH: Tensor) -> Tensor:
-    """`Ops.times_sigmoid`; the values of a head lie together."""
+def _launch_rows(kernel: Any, x_TNH: Tensor, gate_TNH: Tensor, *weight_and_eps: Any) -> Tensor:
+    """Run a kernel over the rows of all heads. The values of a row lie together."""
     num_tokens, num_heads, width = x_TNH.shape
     out_TNH = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
+    # One token alone has no stride between tokens.
     stride_x, stride_gate = (part.stride(0) if num_tokens > 1 else 0 for part in (x_TNH, gate_TNH))
     block = triton.next_power_of_2(width)
     rows = max(1, _ROW_VALUES // block)
-    _times_sigmoid[(triton.cdiv(num_tokens * num_heads, rows),)](
+    kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
         x_TNH, gate_TNH, out_TNH, stride_x, x_TNH.stride(1), stride_gate, gate_TNH.stride(1), num_heads, width,
-        num_tokens * num_heads, ROWS=rows, BLOCK=block, num_warps=4, **launch_settings(),
+        num_tokens * num_heads, *weight_and_eps, ROWS=rows, BLOCK=block, num_warps=4 if width <= 2048 else 8,
+        **launch_settings(),
     )
     return out_TNH
 
 
 @triton.jit(do_not_specialize=_ROW_CHANGES)
-def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows, eps,
+def _gated_rms_norm(x, gate, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows, weight, eps,
                     ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """A row is a token's head; a program has ROWS of them."""
     after_earlier_kernels(IS_DEPENDENT)
@@ -333,7 +322,7 @@ def _gated_rms_norm(x, gate, weight, out, stride_xt, stride_xn, stride_gt, strid
 @triton.jit(do_not_specialize=_ROW_CHANGES)
 def _times_sigmoid(x, gate, out, stride_xt, stride_xn, stride_gt, stride_gn, num_heads, width, num_rows,
                    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
-    """The sigmoid is rounded before the product, as in plain torch."""
+    """The sigmoid is rounded before the multiplication, as in plain torch."""
     after_earlier_kernels(IS_DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

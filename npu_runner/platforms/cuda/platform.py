@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from npu_runner.platforms.quantised import QuantisedOps
 
 _BFLOAT16_SINCE: Capability = (8, 0)
-# Hopper: what products of quantised weights were made for and tried on.
+# Hopper: matmuls of quantised weights were written for it and tested on it.
 _QUANTISED_ON = 9
 _FP8_FROM = (8, 9)
 # Before, it had no tensor descriptors and no dependent launch.

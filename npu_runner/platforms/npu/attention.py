@@ -44,7 +44,7 @@ class HostLengths(NamedTuple):
 
     query_totals: list[int]
     context_lens: list[int]
-    seen_lens: dict[int, list[int]] = {}  # noqa: RUF012 - nobody writes it
+    seen_lens: dict[int, list[int]] = {}  # noqa: RUF012 - read-only
     calls: list[int | None] | None = None
 
 
@@ -86,7 +86,7 @@ class NpuAttention(AttentionBackend):
         self._windows = {window: None if window is None else WindowDecode(window, self.block_size, self.mask.device)
                          for window in windows}
 
-    def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
+    def accepts(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the kernel does: one token is tried, and the device asked for the answer."""
         device = self.mask.device
         cache = torch.zeros((1, self.block_size, self.num_kv_heads, head_dim), dtype=dtype, device=device)
@@ -119,7 +119,7 @@ class NpuAttention(AttentionBackend):
                 if window is not None and window < longest}
 
     def lengths_by_window(self, context_lens_B: Sequence[int]) -> list[list[int]]:
-        """What a decode graph's calls take as lengths, for each of `windows`."""
+        """The lengths for a decode graph's attention calls, for each of `windows`."""
         return [list(context_lens_B) if window is None else seen_lens(context_lens_B, window, self.block_size)
                 for window in self.windows]
 
@@ -131,9 +131,9 @@ class NpuAttention(AttentionBackend):
         return HostLengths(totals, by_window.get(None, []), seen, calls)
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-        # The kernels take no strided input: v is a slice of the qkv product and costs a copy. The caches go in as they
+        # The kernels take no strided input: v is a slice of the qkv matmul and costs a copy. The caches go in as they
         # are: torchair leaves a write in place only when it is into an input of the graph, not into a view of one.
-        # npu_scatter_pa_kv_cache refuses more tokens than the cache has slots. Only made-up steps over one block have
+        # npu_scatter_pa_kv_cache refuses more tokens than the cache has slots. Only dummy steps over one block have
         # more, and what they write is not read.
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         if len(slot_mapping_T) > num_slots:
@@ -230,7 +230,7 @@ class WindowDecode:
     def seen_blocks(self, context_lens_B: Tensor, block_tables_BW: Tensor) -> SeenBlocks:
         first_B = (context_lens_B - self.least_left).clamp(min=0) // self.block_size
         skipped_B = first_B * self.block_size
-        # Behind a row's last block the table's last column stands again: nobody reads beyond a length.
+        # Behind a row's last block the table's last column repeats: no kernel reads beyond a length.
         columns_BV = (first_B[:, None] + self.blocks_V).clamp(max=block_tables_BW.shape[1] - 1)
         is_before_BL = self.places_L < (context_lens_B - skipped_B - self.window)[:, None]
         return SeenBlocks(block_tables_BW.gather(1, columns_BV.long()), context_lens_B - skipped_B,

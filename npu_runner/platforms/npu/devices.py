@@ -13,11 +13,11 @@ import torch_npu
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.devices import Communicators, DeviceMemory, Devices, Memory, Roles
 from npu_runner.platforms.npu.host_settings import check_allocator, communicator_config, process_defaults, rank_defaults
-from npu_runner.platforms.npu.versions import cann_version, old_cann, old_wheel, soc_name, takes_argument
+from npu_runner.platforms.npu.versions import accepts_argument, cann_version, old_cann, old_wheel, soc_name
 
 logger = logging.getLogger(__name__)
 
-# What the allocator says, and the driver's code where somebody else asks it for memory.
+# The allocator's text, and the driver's code where another library requests memory.
 _OUT_OF_MEMORY = ("out of memory", "207001")
 # The runtime's codes of a device, stream or collective that failed (aclError 507000 to 507999), and HCCL's own.
 _FAILURE = re.compile(r"\b507\d{3}\b|\bERR02\d{3}\b")
@@ -32,7 +32,7 @@ class NpuDevices(Devices):
     def __init__(self, memory: Memory):
         """Raises ConfigError if torch_npu or CANN is too old, or if both of the allocator's variables are set."""
         scatter = torch.ops.npu.npu_scatter_pa_kv_cache.default
-        for found in (old_wheel(torch_npu.__version__, has_cache_mode=takes_argument(scatter, "cache_mode")),
+        for found in (old_wheel(torch_npu.__version__, has_cache_mode=accepts_argument(scatter, "cache_mode")),
                       old_cann(cann_version(), torch_npu.__version__, torch.__version__)):
             if found is not None:
                 raise ConfigError(f"{found.reason}; {found.remedy}, or set platform to cpu")

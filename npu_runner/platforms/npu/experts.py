@@ -43,7 +43,7 @@ def run_int8_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_
             sums_P2I, weight_scale=gate_up.scales, activation_scale=scales_P, group_index=counts_E, activate_left=True,
             quant_mode=_BY_ROW)
     else:
-        # A product whose result is bfloat16 takes no float32 scales of outputs.
+        # A matmul whose result is bfloat16 takes no float32 scales of outputs.
         scales = gate_up.scales.to(torch.bfloat16) if x_TD.dtype == torch.bfloat16 else gate_up.scales
         both_P2I = _grouped(rows_PD, gate_up.values, counts_E, scale=[scales], per_token_scale=[scales_P],
                             output_dtype=x_TD.dtype)

@@ -35,7 +35,7 @@ _MOST_RUN = 8  # tokens of a sequence in a step: the fused operator takes no mor
 
 @dataclass(kw_only=True)
 class RunPlan(DraftSources):
-    """Of a decode step with drafts, int32. places_T: each token's place among those of its sequence; lengths_T: their
+    """The plan of a decode step with drafts, int32. places_T: each token's index within its sequence; lengths_T: their
     number at the first one, 0 at others. T "sequences", of which those without a token are passed over."""
 
     places_T: Tensor
@@ -51,7 +51,7 @@ class NpuGatedDelta(TorchGatedDelta):
         self._up_to_S = torch.arange(1 - _MOST_RUN, 1, dtype=torch.int32, device=device)
         self._eye_SS = torch.eye(_MOST_RUN, device=device)
         self._lower_SS = torch.ones(_MOST_RUN, _MOST_RUN).tril().to(device)
-        # [l, (j, i)]: whether j < l <= i. A product with it sums the gates between two places, each pair for itself.
+        # [l, (j, i)]: whether j < l <= i. A matmul with it sums the gates between two places, each pair for itself.
         j, i, between = (torch.arange(_MOST_RUN).view(view) for view in ((-1, 1), (1, -1), (-1, 1, 1)))
         self._between_SP = ((between > j) & (between <= i)).float().flatten(1).to(device)
         # x rsqrt(sum x^2 + eps) is the root-mean-square norm with this weight, and eps / K.
@@ -74,7 +74,7 @@ class NpuGatedDelta(TorchGatedDelta):
         num_tokens, before = len(runs_T), self.shape.conv_kernel_size - 1
         places_T, numbers_T = (-runs_T).clamp(min=0), self._numbers_to(num_tokens)
         places_TW = places_T[:, None] + self._up_to_W
-        # Of each token the W - 1 inputs before its sequence's first one lie behind all tokens.
+        # The W - 1 inputs before each sequence's first token lie behind all tokens.
         before_TW = (numbers_T * before + (num_tokens + before))[:, None] + places_TW
         return RunPlan(
             firsts_N=numbers_T - places_T, places_T=places_T, lengths_T=runs_T.clamp(min=0),
@@ -109,7 +109,7 @@ class NpuGatedDelta(TorchGatedDelta):
         low = (alike * decay.unflatten(1, (shape.num_k_heads, -1))).flatten(1, 2) * beta[..., None]
         low = low * (self._lower_SS - self._eye_SS)
         low_2 = low @ low
-        # Of I + low; low to the power of 8 is 0.
+        # The inverse of I + low; low to the power of 8 is 0.
         inverse = (self._eye_SS - low) @ (self._eye_SS + low_2) @ (self._eye_SS + low_2 @ low_2)
         from_start = (g @ self._lower_SS.mT).exp()[..., None]  # (T, Nv, S, 1)
         states = state.index_select(0, slots_T.index_select(0, plan.firsts_N))
@@ -132,7 +132,7 @@ class NpuGatedDelta(TorchGatedDelta):
         assert slots_T is not None, "a model with states has slots"
         window_TWC = self._windows(x_TC, conv_state, slots_T, metadata.state_plan)
         self.write(conv_state, slots_T, window_TWC[:, 1:])
-        # Products in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
+        # Matmuls in x's dtype: their rounding is as small as that of the inputs was. The sum is a float32 one inside.
         return F.silu((window_TWC * weight_CW.t()).sum(1))
 
     def delta_rule(self, qkv_TC: Tensor, a_TV: Tensor, b_TV: Tensor, neg_exp_A_V: Tensor, dt_bias_V: Tensor,
@@ -161,12 +161,12 @@ class NpuGatedDelta(TorchGatedDelta):
         """One token a row in plain operators, of which the graph engine knows all."""
         shape = self.shape
         q_BC, k_BC, v_BC = qkv_BC.float().split([shape.key_size, shape.key_size, shape.value_size], dim=-1)
-        # A norm each, so that both lie as the products want them; queries also times K^-1/2.
+        # A norm each, so that both lie as the matmuls want them; queries also times K^-1/2.
         q_BKD = self._normalised(q_BC, self._scaled_l2_weight)
         k_BKD = self._normalised(k_BC, self._l2_weight)
         v_BVD = v_BC.unflatten(-1, (shape.num_v_heads, shape.head_v_dim))
         states = states * g_BV.exp()[..., None, None]
-        # The value heads of a key head lie side by side, as rows of one product.
+        # The value heads of a key head lie side by side, as rows of one matmul.
         rows = states.unflatten(1, (shape.num_k_heads, -1)).flatten(2, 3).flatten(0, 1)
         keys = k_BKD.flatten(0, 1).unsqueeze(1)
         seen_BVD = torch.bmm(rows, keys.mT).view(v_BVD.shape)
@@ -187,8 +187,8 @@ class NpuGatedDelta(TorchGatedDelta):
     # -- what the operator takes -----------------------------------------------------------------------------------
 
     def _try_fused(self, lengths: list[int], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Sequences of so many tokens are tried, each token with another key, from empty states: each has to leave the
-        sum of v k^T up to itself in its slot. What lay there is read of the first ones only."""
+        """Compute sequences of these lengths from empty states, each token with another key. Each must leave the sum of
+        v k^T up to its token in its slot. Earlier contents of a slot are read for the first tokens only."""
         if dtype != torch.bfloat16:
             return f"the fused operator takes bfloat16, not {str(dtype).removeprefix('torch.')}"
         shape, num_tokens = self.shape, sum(lengths)

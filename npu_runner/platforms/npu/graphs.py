@@ -98,7 +98,7 @@ class _AclGraph:
             return forward(inputs, attention.graph_plan(lengths))
 
         self._backend = _Counted(backend, batch_size, num_symbols=batch_size * len(self._lengths))
-        # What it has seen change it remembers by the code's name, also for the next engine of this process.
+        # Dynamo remembers changed values by the code's name, also for the next engine of this process.
         name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
         traced = own_code(decode, name)
         self.code = traced.__code__
@@ -171,7 +171,7 @@ class GraphEngineDecode(torch.nn.Module):
         self.register_buffer("query_totals_B", totals_B.npu(), persistent=False)
 
     def decode(self, *tensors: Tensor) -> Tensor:
-        """What the step makes of the tensors of a StepInputs, its lengths int64, as attention asks for them."""
+        """The forward over the tensors of a StepInputs, with lengths in int64 as attention needs them."""
         inputs = StepInputs(*tensors)
         return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens))
 
@@ -190,7 +190,7 @@ def graph_engine_config() -> Any:
 
 
 def _tiles_on_device() -> bool:
-    """As the setting says, and by itself where CANN is known to have the attention kernel's tiling for the device."""
+    """Follow the setting; auto means the device if this CANN has the attention kernel's tiling for it."""
     wanted = npu_settings().ge_tiling
     return wanted == "device" or (wanted == "auto" and release(cann_version() or "") >= _TILES_ON_DEVICE_FROM)
 

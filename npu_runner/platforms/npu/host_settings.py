@@ -1,4 +1,5 @@
-"""What a process on an Ascend host needs in its environment, by chip. Decides; changes nothing. Imports no torch.
+"""The environment variables that a process on an Ascend host needs, by chip. Decides; changes nothing. Imports no
+torch.
 
 Whatever the user has set stays, an empty value too. What must stand before Python starts is in scripts/run_ascend.sh.
 """
@@ -11,7 +12,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.npu.versions import reads_torchs_alloc_conf
 
 A2, A3 = "Ascend910B", "Ascend910_93"
-"""How the names of the chips begin that the fused attention over a paged cache is for."""
+"""Prefixes of the names of the chips that have fused attention over a paged cache."""
 
 # Fewer cores for each device than this are needed by preprocessing; binding would only shrink its share.
 _LEAST_CORES_TO_BIND = 16
@@ -66,7 +67,7 @@ def communicator_config(chip: str, environment: Environment, *, serves_graphs: b
 
 
 def most_graphs(chip: str, environment: Environment, num_ranks: int) -> int | None:
-    """How many decode graphs a device may hold; None: no such limit."""
+    """The most decode graphs that a device can hold; None: no such limit."""
     if num_ranks == 1 or chip.startswith(A2):
         return None  # collectives of A2 are laid out on the host or the vector cores, never on the AI CPU
     mode = environment.get("HCCL_OP_EXPANSION_MODE", "AIV" if chip.startswith(A3) else "")

@@ -55,7 +55,7 @@ VISION_ATTENTIONS: dict[str, VisionAttention] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Which kernel does each job, by its name in torch_npu."""
+    """The kernel for each job, by its name in torch_npu."""
 
     cache_write: str = "npu_scatter_pa_kv_cache"
     vision: str = "npu_fused_infer_attention_score"

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from npu_runner.platforms.npu.draw import draw_from_softmax
 from npu_runner.platforms.npu.experts import run_experts
+from npu_runner.platforms.npu.sample import sample_from_softmax
 from npu_runner.platforms.ops import HeldExperts, TorchOps
 
 # npu_apply_rotary_pos_emb turns q and k in one launch, in place; A2 and A3 devices take it for these head dims only.
@@ -76,8 +76,8 @@ class NpuOps(TorchOps):
         # scatter_add_ and index_add_ of a long table run on the AI CPU or copy it; this operator writes in place.
         torch_npu.npu_scatter_nd_update_(table_N, places_B[:, None], table_N.index_select(0, places_B) + amounts_B)
 
-    def softmax_draw(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        return None if greedy else draw_from_softmax
+    def softmax_sampler(self, *, greedy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        return None if greedy else sample_from_softmax
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         if approximate == "sigmoid":

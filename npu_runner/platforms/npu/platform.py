@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What every document of the attention names for a paged cache in TND. Others are tried before weights are loaded.
+# Every document of the attention names it for a paged cache in TND. Others are tried before weights are loaded.
 _HEAD_DIM_OF_EVERY_CANN = 128
 
 
@@ -51,7 +51,7 @@ class NpuPlatform(Platform):
     examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
     _proven: tuple[ModelNeeds, Kernels] | None = None
-    """What was probed, and the kernels that agreed; None: a CANN on which nothing is probed."""
+    """The probed needs, and the kernels that agreed; None: this CANN needs no probes."""
 
     def why_unavailable(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -137,10 +137,10 @@ class NpuPlatform(Platform):
                                  masks_decode=npu_settings().decode_attention == "masked",
                                  kernels=FIRST_CHOICES if self._proven is None else self._proven[1])
         # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
-        if dtype == torch.float32 and (name == "auto" or not attention.takes(dtype, head_dim)):
+        if dtype == torch.float32 and (name == "auto" or not attention.accepts(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
                               "dtype to one of them")
-        if dtype != torch.float32 and head_dim != _HEAD_DIM_OF_EVERY_CANN and not attention.takes(dtype, head_dim):
+        if dtype != torch.float32 and head_dim != _HEAD_DIM_OF_EVERY_CANN and not attention.accepts(dtype, head_dim):
             raise ConfigError(f"head dim {head_dim}: the fused attention of CANN {cann_version() or '(unknown)'} does "
                               "not take it over a paged cache, newer ones may; upgrade CANN, or set platform to cpu")
         self._attention = weakref.ref(attention)
@@ -173,10 +173,10 @@ class NpuPlatform(Platform):
 
         assert self._proven is not None, "check_model comes before graphs"
         needs, kernels = self._proven
-        npu = Side.of_npu(needs, masks_decode=npu_settings().decode_attention == "masked", kernels=kernels)
-        assert isinstance(npu.attention, NpuAttention), "of_npu makes one"
+        npu = Side.from_npu(needs, masks_decode=npu_settings().decode_attention == "masked", kernels=kernels)
+        assert isinstance(npu.attention, NpuAttention), "from_npu makes one"
         compiler = make_compiler(settings, npu.attention)
-        refusal = why_no_replay(compiler, npu, Side.of_cpu(needs), needs)
+        refusal = why_no_replay(compiler, npu, Side.from_cpu(needs), needs)
         return None if refusal is None else f"CANN {cann}: {refusal}"
 
     def _latest_attention(self) -> NpuAttention:

@@ -11,7 +11,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +34,11 @@ from npu_runner.platforms.quantised import INT8, INT8_STATIC, Int8Weight, NormRo
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 logger = logging.getLogger(__name__)
+_On = TypeVar("_On")
 
 BOUND = 0.03
-"""How far a row may be from the CPU's, relative to its length. Rounding makes a third of this at most in bfloat16."""
+"""The largest distance of a row from the CPU's, relative to its length. In bfloat16, rounding causes at most a third of
+it."""
 _SEED = 85
 _NUM_BLOCKS = 8
 _VOCAB = 64
@@ -51,27 +54,27 @@ _INPUT_SCALE, _INPUT_OFFSET, _EPS = 1 / 32, -9, 1e-6
 
 
 class Side:
-    """Operators and attention of one platform with its device and dtype; numbers are drawn for both sides alike."""
+    """Operators and attention of one platform with its device and dtype; both sides get the same random numbers."""
 
     def __init__(self, ops: Ops, attention: AttentionBackend, device: torch.device, dtype: torch.dtype):
         self.ops, self.attention, self.device, self.dtype = ops, attention, device, dtype
 
     @classmethod
-    def of_npu(cls, needs: ModelNeeds, *, masks_decode: bool, kernels: Kernels) -> Side:
+    def from_npu(cls, needs: ModelNeeds, *, masks_decode: bool, kernels: Kernels) -> Side:
         device = torch.device("npu", torch.npu.current_device())
         attention = NpuAttention(num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads,
                                  block_size=needs.block_size, device=device, masks_decode=masks_decode, kernels=kernels)
         return cls(NpuOps(), attention, device, getattr(torch, needs.dtype))
 
     @classmethod
-    def of_cpu(cls, needs: ModelNeeds) -> Side:
+    def from_cpu(cls, needs: ModelNeeds) -> Side:
         platform = reference_platform()
         attention = platform.make_attention(
             "auto", num_heads=needs.num_heads, num_kv_heads=needs.num_kv_heads, head_dim=needs.head_dim,
             block_size=needs.block_size, dtype=torch.float32)
         return cls(platform.make_ops(), attention, torch.device("cpu"), torch.float32)
 
-    def draw(self, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    def random(self, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
         """Normal numbers, rounded to bfloat16 on both sides."""
         generator = torch.Generator().manual_seed(_SEED + seed)
         return (torch.randn(shape, generator=generator) * scale).bfloat16().to(self.device, self.dtype)
@@ -86,14 +89,14 @@ class Side:
 
 
 class DecodeLayer(nn.Module):
-    """What a decoder layer does with its cache: rotation, cache write, attention. Tokens look their heads up."""
+    """A decoder layer's work on its cache: rotation, cache write, attention. Tokens look their heads up."""
 
     def __init__(self, side: Side, needs: ModelNeeds):
         super().__init__()
         self.side, self.needs = side, needs
         self.k_cache, self.v_cache = side.cache(needs)
         heads = needs.num_heads + 2 * needs.num_kv_heads
-        self.table = side.draw(_VOCAB, heads * needs.head_dim, seed=1)
+        self.table = side.random(_VOCAB, heads * needs.head_dim, seed=1)
         self.cos, self.sin = _angles(side, needs.head_dim)
 
     def forward(self, inputs: StepInputs, plan: object = None, *, is_prefill: bool = False) -> Tensor:
@@ -104,7 +107,7 @@ class DecodeLayer(nn.Module):
             [needs.num_heads, needs.num_kv_heads, needs.num_kv_heads], dim=1))
         q, k = side.ops.rotary(q, k, F.embedding(inputs.positions, self.cos), F.embedding(inputs.positions, self.sin))
         side.attention.write_kv(k, v, self.k_cache, self.v_cache, inputs.slot_mapping)
-        metadata = AttentionMetadata.of(inputs, plan, is_prefill=is_prefill)
+        metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=is_prefill)
         attend = side.attention.prefill if is_prefill else side.attention.decode
         return attend(q, self.k_cache, self.v_cache, metadata, needs.head_dim**-0.5).flatten(1)
 
@@ -146,7 +149,7 @@ class _Probe(NamedTuple):
 
     what: str
     heads: str
-    compute: Callable[[Side, ModelNeeds], Tensor]
+    compute: Callable[[Side], Tensor]
     kernels: tuple[str, ...]
     job: str | None = None
 
@@ -156,13 +159,13 @@ def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kern
 
     Raises ConfigError with the name of the first operator for which no kernel does: each is refused, or differs.
     """
-    cpu, kernels = Side.of_cpu(needs), FIRST_CHOICES
+    cpu, kernels = Side.from_cpu(needs), FIRST_CHOICES
     for probe in _probes(needs):
         findings: list[str] = []
         for name in probe.kernels:
             tried = kernels if probe.job is None else replace(kernels, **{probe.job: name})
-            npu = Side.of_npu(needs, masks_decode=masks_decode, kernels=tried)
-            finding = _finding(probe, npu, cpu, needs)
+            npu = Side.from_npu(needs, masks_decode=masks_decode, kernels=tried)
+            finding = _finding(probe.compute, npu, cpu)
             if finding is None:
                 break
             findings.append(f"{probe.what} ({name}, {probe.heads}) {finding}")
@@ -176,25 +179,27 @@ def prove_operators(needs: ModelNeeds, cann: str, *, masks_decode: bool) -> Kern
 
 def _probes(needs: ModelNeeds) -> Iterator[_Probe]:
     heads = f"{needs.num_heads}/{needs.num_kv_heads} heads of {needs.head_dim}"
-    yield _Probe("the rotation of q and k", heads, _rotated, ("npu_apply_rotary_pos_emb",))
-    yield _Probe("the cache write", heads, _written, tuple(CACHE_WRITES), "cache_write")
-    yield _Probe("attention over the paged cache", heads, _attended, ("npu_fused_infer_attention_score",))
+    yield _Probe("the rotation of q and k", heads, partial(_rotated, needs=needs), ("npu_apply_rotary_pos_emb",))
+    yield _Probe("the cache write", heads, partial(_written, needs=needs), tuple(CACHE_WRITES),
+                 "cache_write")
+    yield _Probe("attention over the paged cache", heads, partial(_attended, needs=needs),
+                 ("npu_fused_infer_attention_score",))
     if needs.tower is not None:
         num_heads, head_dim = needs.tower
-        yield _Probe("a layer of the vision tower", f"{num_heads} heads of {head_dim}", _seen,
+        yield _Probe("a layer of the vision tower", f"{num_heads} heads of {head_dim}", partial(_seen, needs=needs),
                      tuple(VISION_ATTENTIONS), "vision")
 
 
-def _finding(probe: _Probe, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
-    """What is wrong with the device's answer, if anything is."""
+def _finding(compute: Callable[[_On], Tensor], npu: _On, cpu: _On, refused: str = "is refused") -> str | None:
+    """The fault of what the device computes, if any."""
     try:
-        found = probe.compute(npu, needs).cpu()
-    except (RuntimeError, OSError) as refusal:  # OSError: libraries that torch_npu loads for ATB are missing
-        return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
-    error = difference(found, probe.compute(cpu, needs))
-    if error <= BOUND:
+        found = compute(npu).cpu()
+    except (RuntimeError, OSError, GraphResourceError) as error:  # OSError: libraries for ATB are missing
+        return f"{refused}: {str(error).strip().partition(chr(10))[0]}"
+    distance = difference(found, compute(cpu))
+    if distance <= BOUND:
         return None
-    return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
+    return f"differs from the CPU by {100 * distance:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
 
 
 def _angles(side: Side, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -209,7 +214,7 @@ def _rotated(side: Side, needs: ModelNeeds) -> Tensor:
     """Both, token by token (T, (N + K) * H)."""
     cos, sin = _angles(side, needs.head_dim)
     num_tokens = 37
-    q, k = (side.draw(num_tokens, count, needs.head_dim, seed=seed)
+    q, k = (side.random(num_tokens, count, needs.head_dim, seed=seed)
             for seed, count in ((3, needs.num_heads), (4, needs.num_kv_heads)))
     return torch.cat(side.ops.rotary(q, k, cos[-num_tokens:], sin[-num_tokens:]), dim=1)
 
@@ -217,7 +222,7 @@ def _rotated(side: Side, needs: ModelNeeds) -> Tensor:
 def _written(side: Side, needs: ModelNeeds) -> Tensor:
     """The whole of both caches, slot by slot."""
     slots = np.random.default_rng(_SEED).permutation(np.arange(needs.block_size, _NUM_BLOCKS * needs.block_size))[:150]
-    k, v = (side.draw(len(slots), needs.num_kv_heads, needs.head_dim, seed=seed) for seed in (5, 6))
+    k, v = (side.random(len(slots), needs.num_kv_heads, needs.head_dim, seed=seed) for seed in (5, 6))
     caches = side.cache(needs)
     side.attention.write_kv(k, v, *caches, side.ints(slots))
     return torch.cat([cache.flatten(0, 1) for cache in caches], dim=1)
@@ -243,9 +248,9 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
         return F.pad(x.unflatten(-1, (2, head_dim // 2)), (0, padding)).flatten(-2)
 
     def linear(x: Tensor, width_out: int, seed: int) -> Tensor:
-        return ops.linear(x, side.draw(width_out, x.shape[-1], seed=seed, scale=1 / math.sqrt(x.shape[-1])), None)
+        return ops.linear(x, side.random(width_out, x.shape[-1], seed=seed, scale=1 / math.sqrt(x.shape[-1])), None)
 
-    x_PC = side.draw(num_patches, width, seed=9)
+    x_PC = side.random(num_patches, width, seed=9)
     qkv_P3NH = padded(linear(F.layer_norm(x_PC, (width,)), 3 * width, 10).unflatten(-1, (3, num_heads, head_dim)))
     angles = torch.arange(num_patches)[:, None] * 100.0 ** -(torch.arange(head_dim // 2) / head_dim)
     cos_PH, sin_PH = (padded(x.repeat(1, 2)).to(side.device) for x in (angles.cos(), angles.sin()))
@@ -261,8 +266,9 @@ def _seen(side: Side, needs: ModelNeeds) -> Tensor:
 
 
 class _Numbers(NamedTuple):
-    """The same on both sides, but for the dtype."""
+    """The operators of one side, and operands that differ between the sides only in dtype."""
 
+    ops: QuantisedOps
     x_TI: Tensor
     residual_TI: Tensor
     gain_I: Tensor
@@ -270,36 +276,17 @@ class _Numbers(NamedTuple):
     scales_O: Tensor
     bias_O: Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> _Numbers:
-        kept = (each.to(device) for each in self[3:])
-        return _Numbers(*(each.to(device, dtype) for each in self[:3]), *kept)
-
 
 def why_unproven(forms: Iterable[str]) -> dict[str, str]:
     """The findings about matmuls of int8, by form; the device is the current one."""
-    found = {}
-    for form in forms:
-        compute = _MATMULS.get(form)
-        finding = f"{form} has no probe" if compute is None else _why_unlike_the_cpu(compute)
-        if finding is not None:
-            found[form] = finding
-    return found
+    npu = _numbers(NpuQuantisedOps(NpuOps()), torch.device("npu", torch.npu.current_device()), torch.bfloat16)
+    cpu = _numbers(QuantisedOps(reference_platform().make_ops()), torch.device("cpu"), torch.float32)
+    findings = {form: _finding(_MATMULS[form], npu, cpu) if form in _MATMULS else f"{form} has no probe"
+                for form in forms}
+    return {form: finding for form, finding in findings.items() if finding is not None}
 
 
-def _why_unlike_the_cpu(compute: Callable[[QuantisedOps, _Numbers], Tensor]) -> str | None:
-    numbers, device = _int8_numbers(), torch.device("npu", torch.npu.current_device())
-    try:
-        found = compute(NpuQuantisedOps(NpuOps()), numbers.to(device, torch.bfloat16)).cpu()
-    except RuntimeError as refusal:
-        return f"is refused: {str(refusal).strip().partition(chr(10))[0]}"
-    plain = QuantisedOps(reference_platform().make_ops())
-    error = difference(found, compute(plain, numbers.to(torch.device("cpu"), torch.float32)))
-    if error <= BOUND:
-        return None
-    return f"differs from the CPU by {100 * error:.1f} % of a row's length, {100 * BOUND:.0f} % is allowed"
-
-
-def _int8_numbers() -> _Numbers:
+def _numbers(ops: QuantisedOps, device: torch.device, dtype: torch.dtype) -> _Numbers:
     generator = torch.Generator().manual_seed(85)
 
     def normal(*shape: int) -> Tensor:
@@ -307,20 +294,22 @@ def _int8_numbers() -> _Numbers:
 
     values_OI = torch.randint(-127, 128, (_NUM_OUTPUTS, _NUM_INPUTS), generator=generator, dtype=torch.int8)
     scales_O = torch.rand(_NUM_OUTPUTS, generator=generator) / 127
-    return _Numbers(normal(_NUM_TOKENS, _NUM_INPUTS), normal(_NUM_TOKENS, _NUM_INPUTS), 1 + normal(_NUM_INPUTS) / 8,
-                    values_OI, scales_O, normal(_NUM_OUTPUTS).float())
+    inputs = normal(_NUM_TOKENS, _NUM_INPUTS), normal(_NUM_TOKENS, _NUM_INPUTS), 1 + normal(_NUM_INPUTS) / 8
+    return _Numbers(ops, *(each.to(device, dtype) for each in inputs),
+                    *(each.to(device) for each in (values_OI, scales_O, normal(_NUM_OUTPUTS).float())))
 
 
-def _by_row(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
+def _by_row(numbers: _Numbers) -> Tensor:
     """With a bias, and behind a norm (T, 2 O)."""
+    ops = numbers.ops
     weight = ops.prepare_weight(Int8Weight(numbers.values_OI, numbers.scales_O))
     rows, _ = ops.add_rms_norm(numbers.x_TI, numbers.residual_TI, numbers.gain_I, _EPS, INT8)
     return torch.cat((ops.linear(numbers.x_TI, weight, numbers.bias_O), ops.linear(rows, weight, None)), 1)
 
 
-def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
+def _by_one_scale(numbers: _Numbers) -> Tensor:
     """The same with inputs of one scale."""
-    x_TI = numbers.x_TI
+    ops, x_TI = numbers.ops, numbers.x_TI
 
     def all_of(value: float, dtype: torch.dtype, count: int = 1) -> Tensor:
         return torch.full((count,), value, dtype=dtype, device=x_TI.device)
@@ -334,27 +323,25 @@ def _by_one_scale(ops: QuantisedOps, numbers: _Numbers) -> Tensor:
     return torch.cat((ops.linear(x_TI, weight, None), ops.linear(rows, weight, None)), 1)
 
 
-_MATMULS: dict[str, Callable[[QuantisedOps, _Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
+_MATMULS: dict[str, Callable[[_Numbers], Tensor]] = {INT8: _by_row, INT8_STATIC: _by_one_scale}
 
 
 def why_no_replay(compiler: GraphCompiler, npu: Side, cpu: Side, needs: ModelNeeds) -> str | None:
-    """What is wrong with captured graphs here, if anything is. `compiler` is made for the attention of `npu`."""
+    """The fault of captured graphs on this device, if any. `compiler` is made for the attention of `npu`."""
     layers = {side: DecodeLayer(side, needs) for side in (npu, cpu)}
     for layer in layers.values():
         layer.step((0, 0), (256, 256), seed=20)  # contexts of any length below
-    graph, worst = _Replayed(compiler, layers[npu]), 0.0
+    graph = _Replayed(compiler, layers[npu])
+
+    def replay(side: Side) -> Tensor:
+        return torch.cat([graph.step(lens, 21 + number) if side is npu else layers[side].step(lens, (1, 1), 21 + number)
+                          for number, lens in enumerate(_REPLAYED_LENS)])
+
     try:
-        for number, done_lens in enumerate(_REPLAYED_LENS):
-            found = graph.step(done_lens, seed=21 + number)
-            worst = max(worst, difference(found, layers[cpu].step(done_lens, (1, 1), seed=21 + number)))
-    except (RuntimeError, GraphResourceError) as refusal:
-        return f"a captured graph of two rows fails: {str(refusal).strip().partition(chr(10))[0]}"
+        finding = _finding(replay, npu, cpu, "fails")
     finally:
         compiler.release()
-    if worst <= BOUND:
-        return None
-    return (f"a graph that is replayed with other context lengths differs from the CPU by {100 * worst:.1f} % of a "
-            f"row's length, {100 * BOUND:.0f} % is allowed")
+    return None if finding is None else f"a captured graph, replayed with other context lengths, {finding}"
 
 
 class _Replayed:

@@ -29,7 +29,7 @@ from npu_runner.platforms.quantised import (
 
 
 class NpuQuantisedOps(QuantisedOps):
-    """Of int8 and grouped weights; the devices compute no FP8."""
+    """Supports int8 and grouped weights; the devices compute no FP8."""
 
     fuses_rounding = True
     max_int8_features = 65535
@@ -105,7 +105,7 @@ class NpuQuantisedOps(QuantisedOps):
         if values.dtype == torch.int8:
             stays = by_row and not self._layout.turns_rows
             values = values if stays else self._layout.weight_alone(values.t().contiguous(), group_size)
-        elif self._layout.takes_words(num_inputs, num_outputs, group_size):
+        elif self._layout.accepts_words(num_inputs, num_outputs, group_size):
             values = packed_words(unpacked(values.cpu()).t().contiguous().to(values.device))
         else:
             values = packed(unpacked(values.cpu()).t().contiguous()).view(torch.int32).to(values.device)

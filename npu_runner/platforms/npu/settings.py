@@ -1,4 +1,4 @@
-"""What the npu platform can do in two ways until a device has measured both. Knows nothing of models.
+"""Choices between two ways of the npu platform that no device has measured yet. Knows nothing of models.
 
 Environment variables, read once in each process: docs/ascend.md says what each is for, `scripts/regress_ascend.sh`
 measures both sides. The first choice is the default.
@@ -32,7 +32,7 @@ CHOICES = {
 @dataclass(frozen=True, kw_only=True)
 class NpuSettings:
     decode_attention: str = "masked"
-    """How decode calls the attention kernel: with prefill's mask, or with none, which its decode kernels ask for."""
+    """The mask of decode's attention call: prefill's mask, or none, as the decode kernels' documents ask."""
     capture: str = "compiled"
     """Who makes the graphs of reduce-overhead: torch_npu's compiler, or torch.npu.graph around the eager step."""
     ge_tiling: str = "auto"
@@ -40,7 +40,7 @@ class NpuSettings:
     replay: str = "waiting"
     """Whether a captured graph is given its new context lengths once its last replay has run, or at once."""
     nz_weights: str = "int8"
-    """Which quantised weights lie in NZ: those of products of int8, those with inputs in 16 bits, too, or none."""
+    """The quantised weights in NZ: those of int8 matmuls, also those with inputs in 16 bits, or none."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> NpuSettings:
@@ -59,5 +59,5 @@ class NpuSettings:
 
 @cache
 def npu_settings() -> NpuSettings:
-    """Those of this process."""
+    """The settings of this process."""
     return NpuSettings.read(os.environ)

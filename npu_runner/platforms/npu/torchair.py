@@ -39,7 +39,7 @@ def load(name: str) -> Any:
         _convert_softplus(module)
         _convert_state_writes(module)
     else:
-        _let_integers_in_groups_pass(module)
+        _allow_grouped_integers(module)
     passes = _import(f"{name}._acl_concrete_graph.graph_pass")
     # Writing into caches and states is missing from torchair's list of operators that may stay in place: as shipped it
     # copies all of them out and in again, for every layer of every step. Numbers are the arguments that are written.
@@ -51,7 +51,7 @@ def load(name: str) -> Any:
     return module
 
 
-def _let_integers_in_groups_pass(package: Any) -> None:
+def _allow_grouped_integers(package: Any) -> None:
     """Where a graph has npu_weight_quant_batchmatmul, npugraph_ex of torch_npu 2.13 turns off an option of torchair's
     that its own settings lack, and ends the compilation. It gets something to turn off."""
     with contextlib.suppress(AttributeError):  # a wheel without such settings has none to mend
@@ -84,7 +84,7 @@ def _define_rule_in_list() -> torch.library.Library:
 def _convert_rotary_in_place(module: Any) -> None:
     """Let GE rotate q and k in place. As shipped both are copied first, in case another operator reads them.
 
-    None does here: NpuOps.rotary gets them fresh from a norm or from the split of the qkv product.
+    None does here: NpuOps.rotary gets them fresh from a norm or from the split of the qkv matmul.
     """
     apis = _import("torchair._ge_concrete_graph.ge_apis")
     # The shipped one first: the last to register wins.

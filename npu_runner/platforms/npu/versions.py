@@ -1,5 +1,5 @@
-"""Which CANN, driver and chip this host has, and which versions belong together. Imports torch only in functions that
-need it.
+"""The versions of CANN, driver and chip of this host, and which versions belong together. Imports torch only in
+functions that need it.
 
 The doctor reads this before it knows whether torch can be imported at all.
 """
@@ -31,7 +31,7 @@ class Pairing(NamedTuple):
     cann: str
 
 
-# What each CANN was published with: TorchNPU 26.2.0, 26.1.0 and 26.0.0, as their compatibility tables say. The one list
+# The wheels published for each CANN: TorchNPU 26.2.0, 26.1.0 and 26.0.0, by their compatibility tables. The one list
 # of versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
 _PUBLISHED = {
     "9.2.0": ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7", "2.9.0.post9", "2.7.1.post11"),
@@ -43,7 +43,7 @@ PAIRINGS = tuple(Pairing(torch_npu.partition(".post")[0], torch_npu, cann)
 OLD_WHEELS = ("2.9.0", "2.8.0.post2", "2.8.0", "2.7.1.post2", "2.7.1")
 """Wheels of CANN 8.3 and 8.5. They lack what is called here; tests/npu/operator_table has the proof."""
 WHEELS_FOR_85 = _PUBLISHED["9.2.0"]
-"""Those of TorchNPU 26.2.0, whose notes name CANN 8.5 as one that they run on. Notes of earlier releases do not."""
+"""The wheels of TorchNPU 26.2.0, whose notes name CANN 8.5 as supported. Notes of earlier releases do not."""
 _TORCH_FOR_85 = "2.9.0"  # that of CANN 8.5's own images
 _CANN_85, _OLDEST_OTHER_CANN = (8, 5), (9, 0)
 # The first of each torch whose library holds the name PYTORCH_ALLOC_CONF; of 2.9.0.post9 and 2.7.1.post11 none does.
@@ -56,7 +56,7 @@ _NEWER_CANN = f"install CANN {', '.join(_PUBLISHED)} or 8.5"
 
 
 class TooOld(NamedTuple):
-    """What is wrong with a version, and what to do."""
+    """The fault of a version, and the remedy."""
 
     reason: str
     remedy: str
@@ -74,8 +74,8 @@ def old_cann(cann: str | None, torch_npu: str | None = None, torch: str | None =
     if cann is None or release(cann)[:2] >= _OLDEST_OTHER_CANN:
         return None
     if not is_85(cann):
-        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0; nobody compared its operators with what "
-                      "is called here", _NEWER_CANN)
+        return TooOld(f"CANN {cann}: older than 8.5, or between 8.5 and 9.0; its operators were never compared with "
+                      "those that are called here", _NEWER_CANN)
     if "alpha" in cann.lower():
         return TooOld(f"CANN {cann}: operators of an alpha are not those of the release, its rotary and attention "
                       "operators refuse layouts that are called here", "install CANN 8.5.0 or newer without alpha")
@@ -91,7 +91,7 @@ def is_85(cann: str | None) -> bool:
 
 
 def recipe_for_85(torch: str | None) -> str:
-    """How a host with CANN 8.5 gets a wheel that runs here: CANN stays that of the image, and so does torch."""
+    """The commands that give a host with CANN 8.5 a supported wheel. CANN and torch of the image stay."""
     wheel = wheel_for(plain(torch), "8.5.0") if torch else None
     # Where no wheel of that release is made for the torch that is here, torch is another one, too.
     what = f"torch_npu=={wheel}" if wheel else f"torch=={_TORCH_FOR_85} torch_npu=={wheel_for(_TORCH_FOR_85, '8.5.0')}"
@@ -105,7 +105,7 @@ def reads_torchs_alloc_conf(torch_npu: str) -> bool:
     return _order(torch_npu) >= first.get(release(torch_npu), max(first.values()))
 
 
-def takes_argument(operator: Any, name: str) -> bool:
+def accepts_argument(operator: Any, name: str) -> bool:
     """Whether this overload of a torch operator has an argument called so."""
     return any(argument.name == name for argument in operator._schema.arguments)
 
@@ -161,7 +161,7 @@ def driver_version(folder: Path) -> str | None:
 
 
 def soc_name() -> str:
-    """For example "Ascend910B1"."""
+    """The chip's name, such as "Ascend910B1"."""
     import torch
 
     return str(torch.npu.get_device_name())

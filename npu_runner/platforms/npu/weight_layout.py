@@ -1,5 +1,5 @@
-"""How the weights of quantised products lie: in NZ (FRACTAL_NZ, blocks as the matrix unit reads them) where their
-operators take it, else row by row (ND). Moved once, when they are loaded, one weight at a time.
+"""The memory layout of quantised weights: NZ (FRACTAL_NZ, blocks as the matrix unit reads them) where the operators
+accept it, else row by row (ND). Each weight is converted once, after loading.
 
 docs/quantization.md says which operator takes what, and by which document. O outputs, I inputs, E experts.
 """
@@ -25,7 +25,7 @@ _GROUPS, _OUTPUTS_OF_GROUPS = (64, 128), 64
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """By `NpuSettings.nz_weights`, when operators are made: a step that is traced reads no environment."""
+    """Read `NpuSettings.nz_weights` when operators are made: a traced step reads no environment."""
 
     nz_weights: str
 
@@ -34,12 +34,12 @@ class WeightLayout:
         return values_OI if self.nz_weights == "none" else _moved(values_OI.t().contiguous())
 
     def product_view(self, values: Tensor) -> Tensor:
-        """(I, O) of a `linear_weight`. Of one that is not laid out the product knows a transposed view for what it is.
+        """(I, O) of a `linear_weight`. The matmul recognises the transposed view of one that is not in NZ.
         """
         return values.t() if self.nz_weights == "none" else values
 
     def expert_weights(self, gate_up_EIO: Tensor, down_EIO: Tensor) -> tuple[Tensor, Tensor]:
-        """int8, contiguous. In NZ gate_up is for the fused product alone; down's product takes both."""
+        """int8, contiguous. In NZ gate_up is for the fused matmul alone; down's matmul accepts both."""
         is_fused = self.fuses_experts(gate_up_EIO.shape[1], gate_up_EIO.shape[2])
         return (_moved(gate_up_EIO) if is_fused else gate_up_EIO,
                 down_EIO if self.nz_weights == "none" else _moved(down_EIO))
@@ -58,7 +58,7 @@ class WeightLayout:
         """int8 with inputs in 16 bits (`group_size` 0: a scale for each output)."""
         return _moved(values_IO) if group_size == 0 and self.turns_rows else values_IO
 
-    def takes_words(self, num_inputs: int, num_outputs: int, group_size: int) -> bool:
+    def accepts_words(self, num_inputs: int, num_outputs: int, group_size: int) -> bool:
         """Whether `packed_words` is for four bits of this shape."""
         return (self.nz_weights == "all" and group_size in _GROUPS and num_inputs % group_size == 0
                 and num_outputs % _OUTPUTS_OF_GROUPS == 0)
@@ -79,7 +79,7 @@ def _has_whole_blocks(num_inputs: int, num_outputs: int) -> bool:
 
 
 def _cast(values: Tensor) -> Tensor:
-    # What is allowed is allowed for all that is made meanwhile, so no longer than for this one.
+    # The switch holds for every tensor made meanwhile, so it is set for this one only.
     torch.npu.config.allow_internal_format = True
     try:
         return torch_npu.npu_format_cast(values, NZ)
@@ -89,7 +89,7 @@ def _cast(values: Tensor) -> Tensor:
 
 def _as_nz(values: Tensor) -> Tensor:
     """Raises ModelError where torch_npu left it as it was, or moved more than it: of a view it moves the whole tensor.
-    Products that were chosen for NZ would read other numbers."""
+    Matmuls that were chosen for NZ would read other numbers."""
     found, size = torch_npu.get_npu_format(values), torch_npu.get_storage_size(values)
     if found != NZ or size != values.numel():
         raise ModelError(f"torch_npu laid weights of shape {list(values.shape)} out in format {found} with {size} "

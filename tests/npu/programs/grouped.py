@@ -1,8 +1,8 @@
-"""Products with integers in groups on the npu platform: single ones, and the logits of checkpoints.
+"""Matmuls with integers in groups on the npu platform: single ones, and the logits of checkpoints.
 
     python -m tests.npu.programs.grouped SPEC.json RESULTS.pt
 
-SPEC as of tests/npu/programs/int8.py. RESULTS: {"products": ..., "words": ..., "logits": [(tokens, logits (count, V))
+SPEC as of tests/npu/programs/int8.py. RESULTS: {"matmuls": ..., "words": ..., "logits": [(tokens, logits (count, V))
 of each case], "said": [the arithmetic of each]}.
 """
 
@@ -46,7 +46,7 @@ def quantised_ops() -> QuantisedOps:
     return platform.make_quantised_ops(platform.make_ops())
 
 
-def products() -> dict[str, Tensor]:
+def matmuls() -> dict[str, Tensor]:
     ops, found = quantised_ops(), {}
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -70,7 +70,7 @@ def words() -> tuple[Tensor, Tensor]:
 def main(spec_path: str, results_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
     with torch.inference_mode():
-        found: dict[str, Any] = {"products": products(), "words": words()}
+        found: dict[str, Any] = {"matmuls": matmuls(), "words": words()}
     found |= answers_of(spec["cases"])
     torch.save(found, results_path)
 

@@ -1,4 +1,4 @@
-"""Products with rounded inputs on the npu platform: single ones, and the logits of checkpoints.
+"""Matmuls with rounded inputs on the npu platform: single ones, and the logits of checkpoints.
 
     python -m tests.npu.programs.int8 SPEC.json RESULTS.pt
 
@@ -37,7 +37,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def inputs_of(shape: tuple[int, int, int], dtype: str) -> dict[str, Tensor]:
-    """What a product and the norm in front of it take."""
+    """What a matmul and the norm in front of it take."""
     num_tokens, num_inputs, num_outputs = shape
     kind, seed = getattr(torch, dtype), sum(shape)
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def inputs_of(shape: tuple[int, int, int], dtype: str) -> dict[str, Tensor]:
 
 
 def linears() -> dict[str, dict[str, Tensor]]:
-    """By dtype and shape: the product, and the one behind a norm that rounds."""
+    """By dtype and shape: the matmul, and the one behind a norm that rounds."""
     platform = find_platform("npu")
     ops, found = platform.make_quantised_ops(platform.make_ops()), {}
     for dtype in DTYPES:
@@ -74,7 +74,7 @@ def linears() -> dict[str, dict[str, Tensor]]:
             found[f"{dtype} {shape}"] = {
                 "static": ops.linear(given["x"], static, None).cpu(),
                 "static behind a norm": ops.linear(static_rows, static, None).cpu(),
-                "product": ops.linear(given["x"], weight, given["bias"]).cpu(),
+                "matmul": ops.linear(given["x"], weight, given["bias"]).cpu(),
                 "behind a norm": ops.linear(rows, weight, None).cpu(), "total": total.cpu()}
     return found
 

@@ -39,7 +39,7 @@ def cases() -> list[Case]:
 
 
 def draw(num_tokens: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """x (T, D), weights and experts (T, K), and values (E, O, I) and scales (E, O) of both products."""
+    """x (T, D), weights and experts (T, K), and values (E, O, I) and scales (E, O) of both matmuls."""
     generator = torch.Generator().manual_seed(num_tokens + width)
 
     def matrices(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:

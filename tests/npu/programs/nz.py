@@ -1,4 +1,4 @@
-"""Answers with weights in NZ, and what was launched: products that read NZ, others, and casts.
+"""Answers with weights in NZ, and what was launched: matmuls that read NZ, others, and casts.
 
     NPU_RUNNER_ASCEND_NZ_WEIGHTS=... python -m tests.npu.programs.nz SPEC.json RESULTS.pt
 

@@ -5,7 +5,7 @@
 writes {name: what the start says, or the second choices it takes} as JSON on the last line. MODEL is started with
 replays that keep old lengths, and with a cache write that computes otherwise. BARE, a checkpoint without weights, is
 started with keys that are rotated backwards. W8A8, a checkpoint of int8 with dynamic inputs, is started as it should be
-and with a product that computes otherwise.
+and with a matmul that computes otherwise.
 """
 
 from __future__ import annotations
@@ -44,18 +44,30 @@ FIRST_KERNELS: dict[str, tuple[str, str, Change]] = {
         "VISION_ATTENTIONS", "npu_fused_infer_attention_score",
         lambda good: lambda q, k, v, totals, scale: good(q, k, v, totals[-1:], scale)),
 }
-# Of a form of weights, what is computed otherwise.
-PRODUCTS: dict[str, tuple[str, str, Change]] = {
+
+
+def for_weights(kind: str, change: Callable[[Any], Any]) -> Change:
+    """A linear that computes otherwise with weights of this type alone."""
+    return lambda good: lambda self, x, weight, bias: good(
+        self, x, change(weight) if type(weight).__name__ == kind else weight, bias)
+
+
+def _fail(*given: object) -> None:
+    raise RuntimeError("error code is 207000")
+
+
+# Changes that one form of weights notices.
+MATMULS: dict[str, tuple[str, str, Change]] = {
     "nothing of int8": ("NpuQuantisedOps", "linear", lambda good: good),
-    "rows by their squares": ("NpuQuantisedOps", "linear", lambda good: lambda self, x, weight, bias: good(
-        self, x, weight._replace(scales_O=weight.scales_O * weight.scales_O), bias)),
+    "rows by their squares": ("NpuQuantisedOps", "linear", for_weights(
+        "Int8Weight", lambda weight: weight._replace(scales_O=weight.scales_O * weight.scales_O))),
     "a norm by another scale": ("NpuQuantisedOps", "add_rms_norm", lambda good: lambda self, x, r, w, eps, by: good(
-        self, x, r, 2 * w, eps, by)),
-    "the bias twice": ("NpuQuantisedOps", "linear", lambda good: lambda self, x, weight, bias: good(
-        self, x, weight._replace(shifts_O=2 * weight.shifts_O), bias)),
+        self, x, r, 2 * w if isinstance(by, str) else w, eps, by)),
+    "the bias twice": ("NpuQuantisedOps", "linear", for_weights(
+        "StaticInt8Weight", lambda weight: weight._replace(shifts_O=2 * weight.shifts_O))),
     "an offset that is lost": ("NpuQuantisedOps", "add_rms_norm", lambda good: lambda self, x, r, w, eps, by: good(
-        self, x, r, w, eps, by._replace(offsets_D=torch.zeros_like(by.offsets_D)))),
-    "no such operator": ("NpuQuantisedOps", "linear", lambda good: _fail),
+        self, x, r, w, eps, by if isinstance(by, str) else by._replace(offsets_D=torch.zeros_like(by.offsets_D)))),
+    "no such operator": ("NpuQuantisedOps", "linear", for_weights("Int8Weight", _fail)),
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
@@ -67,10 +79,6 @@ REPLAYS: dict[str, tuple[str, str, Change]] = {
 
 def _lacks_nnal(*given: object) -> None:
     raise OSError("Please check that the nnal package is installed.")  # torch_npu's words, and its type
-
-
-def _fail(*given: object) -> None:
-    raise RuntimeError("error code is 207000")
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def prove(asked: Any) -> str:
     return ", ".join(name for job, name in vars(taken).items() if name != usual[job])
 
 
-def prove_products(asked: Any) -> dict[str, str]:
+def prove_matmuls(asked: Any) -> dict[str, str]:
     from npu_runner.platforms.npu.probes import why_unproven
 
     return why_unproven(("int8", "int8_static"))
@@ -135,9 +143,9 @@ def prove_replay(asked: Any) -> str:
     from npu_runner.platforms.npu.kernels import FIRST_CHOICES
     from npu_runner.platforms.npu.probes import Side, why_no_replay
 
-    npu = Side.of_npu(asked, masks_decode=True, kernels=FIRST_CHOICES)
+    npu = Side.from_npu(asked, masks_decode=True, kernels=FIRST_CHOICES)
     assert isinstance(npu.attention, NpuAttention)
-    return why_no_replay(AclGraphCompiler(npu.attention), npu, Side.of_cpu(asked), asked) or ""
+    return why_no_replay(AclGraphCompiler(npu.attention), npu, Side.from_cpu(asked), asked) or ""
 
 
 def start(model: str, graph_mode: str = "reduce-overhead", **settings: Any) -> dict[str, Any] | str:
@@ -159,7 +167,7 @@ def main(model: str, bare: str, w8a8: str) -> None:
     torch.npu.set_device(0)
     said: dict[str, Any] = {}
     with torch.inference_mode():
-        for changes, run in ((OPERATORS, prove), (PRODUCTS, prove_products), (REPLAYS, prove_replay)):
+        for changes, run in ((OPERATORS, prove), (MATMULS, prove_matmuls), (REPLAYS, prove_replay)):
             for name, change in changes.items():
                 with changed(*change):
                     said[name] = run(needs(4, 2, tower=(2, 72)))
@@ -177,7 +185,7 @@ def main(model: str, bare: str, w8a8: str) -> None:
     with changed(*OPERATORS["rotated backwards"]):
         said["started backwards"] = start(bare)
     said["started with int8"] = start(w8a8, "eager")
-    with changed(*PRODUCTS["rows by their squares"]):
+    with changed(*MATMULS["rows by their squares"]):
         said["started without int8"] = start(w8a8, "eager")
         said["asked for int8"] = start(bare, "eager", quantization="int8")
     print(json.dumps(said))

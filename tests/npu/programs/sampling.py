@@ -44,13 +44,13 @@ WIDE = [SamplingParams(repetition_penalty=1.3), SamplingParams(frequency_penalty
         SamplingParams(top_k=9, repetition_penalty=1.1)] * 2
 
 
-def draw(device: torch.device, draw_from_softmax: Any = None) -> list[list[int]]:
+def draw(device: torch.device, softmax_sampler: Any = None) -> list[list[int]]:
     """The tokens of all of SEVERAL together, then of rows that only draw, which a platform may do at once, then of
     rows with grammars and without."""
     everyone = [conversation(number) for number in range(len(SEVERAL))]
     plain = [Conversation(params, [number + 3, 7], number) for number, params in enumerate(PLAIN)]
-    return [tokens for batch in (everyone, plain) for tokens in draw_together(batch, device, draw_from_softmax)
-            ] + draw_ruled(device, draw_from_softmax)
+    return [tokens for batch in (everyone, plain) for tokens in draw_together(batch, device, softmax_sampler)
+            ] + draw_ruled(device, softmax_sampler)
 
 
 def draw_wide(device: torch.device, **hooks: Any) -> list[list[int]]:
@@ -69,7 +69,7 @@ def draw_wide(device: torch.device, **hooks: Any) -> list[list[int]]:
     return tokens
 
 
-def draw_ruled(device: torch.device, draw_from_softmax: Any, **hooks: Any) -> list[list[int]]:
+def draw_ruled(device: torch.device, softmax_sampler: Any, **hooks: Any) -> list[list[int]]:
     """A vocabulary that is no multiple of 32; a row with a grammar alone, then beside others."""
     with tempfile.TemporaryDirectory() as folder:
         eos = write_tokenizer(Path(folder))["<|im_end|>"]
@@ -78,7 +78,7 @@ def draw_ruled(device: torch.device, draw_from_softmax: Any, **hooks: Any) -> li
     for number in (1, len(RULED)):
         constrained = ConstrainedRows(Matchers(tokenizer, _RULED_VOCAB, [eos]), None, [eos])
         ruled = [Conversation(_resolved(params), [row + 3, 7], row) for row, params in enumerate(RULED[:number])]
-        found += draw_together(ruled, device, draw_from_softmax, _RULED_VOCAB, constrained=constrained, **hooks)
+        found += draw_together(ruled, device, softmax_sampler, _RULED_VOCAB, constrained=constrained, **hooks)
     return found
 
 
@@ -87,10 +87,10 @@ def _resolved(params: SamplingParams) -> SamplingParams:
     return params.replace(structured_outputs=with_grammar(rule)) if rule else params
 
 
-def draw_together(everyone: list[Conversation], device: torch.device, draw_from_softmax: Any,
+def draw_together(everyone: list[Conversation], device: torch.device, softmax_sampler: Any,
                   vocab_size: int = VOCAB, **settings: Any) -> list[list[int]]:
     table_VV = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(11)) * 2
-    sampler = make_sampler(vocab_size, len(everyone), spell, device, draw_from_softmax, **settings)
+    sampler = make_sampler(vocab_size, len(everyone), spell, device, softmax_sampler, **settings)
     slots = np.arange(len(everyone), dtype=np.int32)
     for slot, one in enumerate(everyone):
         sampler.add(slot, one.params, one.prompt, seed=one.seed)
@@ -121,18 +121,18 @@ def main() -> None:
 
     platform = pick_platform("npu")
     platform.devices.prepare_process(0, 1)
-    device, draw_from_softmax = platform.devices.set_device(0), platform.make_ops().softmax_draw(greedy=False)
+    device, softmax_sampler = platform.devices.set_device(0), platform.make_ops().softmax_sampler(greedy=False)
     if "--wide" in sys.argv:
         print(json.dumps(wide(device, platform.make_ops())))
         return
-    tokens = draw(device, draw_from_softmax)
+    tokens = draw(device, softmax_sampler)
     on_ai_cpu: dict[str, int] = {}
     launches: dict[str, int] = {}
     if "--count" in sys.argv:  # only the emulation can
         from tests.cann.programs.emulation import calls, reset_counters
 
         reset_counters()
-        draw_ruled(device, draw_from_softmax)
+        draw_ruled(device, softmax_sampler)
         on_ai_cpu = calls("ai_cpu")
         logits_BV, words_BW = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in (
             ((4, 320), torch.bfloat16), ((4, 10), torch.int32)))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload
 
 logger = logging.getLogger(__name__)
+_Kernel = TypeVar("_Kernel")
 
 _LOG2_E = math.log2(math.e)
 
@@ -80,27 +81,22 @@ class TritonAttention(AttentionBackend):
         self._tokens_a_tile = self.prefill_tile.rows // self.group
         self.kv_scales: Tensor | None = None
         self._has_combined = False
-        self.prompts, self.decodes = self._make_prompts(), self._make_decodes()
+        self.prompts = self._make_prompts()
+        self.decodes = self._make_kernel("decode steps", DecodeAttention, why_no_decode)
         self.images = ImageAttention()
         self._split_heads = SplitHeads(self.gpu.shared_bytes)
 
     def _make_prompts(self) -> PromptAttention | None:
-        """The kernel for long prompts, where there is one."""
-        reason = why_no_prompts(self.head_dim, self.group, self.block_size, self.dtype)
-        if reason is not None:
-            logger.debug("attention of prompts: triton (%s)", reason)
-            return None
-        return PromptAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
-                               dtype=self.dtype)
+        return self._make_kernel("prompts", PromptAttention, why_no_prompts)
 
-    def _make_decodes(self) -> DecodeAttention | None:
-        """The kernel for decode steps, where there is one."""
-        reason = why_no_decode(self.head_dim, self.group, self.block_size, self.dtype)
+    def _make_kernel(self, what: str, kernel: Callable[..., _Kernel],
+                     why_not: Callable[[int, int, int, torch.dtype], str | None]) -> _Kernel | None:
+        """The CUDA C++ kernel, where there is one for these heads."""
+        reason = why_not(self.head_dim, self.group, self.block_size, self.dtype)
         if reason is not None:
-            logger.debug("attention of decode steps: triton (%s)", reason)
+            logger.debug("attention of %s: triton (%s)", what, reason)
             return None
-        return DecodeAttention(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size,
-                               dtype=self.dtype)
+        return kernel(num_kv_heads=self.num_kv_heads, group=self.group, block_size=self.block_size, dtype=self.dtype)
 
     def with_kv_scales(self, scales_2: Tensor) -> TritonAttention:
         scaled = copy.copy(self)

@@ -101,7 +101,7 @@ class FlashInferAttention(TritonAttention):
         self._decodes: dict[int | None, Any] = {}
 
     def _make_prompts(self) -> None:
-        """Prompts are FlashInfer's."""
+        """FlashInfer computes prompts."""
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> dict[int | None, Any]:

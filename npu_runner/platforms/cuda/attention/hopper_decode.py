@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
-# rows at which the kernel is faster than Triton's, which has more programs for few rows.
+# rows at which the kernel is faster than Triton's, which has more programs for small batches.
 SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
 LEAST_ROWS = {True: 12, False: 32}
 

@@ -107,11 +107,11 @@ class SplitHeads:
         return self._is_right[kind]
 
     def _compare(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
-        q_TNH, k_TNH, v_TNH = made_up = [_like(x, sum(_CHECKED_LENGTHS), seed)
+        q_TNH, k_TNH, v_TNH = inputs = [_like(x, sum(_CHECKED_LENGTHS), seed)
                                          for seed, x in enumerate((q_TNH, k_TNH, v_TNH))]
         plan = VisionPlan(_CHECKED_LENGTHS, q_TNH.device)
         found_TNH = image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True).float()
-        parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in made_up), strict=True)
+        parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in inputs), strict=True)
         expected_TNH = torch.cat([(torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1)
                                   for q, k, v in parts])
         # A comparison with NaN is false.

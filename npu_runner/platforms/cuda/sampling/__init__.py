@@ -1,1 +1,1 @@
-"""Sampling on CUDA."""
+"""Sampling kernels for CUDA."""

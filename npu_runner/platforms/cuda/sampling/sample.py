@@ -30,7 +30,7 @@ _ALIGNED_BYTES = tl.constexpr(16)
 
 
 def sample_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """See Ops.softmax_draw; temperature 0 is the most probable token. Sums are float32.
+    """See Ops.softmax_sampler; temperature 0 is the most probable token. Sums are float32.
 
     A weight below 2^-126 of the largest counts as 0.
     """
@@ -39,7 +39,7 @@ def sample_from_softmax(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: T
 
 def sample_allowed(logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
                    masks_B: Tensor) -> Tensor:
-    """See Ops.allowed_draw. A row's token is the same as from a copy of its logits with -inf."""
+    """See Ops.masked_sampler. A row's token is the same as from a copy of its logits with -inf."""
     assert words_CW.is_contiguous(), "masks lie one behind the other"
     return _sample(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)
 

@@ -1,1 +1,1 @@
-"""What `npu-runner doctor` looks at on an Ascend host, and the remedy for each finding. Imports no torch."""
+"""The doctor's checks of an Ascend host, and the remedy for each finding. Imports no torch."""

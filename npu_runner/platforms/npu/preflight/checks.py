@@ -30,7 +30,7 @@ class NpuExamination(Examination):
 
     @cached_property
     def libraries(self) -> software.Libraries:
-        """Those of the vendor, to the loader's complaint."""
+        """The vendor's libraries, up to the first that the loader refuses."""
         loaded = run_function(self.host, probe_libraries)
         libraries = dict(loaded.reports)
         if loaded.error is not None:  # the first library without an answer took the probe down
@@ -38,7 +38,7 @@ class NpuExamination(Examination):
         return libraries
 
     def signs(self) -> Signs:
-        """What makes this an Ascend host, or one that wants to be."""
+        """The signs of an Ascend host, or of one that should be."""
         host, torch_npu = self.host, self.packages.get("torch_npu")
         folder, ascend = toolkit_folder(host.environment), software.ascend_folder(host)
         signs = {
@@ -93,7 +93,7 @@ class NpuExamination(Examination):
 
 
 def probe_libraries(reports: str) -> None:
-    """Which libraries of the vendor load: their name, and the loader's message or None."""
+    """The vendor's libraries: their name, and the loader's message, or None if they load."""
     import ctypes
     import json
 

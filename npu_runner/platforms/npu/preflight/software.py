@@ -57,7 +57,7 @@ def check_toolkit(host: Host, libraries: Libraries) -> Check:
 
 
 def _missing_folders(environment: Mapping[str, str], toolkit: Path) -> list[str]:
-    """What torch_npu asks for when it is imported, once ASCEND_HOME_PATH is set."""
+    """The folders that torch_npu needs for its import and that are missing, once ASCEND_HOME_PATH is set."""
     missing = [f"{path} is not there" for path in (toolkit, toolkit / "runtime", toolkit / "compiler")
                if not path.is_dir()]
     operators = environment.get("ASCEND_OPP_PATH")
@@ -170,7 +170,7 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
 
 
 def import_remedy(outcome: Outcome) -> str:
-    """What to do about an import of torch_npu that fails."""
+    """The remedy for an import of torch_npu that fails."""
     text = outcome.output
     if "static TLS" in text:
         return "load the library that is named first: export LD_PRELOAD=<its full path>"

@@ -1,4 +1,4 @@
-"""Products of few rows in CUDA C++ on Hopper: no further from float64 than twice what plain torch is.
+"""Matmuls of small M in CUDA C++ on Hopper: no further from float64 than twice what plain torch is.
 
 M rows, I input features, O output features.
 """
@@ -26,7 +26,7 @@ def _hopper(device: torch.device) -> None:
 
 def twice(x_MI: Tensor, x_scale: Tensor | None, weight_OI: Tensor, scale: Tensor | None, bias_O: Tensor | None,
           dtype: torch.dtype) -> Tensor:
-    """What a product leaves behind serves the next, and sums are added in one order."""
+    """What a matmul leaves behind serves the next, and sums are added in one order."""
     from npu_runner.platforms.cuda.matmul.hopper_small_m import multiply
     from npu_runner.platforms.cuda.matmul.operands import Matmul
 

@@ -1,4 +1,4 @@
-"""The draw in two kernels against its definition in float64, and against the sampler's plain operators."""
+"""The sampling kernels against its definition in float64, and against the sampler's plain operators."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_si
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, dtypes and places of logits that come with adjusted rows and with parts of a vocabulary."""
     from npu_runner.platforms.cuda.ops import TritonOps
-    from npu_runner.platforms.cuda.sampling import sample as draw
+    from npu_runner.platforms.cuda.sampling import sample
 
     variants = []
-    sum_blocks = draw._sum_blocks
+    sum_blocks = sample._sum_blocks
 
     class Recorder:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
@@ -136,8 +136,8 @@ def test_nothing_is_compiled_after_the_first_draw(device: torch.device, vocab_si
                 sum_blocks[grid](logits_BV, *arguments, **constants)
             return launch
 
-    monkeypatch.setattr(draw, "_sum_blocks", Recorder())
-    sample_from_softmax = TritonOps().softmax_draw(greedy=True)
+    monkeypatch.setattr(sample, "_sum_blocks", Recorder())
+    sample_from_softmax = TritonOps().softmax_sampler(greedy=True)
     assert sample_from_softmax is not None
     half_B1 = torch.full((2, 1), 0.5, device=device)
     sample_from_softmax(torch.zeros(1, vocab_size, dtype=torch.bfloat16, device=device), half_B1[:1], half_B1[:1])
@@ -173,7 +173,7 @@ def make(device: torch.device, *, by_kernels: bool) -> SpellingSampler:
     from npu_runner.platforms.cuda.ops import TritonOps
 
     ops = TritonOps()
-    hooks = {"draw_from_softmax": ops.softmax_draw(greedy=True), "draws_greedily": True} if by_kernels else {}
+    hooks = {"softmax_sampler": ops.softmax_sampler(greedy=True), "samples_greedily": True} if by_kernels else {}
     return make_sampler(5000, 12, device=device, **hooks)
 
 
@@ -191,10 +191,10 @@ def test_plain_rows_have_the_tokens_of_the_plain_operators(device: torch.device,
 
 def test_a_plain_row_draws_by_the_kernels_whatever_its_neighbours_ask_for(device: torch.device, logits_BV: Tensor,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draw that answers row by row shows which rows take it. Those with a penalty or bias do so from logits of their
-    own; min_p, top_p and greedy rows among others do not."""
+    """A sampler that answers row by row shows which rows use it. Rows with a penalty or bias do so from their own
+    logits; min_p, top_p and greedy rows among others do not."""
     sampler = make(device, by_kernels=True)
-    monkeypatch.setattr(sampler, "_draw_from_softmax",
+    monkeypatch.setattr(sampler, "_softmax_sampler",
                         lambda logits_BV, *_: torch.arange(4000, 4000 + len(logits_BV), dtype=torch.int32,
                                                            device=logits_BV.device)[:, None])
     for tokens in sample(sampler, device, logits_BV, PLAIN + OTHERS):
@@ -215,7 +215,7 @@ def test_a_spoilt_row_has_no_token_and_a_valid_next_input(device: torch.device, 
 
 
 def test_a_recorded_draw_follows_what_changes_in_its_memory(device: torch.device, logits_BV: Tensor) -> None:
-    """Captured once, it has the tokens of the draw launched by itself: for other logits, slots, temperatures and
+    """Captured once, it has the tokens of the sampler launched by itself: for other logits, slots, temperatures and
     uniforms, and for rows that come later."""
     if device.type != "cuda":
         pytest.skip("a GPU captures")

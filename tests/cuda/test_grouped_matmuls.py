@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bit integers: no further from float64 than twice what the definition in plain torch
+"""Matmuls with weights of 4 and 8 bit integers: no further from float64 than twice what the definition in plain torch
 is.
 
 M rows, I input features, O output features.
@@ -35,7 +35,7 @@ def check(bits: int, group_size: int, shape: tuple[int, int], rows: tuple[int, .
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (8, 32), (4, 0)])
-def test_small_products(bits: int, group_size: int, has_zeros: bool, device: torch.device) -> None:
+def test_small_matmuls(bits: int, group_size: int, has_zeros: bool, device: torch.device) -> None:
     """Also where kernels are interpreted."""
     check(bits, group_size, (72, 256), (1, 3, 70, 200), BF16, device, has_zeros=has_zeros)
 
@@ -43,7 +43,7 @@ def test_small_products(bits: int, group_size: int, has_zeros: bool, device: tor
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), KINDS)
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, BF16) for shape in SHAPES), (SHAPES[0], FP16)])
-def test_products(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_size: int, has_zeros: bool,
+def test_matmuls(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_size: int, has_zeros: bool,
                   device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("takes minutes where kernels are interpreted")

@@ -1,4 +1,4 @@
-"""Products in CUDA C++ on Hopper: no further from float64 than twice what the same formula in plain torch is.
+"""Matmuls in CUDA C++ on Hopper: no further from float64 than twice what the same formula in plain torch is.
 
 M rows, I input features, O output features.
 """
@@ -30,7 +30,7 @@ def scales_of(num_rows: int, shape: tuple[int, int], in_blocks: bool) -> tuple[T
 
 
 def check(form: str, num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, tile: object) -> None:
-    """Twice: what a product leaves behind serves the next, and sums are added in one order."""
+    """Twice: what a matmul leaves behind serves the next, and sums are added in one order."""
     from npu_runner.platforms.cuda.matmul.hopper_fp8 import multiply
     from npu_runner.platforms.cuda.matmul.operands import Matmul
 

@@ -1,4 +1,4 @@
-"""Products of quantised weights on a GPU: no further from float64 than twice what the same formula in plain torch is.
+"""Matmuls of quantised weights on a GPU: no further from float64 than twice what the same formula in plain torch is.
 
 The inputs of a reference are those that the kernels rounded: two roundings of a value that lies in the middle between
 two numbers may both be right. The rounding itself is compared with the definition by itself.
@@ -34,13 +34,13 @@ ROUNDING_STEP = {INT8: 1.0, FP8: 32.0, FP8_BLOCKS: 32.0}  # the widest of the ty
 @pytest.fixture(autouse=True)
 def on_a_gpu(device: torch.device) -> None:
     if device.type != "cuda":
-        pytest.skip("quantised products are tried on a GPU: triton's interpreter has no FP8 and takes minutes")
+        pytest.skip("quantised matmuls are tried on a GPU: triton's interpreter has no FP8 and takes minutes")
     if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("quantised products are for Hopper")
+        pytest.skip("quantised matmuls are for Hopper")
 
 
-def plain_product(form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
-    """The definition; a product of int8 in the library wants more than 16 rows."""
+def plain_matmul(form: str, rows: Any, weight: Any, bias_O: Tensor | None) -> Tensor:
+    """The definition; a matmul of int8 in the library wants more than 16 rows."""
     if form != INT8 or len(rows[0]) > 16:
         return QuantisedOps(TorchOps()).linear(rows, weight, bias_O)
     sums = (rows[0].double() @ weight[0].double().T).float()  # exact: whole numbers below 2^53
@@ -59,9 +59,9 @@ def test_products_of_any_number_of_rows(form: str, shape: tuple[int, int], has_b
     for num_rows in ROWS:
         x_MI = rows_of(num_rows, shape[1], generator, torch.bfloat16)
         rows = rounded(form, x_MI)
-        expected, plain = exact(rows, weight, bias), plain_product(form, rows, weight, bias)
-        for given in (rows, x_MI):  # rounded before, or by the product
-            for _ in range(2):  # what a product of parts leaves behind serves the next
+        expected, plain = exact(rows, weight, bias), plain_matmul(form, rows, weight, bias)
+        for given in (rows, x_MI):  # rounded before, or by the matmul
+            for _ in range(2):  # what a matmul of parts leaves behind serves the next
                 assert_near(ops.linear(given, weight, bias), plain, expected)
 
 
@@ -71,13 +71,13 @@ def test_int8_of_float16() -> None:
     for num_rows in (1, 5, 40):
         x_MI = rows_of(num_rows, 512, generator, torch.float16)
         rows = rounded(INT8, x_MI)
-        assert_near(quantised_ops().linear(x_MI, weight, None), plain_product(INT8, rows, weight, None),
+        assert_near(quantised_ops().linear(x_MI, weight, None), plain_matmul(INT8, rows, weight, None),
                     exact(rows, weight, None))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
+def test_each_kernel_of_small_m(form: str, num_rows: int) -> None:
     """Also the tiles of more outputs, split or not, which the sizes above may not take."""
     from npu_runner.platforms.cuda.matmul.operands import Matmul
     from npu_runner.platforms.cuda.matmul.quantised import multiply
@@ -86,7 +86,7 @@ def test_each_kernel_of_few_rows(form: str, num_rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(2)
     weight = weight_of(form, 640, 1536, generator)
     rows = rounded(form, rows_of(num_rows, 1536, generator, torch.bfloat16))
-    expected, plain = exact(rows, weight, None), plain_product(form, rows, weight, None)
+    expected, plain = exact(rows, weight, None), plain_matmul(form, rows, weight, None)
     for tile in (Tile(64, 128, 4, 4, 4), Tile(128, 128, 8, 4), Tile(64, 128, 4, 6, 2)):
         assert_near(multiply(Matmul.from_rounded(rows, weight, None), tile), plain, expected)
 
@@ -154,7 +154,7 @@ def test_nan_stays() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_captured_product_gives_what_it_gave(form: str) -> None:
+def test_a_captured_matmul_gives_what_it_gave(form: str) -> None:
     generator, ops = torch.Generator("cuda").manual_seed(5), quantised_ops()
     weight = weight_of(form, 1280, 1536, generator)
     for num_rows in (1, 8, 64):
@@ -176,7 +176,7 @@ def test_a_captured_product_gives_what_it_gave(form: str) -> None:
 @pytest.mark.parametrize("num_rows", [8, 64])
 @pytest.mark.parametrize("form", FORMS)
 def test_two_streams_at_once(form: str, num_rows: int) -> None:
-    """Each has counters of its own for the parts of a product."""
+    """Each has counters of its own for the parts of a matmul."""
     generator, ops = torch.Generator("cuda").manual_seed(6), quantised_ops()
     weight = weight_of(form, 4096, 4096, generator)
     inputs = [rows_of(num_rows, 4096, generator, torch.bfloat16) for _ in range(2)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.npu.draw import draw_from_softmax
+from npu_runner.platforms.npu.sample import sample_from_softmax
 
 LAST = 1.0 - 2.0**-24  # the largest uniform there is
 
@@ -17,10 +17,10 @@ def draw_all(logits_V: Tensor, temperature: float, uniforms: np.ndarray) -> np.n
     count = len(uniforms)
     temperatures_B1 = torch.full((count, 1), temperature)
     uniforms_B1 = torch.from_numpy(uniforms.astype(np.float32))[:, None]
-    sampled_B1 = draw_from_softmax(logits_V.expand(count, -1), temperatures_B1, uniforms_B1)
-    assert sampled_B1.dtype == torch.int32
-    assert sampled_B1.shape == (count, 1)
-    return sampled_B1[:, 0].numpy()
+    drawn_B1 = sample_from_softmax(logits_V.expand(count, -1), temperatures_B1, uniforms_B1)
+    assert drawn_B1.dtype == torch.int32
+    assert drawn_B1.shape == (count, 1)
+    return drawn_B1[:, 0].numpy()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,9 +65,9 @@ def test_equal_logits_are_drawn_equally_often() -> None:
 def test_a_row_without_a_token_says_so_and_its_neighbours_draw(spoilt: float, place: int) -> None:
     logits_BV = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
     arguments = torch.ones(3, 1), torch.full((3, 1), 0.4)
-    wanted_B1 = draw_from_softmax(logits_BV, *arguments)
+    wanted_B1 = sample_from_softmax(logits_BV, *arguments)
     logits_BV[1, place] = spoilt
-    assert draw_from_softmax(logits_BV, *arguments).tolist() == [wanted_B1[0].tolist(), [-1], wanted_B1[2].tolist()]
+    assert sample_from_softmax(logits_BV, *arguments).tolist() == [wanted_B1[0].tolist(), [-1], wanted_B1[2].tolist()]
 
 
 def test_a_row_whose_tokens_are_all_impossible_has_none() -> None:
