@@ -76,11 +76,11 @@ def test_a_pace_that_slows_down_is_that_of_transformers(num: int, rate: float) -
 @pytest.mark.parametrize("rules", [STEADY, SLOWING])
 def test_a_request_may_choose_its_frames(rules: VideoSettings) -> None:
     """Which transformers leaves to the caller here: it reads `fps` alone, and for GLM-4.6V nothing."""
-    assert rules.asked({"num_frames": 3}).sample(41, 10.0).tolist() == [0, 20, 40, 40]
-    assert rules.asked({"num_frames": 9}).sample(3, 10.0).tolist() == [0, 1, 2, 2]
-    assert rules.asked({"max_frames": 2}).sample(300, 10.0).tolist()[0] == 0
-    assert len(rules.asked({"max_frames": 2}).sample(300, 10.0)) == 2
-    assert rules.asked({"fps": 1}).sample(40, 10.0).tolist() == [0, 10, 20, 30]
+    assert rules.with_kwargs({"num_frames": 3}).sample(41, 10.0).tolist() == [0, 20, 40, 40]
+    assert rules.with_kwargs({"num_frames": 9}).sample(3, 10.0).tolist() == [0, 1, 2, 2]
+    assert rules.with_kwargs({"max_frames": 2}).sample(300, 10.0).tolist()[0] == 0
+    assert len(rules.with_kwargs({"max_frames": 2}).sample(300, 10.0)) == 2
+    assert rules.with_kwargs({"fps": 1}).sample(40, 10.0).tolist() == [0, 10, 20, 30]
 
 
 @settings(max_examples=examples(100), deadline=None)
