@@ -1,11 +1,12 @@
-"""Every error a user can meet, in one tree. Knows nothing of what raises it.
+"""Every error a user can meet, in one tree; and the base of classes of other packages. Knows nothing of what raises it.
 
 Each message says the value, the limit and the remedy. Anything that is not one of these is a bug in the runner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 _MAX_MESSAGE_CHARS = 1000
 _MAX_PARAM_CHARS = 200
@@ -17,6 +18,20 @@ class NpuRunnerError(Exception):
 
 class ConfigError(NpuRunnerError):
     """A setting, or a combination of settings, that cannot work. The command line exits with status 2."""
+
+
+class Contract:
+    """Base of a class that another package implements. A subclass that still has a member of an earlier release is
+    refused with ConfigError, because nothing would call that member."""
+
+    _REPLACED: ClassVar[Mapping[str, str]] = {}
+    """Members of earlier releases, and what replaces each."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        for name in vars(cls).keys() & cls._REPLACED.keys():
+            raise ConfigError(f"{cls.__module__}.{cls.__qualname__}: {name} is a name of npu_runner 0.5; "
+                              f"now it is {cls._REPLACED[name]}")
 
 
 class ModelError(ConfigError):

@@ -18,7 +18,7 @@ from npu_runner.checkpoint.model_config import LayerConfig, ModelConfig, Pooling
 from npu_runner.checkpoint.pooling_files import read_pooling
 from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig, flat_values
-from npu_runner.errors import ConfigError, ModelError
+from npu_runner.errors import ConfigError, Contract, ModelError
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
@@ -70,11 +70,13 @@ class StagedImages(list[ImageInput]):
             yield self._groups.pop(0)
 
 
-class LoadStrategy(ABC):
+class LoadStrategy(Contract, ABC):
     """One family's home: how its config is read, its network built and loaded, its prompts and images prepared.
 
     One instance belongs to one checkpoint folder.
     """
+
+    _REPLACED: ClassVar = {"takes_videos": "accepts_videos"}
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""

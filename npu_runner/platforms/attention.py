@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, Contract
 from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.ops import HeadNorms, Ops
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(Contract, ABC):
     """Attention over one layer's paged cache, k_cache and v_cache (NB, S, K, H)."""
+
+    _REPLACED: ClassVar = {"plan_drafts": "plan_decode with query_lens_B",
+                           "vision_head_dim": "AttentionFacts.vision_head_dims"}
 
     facts: AttentionFacts = AttentionFacts()
     """See `Platform.attention_backends`."""

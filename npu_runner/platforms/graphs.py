@@ -12,11 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from npu_runner.errors import Contract
 
 DecodeForward = Callable[..., Tensor]
 """(inputs: StepInputs, plan=None) -> logits (B, vocab).
@@ -43,9 +45,11 @@ class GraphSettings:
     cache_dir: Path | None = None
 
 
-class GraphCompiler(ABC):
+class GraphCompiler(Contract, ABC):
     """Turns the decode forward into one callable per bucket; and what runs behind it over the same inputs, a forward
     like it, into another one. What is asked or said of a batch size is so of both."""
+
+    _REPLACED: ClassVar = {"record": "recorder", "records": "recorder"}
 
     waits_for_replay: bool = False
     """The last replay may still read what `before_replay` writes, so the caller waits for it first."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from npu_runner.errors import Contract
 
 AddAt: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
 """(table (N,) float32, places (B,) int64, none twice, amounts (B,) float32): adds to the table, in place."""
@@ -40,8 +42,18 @@ class HeldExperts(NamedTuple):
     total: int
 
 
-class Ops(ABC):
+class Ops(Contract, ABC):
     """Operators of a dense decoder layer, fused where the vendor has them. All shapes are this rank's."""
+
+    _REPLACED: ClassVar = {
+        "softmax_draw": "softmax_sampler(greedy=False)", "draws_greedily": "softmax_sampler(greedy=True)",
+        "allowed_draw": "masked_sampler", "settled": "QuantisedOps.prepare_weight",
+        "settled_int8": "QuantisedOps.prepare_weight", "settled_int8_experts": "QuantisedOps.prepare_experts",
+        "most_int8_features": "QuantisedOps.max_int8_features", "silu_and_mul_for": "QuantisedOps.silu_and_mul",
+        "quantised_experts": "QuantisedOps.experts", "fuses_rounding": "QuantisedOps.fuses_rounding",
+        **{f"{form}_linear": "QuantisedOps.linear" for form in ("int8", "int8_static", "fp8", "grouped")},
+        **{f"add_rms_norm_{form}": "QuantisedOps.add_rms_norm" for form in ("int8", "int8_static", "fp8")},
+    }
 
     @abstractmethod
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from npu_runner.errors import ConfigError
+from npu_runner.errors import ConfigError, Contract
 from npu_runner.platforms.facts import AttentionFacts, StateFacts
 
 if TYPE_CHECKING:
@@ -59,8 +59,17 @@ class ModelNeeds:
     """Heads of the vision tower and their dim."""
 
 
-class Platform(ABC):
+class Platform(Contract, ABC):
     """One vendor. Its constructor takes nothing and touches no device."""
+
+    _REPLACED: ClassVar = {
+        **dict.fromkeys(("fp8_cache_backends", "prefill_graph_backends", "fp8_prompt_room", "vision_head_dims",
+                         "supported_block_sizes"), "a field of AttentionFacts, see attention_backends"),
+        **dict.fromkeys(("most_state_drafts", "graphs_take_state_drafts", "state_ring_length"),
+                        "a field of StateFacts, see state_facts"),
+        "modes_without_forms": "forms_with", "proves_forms": "probe_of_forms", "proven_forms": "probe_of_forms",
+        "remedy": "Examination.remedy",
+    }
 
     name: str
     priority: int = 10

@@ -39,10 +39,11 @@ MOST_ARROWS = 119
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 # reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
+# front, platforms, strategies: classes of other packages that still have a renamed member are refused by name.
 MOST_LINES = {
-    "platforms": 13256, "batch": 7609, "prompts": 5760, "runner": 4724, "checkpoint": 3855, "serving": 2501,
+    "platforms": 13284, "batch": 7609, "prompts": 5760, "runner": 4724, "checkpoint": 3855, "serving": 2501,
     "engine": 2470, "tables": 2269, "core": 2171, "grammars": 1997, "models": 1919, "cli": 1883, "layers": 1871,
-    "sampling": 1772, "request": 1705, "strategies": 1597, "reports": 1487, "llm": 1458, "front": 941,
+    "sampling": 1772, "request": 1705, "strategies": 1599, "reports": 1487, "llm": 1458, "front": 956,
     "processes": 747, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
@@ -75,8 +76,8 @@ MOST_OF_A_WORD = {
     r"\bdef look\b": 0,
     r"\bdef begin\b": 0,
     r"\bdef note\b": 0,
-    r"\b(_?settles?|settled)\b": 6,
-    r"\bdef _?takes?\b|\btakes_\w+": 15,
+    r"\b(_?settles?|settled)\b": 7,
+    r"\bdef _?takes?\b|\btakes_\w+": 16,
     r"\b(draws?|drawn?|drew)\b": 6,
 }
 # Openings of docstrings without a subject, with the most docstrings that still have them.
@@ -278,7 +279,8 @@ def contract_members() -> tuple[int, int]:
         assert len(found) == len(classes), f"a class of {module} has another name now"
         for node in found:
             num_methods += sum(isinstance(each, ast.FunctionDef) and each.name[0] != "_" for each in node.body)
-            num_attributes += sum(isinstance(each, ast.AnnAssign) for each in node.body)
+            num_attributes += sum(isinstance(each, ast.AnnAssign) and ast.unparse(each.target)[0] != "_"
+                                  for each in node.body)
     return num_methods, num_attributes
 
 

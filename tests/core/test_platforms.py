@@ -18,12 +18,16 @@ import pytest
 from npu_runner import LLM, RunnerConfig, SamplingParams, platforms
 from npu_runner.cli.doctor import DoctorOptions, examine_host
 from npu_runner.errors import ConfigError
+from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.host import Host
+from npu_runner.platforms.ops import TorchOps
 from npu_runner.serving.replicas.placement import on_devices, place
+from npu_runner.strategies.causal_lm import CausalLMStrategy
 from tests import zygote
 
 PLUGIN = """
 from npu_runner.platforms.cpu.platform import CpuPlatform
+
 
 class FourthPlatform(CpuPlatform):
     name = "fourth"
@@ -216,3 +220,13 @@ def test_a_name_of_ours_stays_ours(installed: Callable[..., None], caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert [each.name for each in platforms.platforms()] == ["npu", "cuda", "cpu"]
     assert "their_devices:FourthPlatform" in caplog.text
+
+
+@pytest.mark.parametrize(("base", "name", "message"), [
+    (CpuPlatform, "state_ring_length", "a field of StateFacts, see state_facts"),
+    (TorchOps, "int8_linear", "QuantisedOps.linear"),
+    (CausalLMStrategy, "takes_videos", "accepts_videos"),
+])
+def test_a_member_of_an_earlier_release_is_refused(base: type, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\.Mine: {name} is a name of npu_runner 0\.5; now it is {message}"):
+        type("Mine", (base,), {name: None})
