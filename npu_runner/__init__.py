@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from npu_runner.request.sampling_params import SamplingParams
     from npu_runner.request.structured_outputs import StructuredOutputsParams
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 __all__ = ["LLM", "PoolingParams", "RepetitionDetectionParams", "RunnerConfig", "SamplingParams",
            "StructuredOutputsParams", "__version__"]
 
