@@ -28,7 +28,8 @@ from npu_runner.request.outputs import (
     RequestOutput,
 )
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.repetition_detection import RepetitionDetectionParams, RepetitionDetector
+from npu_runner.request.repetition_detection import RepetitionDetectionParams
+from npu_runner.request.repetition_detector import RepetitionDetector
 from npu_runner.runner.base import StepLogprobs
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 

@@ -1,5 +1,5 @@
-"""Ends an answer that repeats itself: vLLM's RepetitionDetectionParams, and a detector that follows an answer token by
-token. Knows no model and no text.
+"""When an answer that repeats itself ends: vLLM's RepetitionDetectionParams. Knows no model and no text, nor numpy,
+which `--help` need not import.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS, field_error, given_fields, shown
@@ -76,29 +74,3 @@ def _count(name: str, value: Any) -> int:
 def _error(name: str, what: str) -> RequestError:
     field = f"{NAME}.{name}"
     return field_error(field, f"{what}", "invalid_sampling_parameter")
-
-
-_NEVER = 1 << 40  # copies that no answer has; a larger number would not fit into 64 bits
-
-
-class RepetitionDetector:
-    """Looks at one answer, token by token, with `params` that are on.
-
-    Each pattern size has a run: the number of last tokens that equal the token `size` places before them. The answer is
-    a repetition when a run covers all copies of its pattern but the first.
-    """
-
-    def __init__(self, params: RepetitionDetectionParams):
-        least, most = max(1, params.min_pattern_size), params.max_pattern_size
-        self._first = least - 1
-        self._recent = np.full(most, -1, dtype=np.int64)  # the newest token first; -1 equals no token
-        self._runs = np.zeros(most - self._first, dtype=np.int64)
-        self._needed = np.arange(least, most + 1) * min(params.min_count - 1, _NEVER)
-
-    def append(self, token: int) -> bool:
-        """Add the next token. Returns whether the answer is a repetition now."""
-        self._runs += 1
-        self._runs *= self._recent[self._first :] == token
-        self._recent[1:] = self._recent[:-1]
-        self._recent[0] = token
-        return bool((self._runs >= self._needed).any())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,12 @@ def seen(job: Job) -> JobStatus:
 @pytest.mark.usefixtures("without_pause")
 def test_while_it_runs_it_says_what_is_on_disk_and_then_how_it_ended(job: Job) -> None:
     looks: list[tuple[JobStatus, int]] = []
-    summary = job.run(looking(lambda: looks.append((seen(job), job.output.read_bytes().count(b"\n")))))
+
+    def look() -> None:
+        time.sleep(0.01)  # the writer has a thread of its own
+        looks.append((seen(job), job.output.read_bytes().count(b"\n")))
+
+    summary = job.run(looking(look))
     assert {status.state for status, _ in looks} == {"under way"}
     for status, num_lines in looks:
         rows = status.to_json()["rows"]

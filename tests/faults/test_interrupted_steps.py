@@ -46,7 +46,7 @@ def test_after_an_exception_at_two_places_of_two_ranks_the_next_call_answers_as_
                                                                                            expected: Any) -> None:
     with LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SETTINGS) as llm:
         ranks = llm.engine._executor._ranks  # type: ignore[attr-defined]
-        for owner, name in ((ranks[1].wire, "send"), (ranks[0].wire, "take")):
+        for owner, name in ((ranks[1].wire, "send"), (ranks[0].wire, "pop")):
             with raising(owner, name, 7), pytest.raises(Injected):
                 answers(llm)
             assert_recovers(llm, expected)
@@ -80,7 +80,7 @@ def assert_every_place_recovers(size: int, checkpoint: Any, expected: Any, calls
         else:
             ranks = executor._ranks  # type: ignore[attr-defined]
             places += [(executor._calls, "write"), (ranks[0].wire, "send"), (ranks[1].wire, "send"),  # type: ignore
-                       (ranks[0].wire, "peek"), (ranks[1].wire, "peek"), (ranks[0].wire, "take"), (ranks[0], "book"),
+                       (ranks[0].wire, "peek"), (ranks[1].wire, "peek"), (ranks[0].wire, "pop"), (ranks[0], "book"),
                        (ranks[1], "book"), (ranks[0], "result"), (shared_memory, "wait")]
         moments = [(*place, at_call) for place in places for at_call in calls]
         if calls == (1, 7) and full_set.is_fast:  # each place at one of the two

@@ -154,7 +154,7 @@ def test_experts_and_odd_sizes_stay_and_the_start_says_so(checkpoint: Any, monke
         assert llm.generate(["which"], greedy(2))[0].token_ids
     num = sum(len(parts) for module in experts for parts in module.weight_parts.values())
     assert (f"quantization fp8: {num} weights of sizes that 16 (of experts 128) does not divide, or of stacks that lie "
-            "the other way round, have no such products and stay as they are") in caplog.messages
+            "the other way round, have no such matmuls and stay as they are") in caplog.messages
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["one by one", "stacked"])

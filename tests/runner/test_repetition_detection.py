@@ -19,7 +19,7 @@ from npu_runner.engine.generation import Generation
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import REPETITION_DETECTED, CompletionOutput, RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.repetition_detection import RepetitionDetector
+from npu_runner.request.repetition_detector import RepetitionDetector
 from tests.full_set import only_full
 
 SMALL: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_model_len": 192, "max_num_seqs": 4,
