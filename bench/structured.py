@@ -43,10 +43,10 @@ def measure_structured(sizes: Sizes, settings: Settings, repeats: int) -> dict[s
 
 def _steps(llm: LLM, sizes: Sizes, batch_size: int, name: str, *, has_schema: bool) -> float:
     """The median milliseconds of a step."""
-    params = [SamplingParams(temperature=0.6, seed=index, ignore_eos=not has_schema,
-                             max_tokens=WARM_UP_STEPS + sizes.decode_steps + _MARGIN,
-                             structured_outputs={"json": _schema(index)} if has_schema else None)
-              for index in range(batch_size)]
+    params = [llm.engine.processor.resolve_params(SamplingParams(
+        temperature=0.6, seed=index, ignore_eos=not has_schema,
+        max_tokens=WARM_UP_STEPS + sizes.decode_steps + _MARGIN,
+        structured_outputs={"json": _schema(index)} if has_schema else None)) for index in range(batch_size)]
     start_decoding(llm, batch_size, sizes, name, params)
     steps = timed_steps(llm, sizes.decode_steps)
     assert llm.stats().num_running == batch_size, "every sequence decodes in every measured step"
