@@ -1,4 +1,4 @@
-"""What vLLM's scripts import from `vllm.inputs`: the forms of a raw prompt that `LLM.generate` accepts."""
+"""The names that vLLM's scripts import from `vllm.inputs`: the forms of a raw prompt that `LLM.generate` accepts."""
 
 from __future__ import annotations
 

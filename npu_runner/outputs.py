@@ -1,4 +1,4 @@
-"""What vLLM's scripts import from `vllm.outputs`, under the same names."""
+"""The names that vLLM's scripts import from `vllm.outputs`."""
 
 from npu_runner.request.outputs import (
     ClassificationOutput,

@@ -1,4 +1,4 @@
-"""What vLLM's scripts import from `vllm.sampling_params`, under the same names."""
+"""The names that vLLM's scripts import from `vllm.sampling_params`."""
 
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""How torch's threads wait for each other. Knows no platform; must be called before torch is loaded."""
+"""Sets how torch's threads wait for each other. Knows no platform; must be called before torch is loaded."""
 
 from __future__ import annotations
 

@@ -76,16 +76,17 @@ class LoadStrategy(Contract, ABC):
     One instance belongs to one checkpoint folder.
     """
 
-    _REPLACED: ClassVar = {"takes_videos": "accepts_videos"}
+    _REPLACED: ClassVar = {"takes_videos": "accepts_videos", "takes_ranks": "supports_ranks",
+                           "takes_graphs": "supports_graphs"}
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""
     is_multimodal: ClassVar[bool] = False
     accepts_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
-    takes_ranks: ClassVar[bool] = True
+    supports_ranks: ClassVar[bool] = True
     """Served with tensor_parallel_size above 1."""
-    takes_graphs: ClassVar[bool] = True
+    supports_graphs: ClassVar[bool] = True
     """Its decode steps may be graphs, on platforms that have them."""
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""

@@ -76,8 +76,8 @@ def knows(model_type: str | None) -> bool:
 class TransformersStrategy(LoadStrategy):
     """One checkpoint folder, served by the class that transformers has for its model_type; never by code of its own."""
 
-    takes_ranks = False
-    takes_graphs = False
+    supports_ranks = False
+    supports_graphs = False
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"

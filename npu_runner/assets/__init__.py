@@ -1,4 +1,4 @@
-"""What travels with the package: embedded models' folders, and what the doctor asks them. Imports no torch."""
+"""The data of the package: embedded models' folders, and what the doctor asks them. Imports no torch."""
 
 from pathlib import Path
 

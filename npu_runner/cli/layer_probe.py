@@ -47,7 +47,7 @@ _BLOCK_SIZE = 128
 # One sequence that fills a block and begins the next, one within a block, one as short as can be.
 _PROMPT_LENS = (150, 70, 1)
 _GRIDS = ((6, 10), (2, 4))  # patches of two images
-# Heads and blocks are those of real models; what only makes products longer is smaller, so that this takes seconds.
+# Heads and blocks are those of real models; sizes that only make matmuls longer are smaller, so this takes seconds.
 _HIDDEN_SIZE, _MLP_WIDTH, _HEAD_DIM = 512, 1536, 128
 _HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8)}
 # A tower has the attention of the model that it sees for: not every kernel takes its own head dim over a cache.
@@ -80,7 +80,7 @@ class Probe:
         dtype = self._device_side.dtype
         with tempfile.TemporaryDirectory() as folder:
             tensors = expected_tensors(_build(config, self._cpu_side)[0])
-            save_file(_draw(tensors, dtype), Path(folder, "model.safetensors"))
+            save_file(_sample_weights(tensors, dtype), Path(folder, "model.safetensors"))
             found, expected = (_compute(config, side, Path(folder), dtype)
                                for side in (self._device_side, self._cpu_side))
         difference_T = (found.cpu().double() - expected.double()).norm(dim=-1)
@@ -107,10 +107,10 @@ class _Side:
         return "" if delta is None else f"decodes through {self.platform.make_gated_delta(delta, self.dtype).form}"
 
 
-def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights with which every part of a layer weighs in its output: products keep their size, softmax is sharp."""
+def _sample_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights with which every part of a layer counts in its output: matmuls keep the scale, softmax is sharp."""
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = {}
+    weights = {}
     for name, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
         if "norm" in name:
@@ -119,8 +119,8 @@ def _draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, T
             values = values - 2.0  # some heads remember long
         elif len(shape) > 1:
             values = values / math.sqrt(math.prod(shape[1:]))
-        drawn[name] = values.to(dtype)
-    return drawn
+        weights[name] = values.to(dtype)
+    return weights
 
 
 def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, LayerContext]:
@@ -144,7 +144,7 @@ def _compute(config: ModelConfig | VisionConfig, side: _Side, folder: Path, dtyp
 
 
 def _decode(config: ModelConfig, model: nn.Module, context: LayerContext, dtype: torch.dtype) -> Tensor:
-    """What a prompt of each sequence and then one token of each become, (T + B, D)."""
+    """The outputs for a prompt of each sequence and then one token of each, (T + B, D)."""
     tables_BW, num_blocks = _block_tables()
     sizes = (len(config.attention_layers), num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     if config.attention_layers:
@@ -196,7 +196,7 @@ def _step(context: LayerContext, tables_BW: np.ndarray, done_lens: Sequence[int]
 
 
 def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype) -> Tensor:
-    """What two images become, (P / merge^2, D)."""
+    """The outputs for two images, (P / merge^2, D)."""
     num_patches = sum(height * width for height, width in _GRIDS)
     generator = torch.Generator().manual_seed(_SEED + 1)
     patches_PX = torch.randn(num_patches, config.in_channels * config.patch_size**2, generator=generator).to(dtype)

@@ -65,9 +65,9 @@ def table() -> list[dict[str, Any]]:
 def _facts(strategy: type[LoadStrategy]) -> dict[str, Any]:
     with_graphs = [platform.name for platform in platforms() if set(platform.graph_modes) - {"eager"}]
     return {
-        "images": strategy.is_multimodal, "videos": strategy.accepts_videos, "ranks": strategy.takes_ranks,
+        "images": strategy.is_multimodal, "videos": strategy.accepts_videos, "ranks": strategy.supports_ranks,
         "prefix_cache": _prefix_cache(has_states=strategy.has_states),
-        "decode_graphs": with_graphs if strategy.takes_graphs else [],
+        "decode_graphs": with_graphs if strategy.supports_graphs else [],
         "strategy": f"{strategy.__module__}.{strategy.__qualname__}"}
 
 

@@ -41,7 +41,7 @@ class StateSlots:
         return slots_B
 
     def lend(self, rows_B: np.ndarray, num_drafts_B: Iterable[int]) -> np.ndarray:
-        """(T,) int32: the slots in which a step with drafts leaves the state of each token. `settle` ends the loan."""
+        """(T,) int32: the slots in which a step with drafts leaves the state of each token. `resolve` ends the loan."""
         assert not self._lent, "a step with drafts is under way"
         rows = rows_B.tolist()
         for row, num in zip(rows, num_drafts_B, strict=True):

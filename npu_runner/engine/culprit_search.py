@@ -51,7 +51,7 @@ class CulpritSearch:
         failed = self._scheduler.rollback()
         self._probe(batch, error)
         if not failed:
-            return None  # all of its requests had ended: whatever failed, nobody waits for it
+            return None  # all of its requests had ended, so the failure concerns none
         if not self.is_on:
             self._short_of_memory = batch if isinstance(error, OutOfMemoryError) else None
         return self._split(failed)

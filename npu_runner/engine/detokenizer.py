@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._num_read = 0
         self._run = _ByteRun(byte_of_token(tokenizer))
-        self._settled = _SettledText(tokenizer, unfinished="" if byte_of_token(tokenizer) else _REPLACEMENT)
+        self._confirmed = _ConfirmedText(tokenizer, unfinished="" if byte_of_token(tokenizer) else _REPLACEMENT)
         self._search = StopSearch(stop) if stop else None
         self._final: str | None = None
 
@@ -57,13 +57,13 @@ class IncrementalDetokenizer:
         assert self._final is None, "the text has ended"
         self._ids += token_ids
         if self._search is None:
-            return None  # nobody looks at the text before it is asked for
+            return None  # the text is decoded when it is read
         while self._num_read < len(self._ids):
             found = self._search.feed(self._read_next(), is_allowed=stops_allowed)
             if found is not None:
                 position, stop = found
                 end = position + len(stop) if self._includes_stop else position
-                self._final = (self._settled.text + self._run.text)[:end]
+                self._final = (self._confirmed.text + self._run.text)[:end]
                 return stop
         return None
 
@@ -79,9 +79,9 @@ class IncrementalDetokenizer:
             return self._final
         while self._num_read < len(self._ids):
             self._read_next()
-        settled = self._settled.text
+        confirmed = self._confirmed.text
         num_started = self._search.num_started(at_mark=self._run.is_open) if self._search else 0
-        return settled[: len(settled) - num_started]
+        return confirmed[: len(confirmed) - num_started]
 
     def finish(self) -> str:
         """End the text, bytes that never became a character as U+FFFD, and return all of it."""
@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
         return self._final
 
     def _read_next(self) -> str:
-        """Read one more token; returns the text it adds, settled or so far valid."""
+        """Read one more token; returns the text it adds, confirmed or so far valid."""
         token_id = self._ids[self._num_read]
         self._num_read += 1
         if token_id in self._hidden_ids or self._tokenizer.id_to_token(token_id) is None:
@@ -98,7 +98,7 @@ class IncrementalDetokenizer:
         if self._run.accepts(token_id):
             return self._read_byte(token_id)
         expected = self._run.close()
-        fresh = self._settled.append(token_id)
+        fresh = self._confirmed.append(token_id)
         if expected is not None and fresh.startswith(expected):
             return fresh[len(expected):]
         self._retract_run()
@@ -107,13 +107,13 @@ class IncrementalDetokenizer:
     def _read_byte(self, token_id: int) -> str:
         if self._search is not None and not self._run.is_open:
             self._search.mark()
-        self._settled.hold(token_id)
-        at_start = not self._settled.length and not self._run.has_text
+        self._confirmed.hold(token_id)
+        at_start = not self._confirmed.length and not self._run.has_text
         fresh = self._run.feed(token_id)
         if fresh is None:
             self._retract_run()
         elif fresh and at_start:  # where a decoder drops spaces
-            fresh = self._settled.decode_held()
+            fresh = self._confirmed.decode_held()
             self._run.replace(fresh)
         return fresh or ""
 
@@ -129,7 +129,7 @@ def detokenizer_for(params: SamplingParams, tokenizer: Tokenizer) -> Incremental
         include_stop=params.include_stop_str_in_output)
 
 
-class _SettledText:
+class _ConfirmedText:
     """Text of tokens that ends with a complete character."""
 
     def __init__(self, tokenizer: Tokenizer, *, unfinished: str):
@@ -194,7 +194,7 @@ class _SettledText:
 
 class _ByteRun:
     """Byte tokens (<0xE4>) since the last other one. They are text only if all together are valid UTF-8, otherwise a
-    U+FFFD each, so that nothing of them is settled before the run ends."""
+    U+FFFD each, so that none of them is confirmed before the run ends."""
 
     def __init__(self, byte_of_token: Mapping[int, int]):
         self._byte_of_token = byte_of_token

@@ -277,7 +277,7 @@ class LLMEngine:
             sequence = sequences[row]
             if sequence is not None:
                 record = self._requests[sequence.request_id].prompt_logprobs
-                assert record is not None, "nobody asked for the log probabilities of this prompt"
+                assert record is not None, "the log probabilities of this prompt were not requested"
                 record.put(place, records)
                 sequence.scores_prompt = not record.is_whole
 

@@ -33,7 +33,7 @@ class ModelOfEnds(LanguageModel, Protocol):
     """One that takes `AttentionMetadata.ends`, and then returns their hidden states alone, (B, D). Of others a prefill
     computes all rows of all layers."""
 
-    takes_ends: bool
+    accepts_ends: bool
 
 
 @runtime_checkable

@@ -205,7 +205,7 @@ def draft_head(config: ModelConfig, context: LayerContext, layer: MakeLayer) -> 
 class CausalLM(nn.Module):
     """A text-only checkpoint: decoder and output head, and a head that drafts where that is wanted."""
 
-    takes_ends = True
+    accepts_ends = True
 
     def __init__(self, config: ModelConfig, num_positions: int, context: LayerContext, layer: MakeLayer):
         super().__init__()

@@ -143,8 +143,8 @@ class TransformersModel(nn.Module):
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
         with self._base_gives(self._output_class(last_hidden_state=hidden_BD[None])):
-            nobody = torch.zeros(1, len(hidden_BD), dtype=torch.int64, device=hidden_BD.device)
-            logits_BV: Tensor = self.causal_lm(input_ids=nobody, use_cache=False).logits[0]
+            dummy_ids = torch.zeros(1, len(hidden_BD), dtype=torch.int64, device=hidden_BD.device)
+            logits_BV: Tensor = self.causal_lm(input_ids=dummy_ids, use_cache=False).logits[0]
         return logits_BV
 
     @contextmanager

@@ -200,9 +200,9 @@ class ChunkParts:
         """The outputs (N, Nv, S, V) of chunks that `states` (N, Nv, V, K) enter; these are what leaves them, then."""
         num_k_heads = self.q.shape[1]
         by_k_head = states.unflatten(1, (num_k_heads, -1)).flatten(2, 3)  # (N, Nk, G V, K)
-        written = _add_product(self.values, self.reads, states.mT, alpha=-1)
+        written = _add_matmul(self.values, self.reads, states.mT, alpha=-1)
         old = (self.q @ by_k_head.mT).unflatten(-1, (-1, states.shape[2])).transpose(2, 3).flatten(1, 2)
-        out = _add_product(self.from_start[..., None] * old, self.weights, written)
+        out = _add_matmul(self.from_start[..., None] * old, self.weights, written)
         kept = (written * self.to_end[..., None]).mT  # (N, Nv, V, S)
         kept = kept.unflatten(1, (num_k_heads, -1)).flatten(2, 3) @ self.k
         states.mul_(self.from_start[..., -1, None, None]).add_(kept.view(states.shape))
@@ -224,7 +224,7 @@ def chunk_parts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Chu
     return ChunkParts(q, k, values, reads, weights, from_start, decay[..., -1, :])
 
 
-def _add_product(x: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
+def _add_matmul(x: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
     """x + alpha * (a @ b), in one pass."""
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), alpha=alpha).view(x.shape)
 

@@ -2,7 +2,7 @@
 
 One recipe for workers, ranks, replicas and probes. Nothing is imported from the working directory (commands.py). Ctrl-C
 in a terminal does not reach it. Its standard output is the parent's standard error unless a file is given. It has a
-name in `ps`, survives output that nobody reads, and dies with its parent.
+name in `ps`, survives output that is not read, and dies with its parent.
 
 For Linux, a child's parent is the thread that started it, and callers' threads end. So one thread, which lasts as long
 as the process, starts all of them.

@@ -113,7 +113,7 @@ class StepRunner:
                  states: StatePool | None = None, most_rows: int = 0):
         """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
         self.model = model
-        self.takes_ends = isinstance(model, ModelOfEnds) and model.takes_ends and not self.reads_all_of_prompts
+        self.accepts_ends = isinstance(model, ModelOfEnds) and model.accepts_ends and not self.reads_all_of_prompts
         """Whether a prefill's last layer can do with the last tokens of its rows."""
         self.decode_step = DecodeStep(model, states, gated_delta)
         self.head_step: DecodeStep | None = None
@@ -271,12 +271,12 @@ class StepRunner:
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_R)
         own = {name: bucket.tensors[name][: len(arrays[name])] for name in ("end_rows", "sampled_rows")}
         return PreparedStep(batch, number, {**bucket.tensors, **own}, bucket.inputs, bucket, None,
-                            ends=PromptEnds(own["end_rows"]) if self.takes_ends else None)
+                            ends=PromptEnds(own["end_rows"]) if self.accepts_ends else None)
 
     def _reads_ends_alone(self, batch: ScheduledBatch) -> bool:
         """Where every row is one token there is nothing to be left out."""
         is_read = batch.prompt_scores or batch.prompt_states
-        return self.takes_ends and not is_read and batch.num_tokens > batch.batch_size
+        return self.accepts_ends and not is_read and batch.num_tokens > batch.batch_size
 
     def fill(self, bucket: Bucket, new_blocks_N3: np.ndarray, arrays: dict[str, np.ndarray],
              slots: np.ndarray) -> dict[str, np.ndarray]:

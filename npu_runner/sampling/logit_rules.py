@@ -18,7 +18,7 @@ from torch import Tensor
 
 from npu_runner.request.sampling_params import SamplingParams
 
-_FEW_WORDS = 4  # so many bad words are compared one by one
+_FEW_WORDS = 4  # at most this number of bad words is compared one by one
 
 
 @dataclass(frozen=True)

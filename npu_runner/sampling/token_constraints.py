@@ -145,7 +145,7 @@ class TokenConstraint:
             words_W &= self._allowed_W
 
     def _adjust_thinking(self, words_W: np.ndarray) -> None:
-        assert self._tokens is not None, "nobody else thinks"
+        assert self._tokens is not None, "only a row that thinks comes here"
         words_W[:] = 0 if self._is_spent else 0xFFFF_FFFF
         if self._is_spent:
             _set_bit(words_W, self._tokens.end_id, True)

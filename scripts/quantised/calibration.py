@@ -31,7 +31,7 @@ def input_ranges(model: Path, rows: Path, *, allowed_media_dir: str | None = Non
         raise ModelError(f"{rows}: there is no row in it")
     with LLM(model, platform="cpu", dtype="float32", enforce_eager=True) as llm:
         runner: Any = llm.engine._executor._runner  # type: ignore[attr-defined]
-        runner.steps.takes_ends = False  # the last layer, too, is to see all tokens
+        runner.steps.accepts_ends = False  # the last layer, too, is to see all tokens
         with CheckpointReader(model) as reader:
             seen = _watch(runner.model, runner.strategy.renamed(reader.names))
         llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=1), allowed_media_dir=allowed_media_dir)

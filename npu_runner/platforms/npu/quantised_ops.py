@@ -60,7 +60,7 @@ class NpuQuantisedOps(QuantisedOps):
                                                        -1, False), x_TI.dtype) if isinstance(x_TI, Tensor) else x_TI
             assert isinstance(static, StaticRows), "rows have no scales of their own here"
             return torch_npu.npu_quant_matmul(
-                static.values_TI, self._layout.product_view(weight.values_OI), weight.scales_O,
+                static.values_TI, self._layout.matmul_view(weight.values_OI), weight.scales_O,
                 pertoken_scale=_scales_of_rows(static, weight), bias=weight.shifts_O, output_dtype=static.dtype)
         assert isinstance(weight, Int8Weight), "no weight of FP8 is multiplied here"
         rows = x_TI
@@ -68,7 +68,7 @@ class NpuQuantisedOps(QuantisedOps):
             values_TI, scales_T = torch_npu.npu_dynamic_quant(rows)
             rows = Int8Rows(values_TI, scales_T, rows.dtype)
         assert isinstance(rows, Int8Rows), "int8 weights take rows of int8"
-        return torch_npu.npu_quant_matmul(rows.values_TI, self._layout.product_view(weight.values_OI), weight.scales_O,
+        return torch_npu.npu_quant_matmul(rows.values_TI, self._layout.matmul_view(weight.values_OI), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,

@@ -30,10 +30,10 @@ class WeightLayout:
     nz_weights: str
 
     def linear_weight(self, values_OI: Tensor) -> Tensor:
-        """int8 as `product_view` hands it on: (I, O) where weights are laid out, else as it is."""
+        """int8 as `matmul_view` hands it on: (I, O) where weights are laid out, else as it is."""
         return values_OI if self.nz_weights == "none" else _moved(values_OI.t().contiguous())
 
-    def product_view(self, values: Tensor) -> Tensor:
+    def matmul_view(self, values: Tensor) -> Tensor:
         """(I, O) of a `linear_weight`. The matmul recognises the transposed view of one that is not in NZ.
         """
         return values.t() if self.nz_weights == "none" else values

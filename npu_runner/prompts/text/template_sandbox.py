@@ -249,13 +249,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """See jinja2; the widths of fields are counted."""
         if not isinstance(value, (MethodType, BuiltinMethodType)) or value.__name__ not in _FORMATS:
             return None
-        text, takes_mapping = value.__self__, value.__name__ == "format_map"
+        text, is_format_map = value.__self__, value.__name__ == "format_map"
         if not isinstance(text, str):
             return None
         formatter = _EscapedFields(self, escape=text.escape) if isinstance(text, Markup) else _Fields(self)
 
         def formatted(*args: Any, **kwargs: Any) -> str:
-            if takes_mapping:
+            if is_format_map:
                 (kwargs,) = args
                 args = ()
             self.spend(len(text))
