@@ -83,11 +83,6 @@ class Child:
         if self.is_running:
             self._process.kill()
 
-    def ask_to_end(self) -> None:
-        """SIGTERM, which it may handle."""
-        if self.is_running:
-            self._process.terminate()
-
     def kill(self, patience: float = 0.0) -> int:
         """Kill and reap it; returns its exit status. It may be dying by itself, and then its own status says why: it is
         given `patience` seconds for that."""
