@@ -36,8 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     zygote.fork_children()
     full_set.is_fast = config.option.markexpr == "not full"  # before any test is imported
-    # Wall-clock deadlines belong to benches: a busy machine must not fail a law.
+    # Wall-clock deadlines belong to benches: a busy machine must not fail a law. The fast set has the same examples at
+    # every run, so that it judges a change and nothing else; the full set draws new ones.
     hypothesis.settings.register_profile("no_clock", deadline=None, max_examples=full_set.examples(100),
+                                         derandomize=full_set.is_fast,
                                          suppress_health_check=[hypothesis.HealthCheck.too_slow])
     hypothesis.settings.load_profile("no_clock")
     if config.getoption("--async-scheduling"):

@@ -227,6 +227,8 @@ FIELDS = [(name, inner) for name, value in run_of("x", 0).items()
 @example([(("started", None), 10**18)])
 @example([(("seconds", "device"), float("inf"))])
 @example([(("end", None), "\ud800")])
+@example([(("run", None), float("inf"))])
+@example([(("new", None), [float("nan")])])
 def test_an_edited_run_is_left_out_or_adds_up(changes: list[tuple[tuple[str, str | None], Any]]) -> None:
     """A change is of a field, or of one within it; `...` removes it."""
     edited: Any = run_of("b", 4)
@@ -241,7 +243,7 @@ def test_an_edited_run_is_left_out_or_adds_up(changes: list[tuple[tuple[str, str
     assert [run for run in found.last if run != whole] in ([], [edited])
     assert found.older in ({}, {**edited, "runs": 1})
     totals = Totals(output="o", num_rows=9, rows=Counts(), runs=found)
-    json.dumps(totals.to_json(), allow_nan=False)
+    json.dumps([totals.to_json(), *found.last, found.older], allow_nan=False)
     "\n".join([*totals.to_lines(), totals.to_line()]).encode()
 
 

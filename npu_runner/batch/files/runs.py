@@ -5,11 +5,12 @@ Fields that a later version adds are kept. Knows no file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from npu_runner.batch.rows.counts import ROWS, Counts
 
@@ -63,7 +64,8 @@ class _Older(_Sums):
 def _is_valid(found: Any, kind: type[_Sums]) -> bool:
     try:
         kind.model_validate(found)
-    except (ValidationError, RecursionError):
+        json.dumps(found, allow_nan=False)  # fields that no model names are kept and written again
+    except (ValueError, RecursionError):  # pydantic's errors are ValueErrors
         return False
     return True
 
