@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import tempfile
 import time
@@ -200,8 +201,11 @@ def measure_images(sizes: Sizes, settings: Settings, *, is_mixed: bool, is_profi
     """
     from npu_runner.batch.job.options import BatchOptions
     from npu_runner.batch.job.run import run_batch
-    from npu_runner.reports.run_summary import run_json
 
+    try:
+        from npu_runner.reports.run_summary import run_json
+    except ImportError:  # --against a tree before 0.6.0
+        run_json = operator.methodcaller("to_json")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         requests = write_images(folder, sizes, is_mixed=is_mixed)
