@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -213,12 +213,9 @@ def measure_images(sizes: Sizes, settings: Settings, *, is_mixed: bool, is_profi
         config = RunnerConfig.from_keywords(path, load_format="dummy", max_model_len=2048, **settings)
         options = BatchOptions(input=str(requests), output=str(folder / "answers.jsonl"), allowed_media_dir=folder,
                                progress="off")
-        if is_profiled:
-            with device_profile(settings["platform"]) as profile:
-                summary = run_json(run_batch(config, options))
-            idle = profile.report(summary["seconds"]["serve"])
-        else:
-            summary, idle = run_json(run_batch(config, options)), {}
+        with device_profile(settings["platform"]) if is_profiled else nullcontext() as profile:
+            summary = run_json(run_batch(config, options))
+        idle = profile.report(summary["seconds"]["serve"]) if profile else {}
         head_start = measure_head_start(config, requests) / summary["preprocessing"]["workers"]
     assert summary["rows"]["answered"] == sizes.num_pictures, summary["rows"]
     serve = summary["seconds"]["serve"]
