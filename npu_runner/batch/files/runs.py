@@ -1,7 +1,4 @@
-"""The runs of a job, as the state and the status of its output have them: JSON that can be added up.
-
-Fields that a later version adds are kept. Knows no file.
-"""
+"""The runs of a job, as its state and status have them: JSON that can be added up, with fields of later versions."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ class _Older(_Sums):
 
 def _is_valid(found: Any, kind: type[_Sums]) -> bool:
     try:
-        kind.model_validate(found)
-        json.dumps(found, allow_nan=False)  # fields that no model names are kept and written again
+        kind.model_validate_json(json.dumps(found, allow_nan=False))  # the fields that no model names are kept, too
     except (ValueError, RecursionError):  # pydantic's errors are ValueErrors
         return False
     return True
