@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import statistics
 import tempfile
 import time
@@ -202,10 +201,12 @@ def measure_images(sizes: Sizes, settings: Settings, *, is_mixed: bool, is_profi
     from npu_runner.batch.job.options import BatchOptions
     from npu_runner.batch.job.run import run_batch
 
-    try:
+    def run_json(run: Any) -> dict[str, Any]:
+        if hasattr(run, "to_json"):  # --against a tree before 0.6.0
+            return dict(run.to_json())
         from npu_runner.reports.run_summary import run_json
-    except ImportError:  # --against a tree before 0.6.0
-        run_json = operator.methodcaller("to_json")
+        return run_json(run)
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         requests = write_images(folder, sizes, is_mixed=is_mixed)
