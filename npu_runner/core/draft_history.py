@@ -43,7 +43,7 @@ class DraftHistory:
     _paused_until: int = 0
 
     def lookup(self, num_tokens: int, tokens: Callable[[int, int], list[int]], *, behind: list[int],
-                find: Callable[[np.ndarray], list[int]]) -> list[int]:
+               find: Callable[[np.ndarray], list[int]]) -> list[int]:
         """The drafts that `find` returns for the sequence's `num_tokens` tokens and `behind`; none during a pause.
         `tokens(start, end)` reads the sequence."""
         if self.pauses_at(num_tokens):

@@ -59,7 +59,7 @@ class Drafter:
             self._suffixes.add(seq.output_token_ids)
 
     def record_next(self, sequences: SequenceOf[Sequence | None], spec_token_ids: SequenceOf[list[int]],
-                  num_forced: SequenceOf[int]) -> None:
+                    num_forced: SequenceOf[int]) -> None:
         """Record the tokens that may follow each sequence of a finished step: `num_forced` tokens that its grammar
         forces, then the tokens that a head proposes."""
         for seq, tokens, num in zip(sequences, spec_token_ids, num_forced, strict=False):
@@ -110,7 +110,7 @@ class Drafter:
             return drafts if history.pauses_at(seq.num_tokens) else (drafts + proposed)[:num]
         if self._config.method != FORCED and len(drafts) < num:
             drafts += history.lookup(seq.num_tokens, seq.tokens, behind=drafts,
-                                      find=partial(self._find, num - len(drafts)))
+                                     find=partial(self._find, num - len(drafts)))
         return drafts
 
     def _find(self, most: int, tokens_L: np.ndarray) -> list[int]:

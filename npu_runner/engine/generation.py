@@ -48,8 +48,8 @@ _REPETITION = End("length", REPETITION_DETECTED)
 _NOT_A_NUMBER = End("error", error="the model's output is not a number (NaN or infinity): the weights are broken, or "
                                    "too much for the dtype; try dtype float32")
 NOTHING_LEFT = End("error", error="no token is left: what structured_outputs, tool_choice or max_thinking_tokens "
-                                   "allow next is banned by min_tokens, bad_words, no_repeat_ngram_size or "
-                                   "allowed_token_ids, or the grammar has no way to go on", code="no_token_left")
+                   "allow next is banned by min_tokens, bad_words, no_repeat_ngram_size or "
+                   "allowed_token_ids, or the grammar has no way to go on", code="no_token_left")
 
 
 def not_followed(why: str, code: str = "invalid_structured_outputs") -> End:

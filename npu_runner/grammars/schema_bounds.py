@@ -124,7 +124,7 @@ class _Documents:
             patterns = node.get("patternProperties")
             if isinstance(patterns, Mapping):
                 check(f"{place}/patternProperties", "expressions of names", len(patterns),
-                       LIMITS.max_pattern_properties)
+                      LIMITS.max_pattern_properties)
             for pattern in (*(patterns if isinstance(patterns, Mapping) else ()), node.get("pattern")):
                 if isinstance(pattern, str):
                     check(f"{place}/pattern", "characters of an expression", len(pattern), LIMITS.max_regex_chars)
@@ -161,7 +161,7 @@ class _Documents:
             found.append(known.get(node["$ref"], _UNKNOWN))
         measures = _at_once(found, place)
         check(place, "alternatives and properties at one place", measures.alternatives + measures.properties,
-               LIMITS.max_rule_alternatives)
+              LIMITS.max_rule_alternatives)
         check(place, "expressions that one text has to match", measures.expressions, LIMITS.max_rule_intersections)
         return measures
 

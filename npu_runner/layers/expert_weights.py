@@ -175,7 +175,7 @@ class ExpertWeights(nn.Module):
         return self._stacked_part(name, out_in, 0, self.first, self.count)
 
     def _stacked_part(self, name: str, out_in: tuple[int, int], dim: int, start: int, length: int,
-                       target: int = 0) -> WeightPart:
+                      target: int = 0) -> WeightPart:
         is_in_out = self.layout == "fused_transposed"
         shape = (out_in[1], out_in[0]) if is_in_out else out_in
         return WeightPart(f"experts.{name}", (self.moe.num_experts, *shape), dim=dim, start=start, length=length,

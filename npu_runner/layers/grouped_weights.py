@@ -47,7 +47,7 @@ def common_form(forms: Sequence[Held | None]) -> list[Held | None]:
 
 
 def accepts(form: GroupedForm, parts: Sequence[WeightPart], num_outputs: int, num_inputs: int, *,
-                is_padded: bool) -> bool:
+            is_padded: bool) -> bool:
     """Whether the matmuls of every platform accept it: groups of 32, 64 or a multiple of 128 inputs, of which `parts`
     cut none; inputs in runs of two groups or 128; outputs in eights; neither above 65535."""
     size = form.group_size or _RUN

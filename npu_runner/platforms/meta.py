@@ -209,7 +209,7 @@ class MetaQuantisedOps(QuantisedOps):
         return out_TO
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                          down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
+                down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
         """Like `experts`, with the inputs of both matmuls in 8 bits. Where rows are copied, the results of gate and up
         are int32. Else they are of x's dtype, and so is what is rounded for the second matmul."""
         num_pairs, hidden_size = experts_TK.numel(), x_TD.shape[1]

@@ -78,7 +78,7 @@ class AttentionMetadata:
 
     @classmethod
     def from_inputs(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
-           ends: PromptEnds | None = None) -> AttentionMetadata:
+                    ends: PromptEnds | None = None) -> AttentionMetadata:
         return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
                    inputs.state_slots, state_plan, ends)
 

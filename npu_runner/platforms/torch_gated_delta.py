@@ -144,7 +144,7 @@ class TorchGatedDelta(GatedDeltaBackend):
                 self.write(state, wave.saved_slots, states_R.index_select(0, wave.saved_rows))
         flat = out.transpose(1, 2).flatten(0, 1)
         self.write(out_TVD, piece.out_tokens,
-                    (flat if piece.real is None else flat.index_select(0, piece.real)).to(out_TVD.dtype))
+                   (flat if piece.real is None else flat.index_select(0, piece.real)).to(out_TVD.dtype))
 
     def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, Nk, K) and k normalised, q scaled, and v (T, Nv, V), in float32."""

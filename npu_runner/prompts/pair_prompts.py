@@ -196,7 +196,7 @@ class PairTemplate(ChatTemplate):
 
 
 def _pair_template(own: ChatTemplate | None, settings: PairSettings, *, has_vision: bool,
-                  placeholders: Mapping[str, str]) -> PairTemplate:
+                   placeholders: Mapping[str, str]) -> PairTemplate:
     """The checkpoint's template if it renders both roles, else the published text.
 
     A template that hands every role on, as ChatML does, renders them too; it is meant for pairs only where the

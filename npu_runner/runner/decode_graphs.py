@@ -153,7 +153,7 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
 
     def forward(inputs: StepInputs, tiles: Tensor, end_rows_R: Tensor) -> Tensor:
         metadata = AttentionMetadata.from_inputs(inputs, attention.plan_of_tiles(tiles), is_prefill=True,
-                                        ends=PromptEnds(end_rows_R) if steps.accepts_ends else None)
+                                                 ends=PromptEnds(end_rows_R) if steps.accepts_ends else None)
         return model(model.embed(inputs.tokens), inputs.positions, metadata)
 
     prefills = PrefillBuckets(attention, steps.tables, block_size=steps.block_size,

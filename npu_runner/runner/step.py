@@ -367,7 +367,7 @@ class StepRunner:
         if step.images is not None:
             x_TD, deepstack = self.image_encoder.show(batch, step.images, x_TD, step.tensors["image_rows"])
         metadata = AttentionMetadata.from_inputs(inputs, step.plan, is_prefill=True, state_plan=step.state_plan,
-                                        ends=step.ends)
+                                                 ends=step.ends)
         hidden_TD = self.model(x_TD, inputs.positions, metadata, deepstack)
         self.record_prompts(step, x_TD, hidden_TD)
         if self.states is not None:

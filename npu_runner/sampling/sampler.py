@@ -336,7 +336,7 @@ class Sampler:
         return plan.is_plain_sampling or (plan.is_plain and self._samples_greedily)
 
     def _sample_at_once(self, logits_BV: Tensor, slots_B: Tensor, uniforms_B: Tensor, plan: StepPlan,
-                      words_CW: Tensor | None) -> Tensor | None:
+                        words_CW: Tensor | None) -> Tensor | None:
         """The platform's kernel for every row; valid for plain rows, whatever other rows need. None if the platform has
         none, or no row is plain."""
         wants = any(group.is_plain for group in plan.groups) or self._samples_all_at_once(plan)

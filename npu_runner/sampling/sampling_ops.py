@@ -64,8 +64,8 @@ def sample(weights_BV: Tensor, most_probable_B1: Tensor, uniform_B1: Tensor, *, 
 
 
 def sample_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, *,
-                  num_candidates: int, top_k_B1: Tensor | None, top_p_B1: Tensor, min_p_B1: Tensor | None,
-                  sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
+                    num_candidates: int, top_k_B1: Tensor | None, top_p_B1: Tensor, min_p_B1: Tensor | None,
+                    sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
     """Token ids (B, 1) sampled by inverse CDF from what top_k, then top_p, then min_p keep.
 
     num_candidates: the largest top_k of any row; top_k_B1 (float32) may be None if it is that of all rows.

@@ -127,7 +127,7 @@ options = {{"input": {str(job.input)!r}, "output": {str(job.output)!r}, "model":
 sys.exit(scripted_job.main(options))
 """)
     done = zygote.run([sys.executable, str(job.folder / "vanishes.py")],
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+                      env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 9
     job.run(error_file=errors)
     assert sorted(name for name in names(job.output) if name != "more") == sorted(ANSWERED)

@@ -25,7 +25,7 @@ from tests.batch.job_folder import Job
 from tests.batch.scripted import row, write_rows
 
 TALLY = Counts(num_answered=300, failures_by_code=Counter(media_missing=2, not_json=1), num_cut_off=7,
-              num_not_whole=7)
+               num_not_whole=7)
 STATS = EngineStats(num_prefill_tokens=40_000, num_decode_tokens=9_000, num_running=128, num_waiting=44)
 
 

@@ -209,7 +209,7 @@ def test_older_runs_are_summed_and_none_is_lost(tmp_path: Path) -> None:
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from([10**400, 1 << 62]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4) | st.just("num_answered"), inner,
-                                                               max_size=2),
+                                                                max_size=2),
     max_leaves=4,
 )
 FIELDS = [(name, inner) for name, value in run_of("x", 0).items()

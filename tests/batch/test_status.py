@@ -112,7 +112,7 @@ def test_totals_are_of_all_runs_and_rates_of_this_one(job: Job) -> None:
     "more that is no status; nothing, half of one and one of another format stay",
     "[]", "{}", '{"format": NaN}', "nul\0")])
 def test_a_status_that_is_damaged_is_named_and_the_rows_are_counted(job: Job, text: str,
-                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     job.run()
     status_path(job.output).write_text(text)
     assert main(["status", str(job.output)]) == 0

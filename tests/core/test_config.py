@@ -83,7 +83,7 @@ def test_a_part_is_no_setting() -> None:
 
 @pytest.mark.parametrize("model_type", ["unheard_of", None])
 def test_an_unknown_model_type_gets_the_list_of_known_ones(model_type: str | None, checkpoint: Any,
-                                                          tmp_path: Path) -> None:
+                                                           tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         LLM(spoiled(checkpoint, tmp_path, model_type=model_type), **SMALL)
     assert f"model_type {model_type!r} is not supported; supported are" in str(caught.value)
@@ -162,7 +162,7 @@ def test_a_length_that_nobody_asked_for_is_cut_to_the_kv_budget(checkpoint: Any)
 def run(script: str, *arguments: str, start: Any = zygote, **environment: str) -> str:
     """start: `subprocess` for variables that are read while modules load."""
     done = start.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True,
-                          env={**os.environ, **environment})  # fmt: skip
+                     env={**os.environ, **environment})  # fmt: skip
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 

@@ -99,7 +99,7 @@ def test_the_drafts_of_a_step_have_bounds() -> None:
 
 def test_drafts_by_the_number_of_rows() -> None:
     config = SpeculativeConfig.from_mapping({"method": "forced", "num_speculative_tokens": 4,
-                                   "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 0]]})
+                                             "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 0]]})
     assert [config.most_drafts(rows) for rows in (1, 2, 3, 8, 9)] == [3, 3, 0, 0, 4]
     assert SpeculativeConfig.from_mapping(config.to_json()) == config
 

@@ -29,7 +29,7 @@ def planned(world: World, *prompts: list[int] | PromptInputs) -> list[list[int]]
 
 @pytest.mark.parametrize(("block_size", "lens"), [(1, [20, 1, 1]), (4, [20, 4, 4]), (16, [20, 4, 4]), (32, [20] * 3)])
 def test_a_copy_computes_what_follows_the_last_full_block_before_its_last_token(block_size: int,
-                                                                               lens: list[int]) -> None:
+                                                                                lens: list[int]) -> None:
     assert planned(make_world(block_size), *[list(range(20))] * 3) == [lens]
 
 

@@ -105,7 +105,7 @@ def test_settings_have_vllms_names_and_defaults() -> None:
         "suffix_decoding_min_token_prob": 0.1}
     assert SpeculativeConfig.from_mapping(config.to_json()) == config
     none = SpeculativeConfig.from_mapping({"method": "suffix", "suffix_decoding_max_cached_requests": 0,
-                                 "suffix_decoding_max_tree_depth": 50})
+                                           "suffix_decoding_max_tree_depth": 50})
     assert (none.suffix_decoding_max_cached_requests, none.num_speculative_tokens) == (0, 32)
 
 

@@ -155,7 +155,7 @@ def test_a_graph_follows_the_lengths_and_gives_the_same_bits(device: torch.devic
 
 @pytest.mark.parametrize("cache_dtype", [FP8, None], ids=str)
 def test_small_m_stay_in_triton(device: torch.device, cache_dtype: torch.dtype | None,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
+                                monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 4, False: 4})

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def random_work(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, width: int,
-         dtype: torch.dtype) -> dict[str, Tensor]:
+                dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
     x_TD = torch.randn(num_tokens, hidden_size + 16)[:, :hidden_size]
     gate_up = torch.randn(num_experts, 2 * width, hidden_size) * hidden_size**-0.5
@@ -97,7 +97,7 @@ def test_every_tile_size(device: torch.device, rows: int) -> None:
     for few in (0, 10_000):
         pairs = experts.sort_pairs(on_device["experts_TK"], 5, rows, few)
         out_TD = experts.dense_gemms(on_device["x_TD"], on_device["weights_TK"], pairs, on_device["gate_up_E2ID"],
-                                   on_device["down_EDI"], tiling)
+                                     on_device["down_EDI"], tiling)
         expected_TD = define(**work)
         assert (out_TD.double().cpu() - expected_TD).abs().max() / expected_TD.abs().max() < TOLERANCE[torch.bfloat16]
 

@@ -44,7 +44,7 @@ def test_small_matmuls(bits: int, group_size: int, has_zeros: bool, device: torc
 @pytest.mark.parametrize(("bits", "group_size"), KINDS)
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, BF16) for shape in SHAPES), (SHAPES[0], FP16)])
 def test_matmuls(shape: tuple[int, int], dtype: torch.dtype, bits: int, group_size: int, has_zeros: bool,
-                  device: torch.device) -> None:
+                 device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("takes minutes where kernels are interpreted")
     check(bits, group_size, shape, ROWS, dtype, device, has_zeros=has_zeros)

@@ -40,7 +40,7 @@ def weight_of(form: str, num_experts: int, num_outputs: int, num_inputs: int) ->
 
 
 def random_work(form: str, num_tokens: int, top_k: int, num_experts: int, hidden_size: int, width: int,
-         dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+                dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     torch.manual_seed(num_tokens + width)
     x_TD = torch.randn(num_tokens, hidden_size + 16)[:, :hidden_size] * torch.logspace(-1, 1, num_tokens)[:, None]
     if num_tokens > 2:

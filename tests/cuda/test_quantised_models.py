@@ -47,7 +47,7 @@ def logits(model: nn.Module, tokens: list[int]) -> Tensor:
 def forms_of(llm: LLM) -> set[str | None]:
     layers = runner_of(llm).model.decoder.layers
     return {linear.form for layer in layers for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj,
-                                                          layer.mlp.gate_up_proj, layer.mlp.down_proj)}
+                                                           layer.mlp.gate_up_proj, layer.mlp.down_proj)}
 
 
 def forms_of_experts(llm: LLM) -> set[str | None]:

@@ -190,7 +190,7 @@ def test_plain_rows_have_the_tokens_of_the_plain_operators(device: torch.device,
 
 
 def test_a_plain_row_draws_by_the_kernels_whatever_its_neighbours_ask_for(device: torch.device, logits_BV: Tensor,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that answers row by row shows which rows use it. Rows with a penalty or bias do so from their own
     logits; min_p, top_p and greedy rows among others do not."""
     sampler = make(device, by_kernels=True)

@@ -14,7 +14,7 @@ from tests.cuda.matmul_cases import DTYPES, assert_matmul, random_work
 @pytest.mark.parametrize("num_outputs", [1024, 6144, 12_288, 151_936])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
 def test_a_matmul(device: torch.device, num_rows: int, num_outputs: int, excess: tuple[int, int], dtype: torch.dtype,
-                   has_bias: bool) -> None:
+                  has_bias: bool) -> None:
     """With the tile that weights of so many outputs have: two of them, two steps, and what is left over."""
     from npu_runner.platforms.cuda.matmul.operands import Matmul
     from npu_runner.platforms.cuda.matmul.small_m import choose_tile, multiply

@@ -74,7 +74,7 @@ def test_a_draw_of_the_allowed_is_the_draw_from_masked_logits(device: torch.devi
     columns = [torch.tensor(values, dtype=torch.float32, device=device)[:, None]
                for values in ([0.0, 0.7, 1.0, 0.0, 0.0, 3.0], [0.5, 0.0, 0.3, 0.9, LAST, LAST])]
     found = sample_allowed(logits_BV.to(device), *columns, torch.from_numpy(words_CW).to(device),
-                                torch.tensor(masks, dtype=torch.int32, device=device))
+                           torch.tensor(masks, dtype=torch.int32, device=device))
     wanted = sample_from_softmax(torch.from_numpy(np.stack(rows)).to(device), *columns)
     assert found.tolist() == wanted.tolist()
     for (token,), row in zip(found.tolist(), rows, strict=True):

@@ -43,7 +43,7 @@ def test_after_an_exception_in_a_step_the_next_call_answers_as_a_fresh_one(momen
 
 
 def test_after_an_exception_at_two_places_of_two_ranks_the_next_call_answers_as_a_fresh_one(checkpoint: Any,
-                                                                                           expected: Any) -> None:
+                                                                                            expected: Any) -> None:
     with LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SETTINGS) as llm:
         ranks = llm.engine._executor._ranks  # type: ignore[attr-defined]
         for owner, name in ((ranks[1].wire, "send"), (ranks[0].wire, "pop")):
@@ -55,7 +55,7 @@ def test_after_an_exception_at_two_places_of_two_ranks_the_next_call_answers_as_
 @pytest.mark.slow
 @pytest.mark.full("some thirty exceptions over two ranks; all places of one rank stay, and two of two ranks")
 def test_after_an_exception_in_a_step_of_two_ranks_the_next_call_answers_as_a_fresh_one(checkpoint: Any,
-                                                                                       expected: Any) -> None:
+                                                                                        expected: Any) -> None:
     assert_every_place_recovers(2, checkpoint, expected)
 
 

@@ -90,7 +90,7 @@ def test_ranks_end_when_the_engine_is_killed(checkpoint: Any) -> None:
         "time.sleep(600)\n"
     )
     with zygote.unless_full().Popen([sys.executable, "-c", script, str(checkpoint("qwen3"))], stdout=subprocess.PIPE,
-                                      text=True) as engine:
+                                    text=True) as engine:
         assert engine.stdout is not None
         process_ids = [int(word) for word in engine.stdout.readline().split()]
         assert len(process_ids) == 2

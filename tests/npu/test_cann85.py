@@ -77,7 +77,7 @@ def test_two_ranks(mode: str, checkpoint: Any, tmp_path: Path) -> None:
 @pytest.mark.full("the other way of capturing; the usual one stays")
 def test_recorded_graphs(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal_cpu(cases(checkpoint, "reduce-overhead", ["qwen3"]), tmp_path,
-                            NPU_RUNNER_ASCEND_CAPTURE="recorded")
+                     NPU_RUNNER_ASCEND_CAPTURE="recorded")
 
 
 @pytest.mark.full("two processes; the launches on a newer CANN stay (test_decode_cost.py)")

@@ -294,7 +294,7 @@ def test_variables(name: str, value: str | None, status: str, remedy: str) -> No
 
 GROWS, OURS, TORCHS = "expandable_segments:True", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 READS_BOTH, READS_ONE = ("2.14.0", "2.13.0", "2.12.0.post3", "2.10.0.post7", "2.15.0"), ("2.9.0.post9", "2.12.0",
-                                                                                      "2.10.0.post4", "2.7.1.post11")
+                                                                                         "2.10.0.post4", "2.7.1.post11")
 
 
 @pytest.mark.parametrize(("variables", "wheels", "status", "said"), [

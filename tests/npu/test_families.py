@@ -91,7 +91,7 @@ def test_ranks_with_whole_experts(model_type: str, mode: str, num_ranks: int, ch
 
 
 def assert_ranks_equal_cpu(model_type: str, mode: str, checkpoint: Any, tmp_path: Path, num_ranks: int = 2,
-                               **settings: Any) -> None:
+                           **settings: Any) -> None:
     case = tiny(model_type, checkpoint, mode, tensor_parallel_size=num_ranks, **settings)
     (result,) = on_npu([case], tmp_path, num_devices=num_ranks)
     assert result["tokens"] == on_cpu(case)["tokens"]

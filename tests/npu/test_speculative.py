@@ -84,7 +84,7 @@ def test_tokens_equal_plain_steps_of_the_cpu_platform(checkpoint: Any, tmp_path:
     """Of a layer with a state and one with attention, in one graph."""
     of_states = dataclasses.replace(with_states("reduce-overhead", checkpoint)[1], count=3)
     of_states.settings |= {"graph_batch_sizes": [12], "speculative_config": {"method": "forced",
-                                                                            "num_speculative_tokens": 3}}
+                                                                             "num_speculative_tokens": 3}}
     compare([of_states], tmp_path)
 
 

@@ -72,7 +72,7 @@ def test_shapes_vl_through_the_graph_engine_compiled_and_kept(shapes_on_cpu: dic
     "images, which stay in test_images_ahead.py, and eager steps", (["qwen3_vl"], "reduce-overhead"),
     (["qwen3", "qwen3_vl"], "eager"))])
 def test_a_device_that_lags_behind_and_a_null_block_full_of_nan(model_types: Sequence[str], mode: str, checkpoint: Any,
-                                                  tmp_path: Path) -> None:
+                                                                tmp_path: Path) -> None:
     assert_lag_and_null_block_change_nothing(model_types, mode, checkpoint, tmp_path)
 
 

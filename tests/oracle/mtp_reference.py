@@ -38,7 +38,7 @@ def with_head(path: Path, folder: Path, *, seed: int = 0, quiet: float = 1.0) ->
     shapes = {f"mtp.layers.0.{_OF_LAYER.sub('', name)}": tensor.shape for name, tensor in tensors.items()
               if (found := _OF_LAYER.match(name)) and int(found[1]) == last}
     (norm,) = (tensor for name, tensor in tensors.items() if name in ("model.norm.weight",
-                                                                        "model.language_model.norm.weight"))
+                                                                      "model.language_model.norm.weight"))
     size, generator = len(norm), torch.Generator().manual_seed(seed)
     shapes["mtp.fc.weight"] = torch.Size((size, 2 * size))
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")

@@ -35,7 +35,7 @@ def videos() -> list[bytes]:
 
 
 @pytest.mark.parametrize("family", ["glm_ocr", *only_full("another tower; its images stay, and its videos in chunks",
-                                                       "glm4v")])
+                                                          "glm4v")])
 def test_greedy_tokens_and_logits_equal_transformers(family: str, videos: list[bytes], checkpoint: Any,
                                                      platform_name: str) -> None:
     path: Path = checkpoint(family)

@@ -97,7 +97,7 @@ def test_a_tensor_that_nothing_claims_is_named(checkpoint: Any, tmp_path: Path) 
 @pytest.mark.parametrize(("said", "has_head", "is_tied"), [
     (None, True, False), (None, False, True), (True, True, True), (True, False, True), (False, True, False)])
 def test_config_json_decides_whether_the_head_is_tied(said: bool | None, has_head: bool, is_tied: bool, checkpoint: Any,
-                                                     tmp_path: Path) -> None:
+                                                      tmp_path: Path) -> None:
     path: Path = checkpoint("paddleocr_vl")
     text = {**json.loads((path / "config.json").read_text())["text_config"], "tie_word_embeddings": said}
     text = {name: value for name, value in text.items() if value is not None}

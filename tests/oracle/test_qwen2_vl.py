@@ -60,7 +60,7 @@ def test_old_files_and_both_namings_load(form: Any, checkpoint: Any, tmp_path: P
 @pytest.mark.parametrize(("said", "has_head", "is_tied"), [
     (None, True, False), (None, False, True), (True, True, True), (True, False, True), (False, True, False)])
 def test_config_json_decides_whether_the_head_is_tied(said: bool | None, has_head: bool, is_tied: bool, checkpoint: Any,
-                                                     tmp_path: Path) -> None:
+                                                      tmp_path: Path) -> None:
     made = spoiled(checkpoint, tmp_path, base="qwen2_vl", tie_word_embeddings=said)
     with_head(made, has_head)
     assert pick_strategy(made).read_config().tie_word_embeddings is is_tied

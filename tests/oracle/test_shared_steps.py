@@ -96,7 +96,7 @@ def with_last_token(prompt: PromptInputs, token: int) -> PromptInputs:
 
 @pytest.mark.parametrize("place", ["behind what is shared", "in what is shared"])
 def test_a_row_without_numbers_spoils_nobody_who_shares_what_it_computed(place: str, checkpoint: Any,
-                                                                        platform_name: str) -> None:
+                                                                         platform_name: str) -> None:
     """As apart: where the token that makes NaN is shared, all of them fail; where it is the first row's own, it does.
     Afterwards nothing of that is found in the cache: with a token that does no harm any more all are answered."""
     path: Path = checkpoint("qwen3")

@@ -93,7 +93,7 @@ WORDS = [f"{word} {'which of the pictures ' * count}" for count, word in enumera
 
 @pytest.mark.parametrize(("num_tokens", "model_type"), [
     (33, "gpt2"), *only_full("each of four families with both sizes of chunks", (7, "gemma3_text"), (7, "granite"),
-    (7, "mixtral"), (7, "gpt2"), (33, "gemma3_text"), (33, "granite"), (33, "mixtral"))])
+                             (7, "mixtral"), (7, "gpt2"), (33, "gemma3_text"), (33, "granite"), (33, "mixtral"))])
 def test_chunked_prefill_equals_whole(num_tokens: int, model_type: str, foreign: Any, platform_name: str) -> None:
     path: Path = foreign(model_type, **FAMILIES[model_type])
     with LLM(path, platform=platform_name, max_num_batched_tokens=num_tokens, **SMALL) as llm:

@@ -31,7 +31,7 @@ def prompts_of(llm: LLM, order: str) -> list[Any]:
 # Room for two images and a half; one prompt at a time. Upper case: a hit.
 @pytest.mark.parametrize(("order", "expected"), [("abAcb", "abAcb"), ("abAcA", "abAcA"), ("aAAbBA", "aAAbBA")])
 def test_hits_misses_evictions_and_bytes_are_counted(order: str, expected: str, checkpoint: Any,
-                                                    platform_name: str) -> None:
+                                                     platform_name: str) -> None:
     with LLM(checkpoint("qwen3_vl"), platform=platform_name, enable_prefix_caching=False,
              vision_cache_bytes=BYTES_PER_IMAGE * 5 // 2, **{**SMALL, "max_num_seqs": 1}) as llm:  # fmt: skip
         llm.generate(prompts_of(llm, order.lower()), greedy(2))

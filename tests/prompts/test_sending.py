@@ -143,7 +143,7 @@ def test_an_image_is_the_same_in_a_worker(name: str, qwen: ChatProcessor, worker
 
 
 def test_files_are_decoded_by_the_worker_and_only_once(qwen: ChatProcessor, workers: Workers,
-                                                      tmp_path: Path) -> None:
+                                                       tmp_path: Path) -> None:
     image = on_disk(tmp_path)
     task = chat_task(qwen, asks(image, image), MediaRules()).sendable(LIMITS.max_source_pixels)
     (first, _), (second, _) = task.images

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "3 hours declared, 3 seconds there": ("video_truncated", lambda: declaring_seconds(
         video_of(MOVING, kind="matroska"), 3 * 3600)),
     LARGE: ("video_too_large", lambda: video_of([np.zeros((4352, 8192, 3), np.uint8)], kind="mov",
-                                                                  codec="mjpeg")),
+                                                codec="mjpeg")),
     "turned by 45 degrees": ("video_rotation", lambda: video_of(MOVING[:2], rotation=45)),
 }  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_a_video_that_reaches_behind_the_prompts_length_is_refused(tmp_path: Pat
         {"size": {"shortest_edge": 1024, "longest_edge": 1024}, "patch_size": 16}))
     slow = video_of(moving_frames(4, 32, 32), times=[0, 1000, 2000, 3000])
     messages = [{"role": "user", "content": [{"type": "video", "video": Video(slow)},
-                                              {"type": "text", "text": "x"}]}]
+                                             {"type": "text", "text": "x"}]}]
     for form in (VideoForm.STEPS, VideoForm.SECONDS):
         processor = ChatProcessor(str(path), ProcessorSettings(accepts_videos=True, video_form=form))
         if form is VideoForm.STEPS:

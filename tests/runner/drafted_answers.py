@@ -71,7 +71,7 @@ def requests(llm: LLM, model_type: str) -> list[tuple[Any, SamplingParams]]:
 
 
 def both(path: Path, model_type: str, most: int, **settings: Any) -> tuple[list[RequestOutput], list[RequestOutput],
-                                                                         EngineStats]:
+                                                                           EngineStats]:
     """The answers of plain steps, those of steps with drafts, and the counters of these."""
     with LLM(path, **SETTINGS, **settings) as llm:
         pairs = requests(llm, model_type)

@@ -77,7 +77,7 @@ def test_no_more_snapshots_than_were_asked_for(num: int, is_given: bool) -> None
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("slots", [0, 4, 5, 16, 64, 67, 68, 100, 257, 300, 2000])
 def test_a_plan_has_slots_for_the_drafts_of_a_row_at_least_and_no_more_than_a_step_may_have(slots: int,
-                                                                                             is_given: bool) -> None:
+                                                                                            is_given: bool) -> None:
     made = plan(slots * SHAPE.bytes_per_slot, 64, is_given=is_given, padding_of=lambda _: 0, drafts_of_row=4,
                 drafts_of=lambda num: 4 * num)
     assert made.num_slots <= slots

@@ -67,7 +67,7 @@ class _Scheme:
     def form(self) -> str:
         name = f"{'fp' if self.is_float else 'int'}{self.bits}"
         found = name + {"group": f" in groups of {self.group_size}", "channel": " by row", "tensor": " by tensor",
-                       "block": f" by block of {self.block[0]} x {self.block[1]}"}[self.strategy]
+                        "block": f" by block of {self.block[0]} x {self.block[1]}"}[self.strategy]
         return f"{found}, static inputs" if self.has_static_inputs else found
 
 

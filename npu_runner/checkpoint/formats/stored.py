@@ -200,7 +200,7 @@ class QuantisedMatrix(FloatTensor):
         """float32: a scale for each block, of which none is cut."""
         (grid,) = self.scales
         spans = [(start // size, -(-length // size)) for (start, length), size in zip((rows, columns), grid.block,
-                                                                                     strict=True)]
+                                                                                      strict=True)]
         return grid.matrix.read(*spans).to(torch.float32)
 
 

@@ -273,7 +273,7 @@ def plan_pieces(context_lens_B: np.ndarray, block_tables_BW: np.ndarray, *, bloc
     pieces = []
     for start, stop in _cut_decode(lens_B.tolist(), span, slack):
         slots_RL, mask_RL = _piece_slots(lens_B[start:stop], starts_B[start:stop], block_tables_BW[order_B[start:stop]],
-                                   block_size)
+                                         block_size)
         is_even = lens_B[start] == lens_B[stop - 1]
         mask_R11L = None if is_even else torch.from_numpy(mask_RL)[:, None, None]
         pieces.append(DecodePiece(start=start, stop=stop, slots_RL=torch.from_numpy(slots_RL), mask_R11L=mask_R11L))
@@ -341,7 +341,7 @@ def _cut_decode(lens: list[int], most_tokens: int, slack: int) -> list[tuple[int
 
 
 def _piece_slots(lens_R: np.ndarray, starts_R: np.ndarray, tables_RW: np.ndarray,
-           block_size: int) -> tuple[np.ndarray, np.ndarray]:
+                 block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """slots (R, L) and mask (R, L) float32 of rows whose first is the longest; a row's tokens begin at its start.
 
     Behind its end a row repeats its last token: a mask would not hide NaN that the last holder of a block left there.

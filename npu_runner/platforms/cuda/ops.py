@@ -149,7 +149,7 @@ class TritonOps(Ops):
         return self._sample_allowed
 
     def _sample_allowed(self, logits_BV: Tensor, temperature_B1: Tensor, uniform_B1: Tensor, words_CW: Tensor,
-                             masks_B: Tensor) -> Tensor:
+                        masks_B: Tensor) -> Tensor:
         self._compile_once(("masked sample", logits_BV.shape[1], logits_BV.dtype),
                            lambda: sample.compile_masked(logits_BV, words_CW))
         return sample.sample_allowed(logits_BV, temperature_B1, uniform_B1, words_CW, masks_B)

@@ -41,7 +41,7 @@ def finish(acc, bias, out, partials, counters, M, N, offs_n, offs_m, HAS_BIAS: t
             acc = tl.zeros_like(acc)
             for index in tl.static_range(SPLIT_K):
                 acc += tl.load(partials + index * M * N + offsets, mask=mask, other=0.0,
-                                   cache_modifier=".cg")
+                               cache_modifier=".cg")
         if HAS_BIAS:
             acc += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)

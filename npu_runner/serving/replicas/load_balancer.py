@@ -143,7 +143,7 @@ class LoadBalancer:
         state = next((state for state in self._states if state.is_reserved), None)
         if state is None:
             state = min((state for state in self._states if state.facts is not None),
-                       key=lambda state: len(state.held), default=None)
+                        key=lambda state: len(state.held), default=None)
             if state is None:
                 return
             state.is_reserved = True

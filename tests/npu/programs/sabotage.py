@@ -27,9 +27,9 @@ SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
     "taps backwards": ("NpuGatedDelta", "convolve", DELTA, lambda good: lambda self, x, taps, *rest: good(
         self, x, taps.flip(-1), *rest)),
     "states kept for longer": ("NpuGatedDelta", "delta_rule", DELTA, lambda good: lambda self, qkv, a, b, rate, *rest:
-        good(self, qkv, a, b, rate / 4, *rest)),
+                               good(self, qkv, a, b, rate / 4, *rest)),
     "prompts leave no state": ("NpuGatedDelta", "delta_rule", DELTA, lambda good: lambda self, qkv, a, b, rate, bias,
-        state, metadata: good(self, qkv, a, b, rate, bias, state.clone(), metadata)),
+                               state, metadata: good(self, qkv, a, b, rate, bias, state.clone(), metadata)),
     "gate and up swapped": ("NpuOps", "silu_and_mul", DECODER, lambda good: lambda self, x: good(
         self, x.roll(x.shape[-1] // 2, -1).contiguous())),
     "rotated backwards": ("NpuOps", "rotary", DECODER, lambda good: lambda self, q, k, cos, sin: good(

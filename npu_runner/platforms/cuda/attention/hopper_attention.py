@@ -168,7 +168,7 @@ class PromptAttention:
         self.tokens_a_tile = _PROMPT_SHAPE.rows // group
         self._block_size, self._dtype = block_size, dtype
         self.kernel = HopperAttention("prompt", _PROMPT_SHAPE, {"QUERY_HEADS": group, "BLOCK_SIZE": block_size,
-                                                         "WIDENERS": _WIDENERS}, dtype)
+                                                                "WIDENERS": _WIDENERS}, dtype)
         self._wide: Tensor | None = None
 
     def accepts(self, query_lens_B: Sequence[int]) -> bool:

@@ -189,7 +189,7 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scales, stride_q, str
     heads = kv_head * GROUP + rows % GROUP
     is_row = tokens < num_tokens
     queries = load_rows(q + (first_row + tokens)[:, None] * stride_q + (heads * HEAD_DIM)[:, None] + dims[None, :],
-                         is_row, dims, HEAD_DIM, HEAD)
+                        is_row, dims, HEAD_DIM, HEAD)
     table = block_tables + sequence * stride_table
     keys = k_cache + kv_head * HEAD_DIM
     values = v_cache + kv_head * HEAD_DIM
@@ -214,17 +214,17 @@ def prefill(q, k_cache, v_cache, out, tiles, block_tables, scales, stride_q, str
         for start in range(first, whole, COLUMNS):
             next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
             row_max, total, acc = _masked_step(queries, row_max, total, acc, keys, values, blocks, start, begin, end,
-                                                places, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                               places, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
             blocks = next_blocks
     for start in range(whole, diagonal, COLUMNS):
         next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
         row_max, total, acc = _paged_step(queries, row_max, total, acc, keys, values, blocks, start, None, None, dims,
-                                           ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                          ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
         blocks = next_blocks
     for start in range(diagonal, end, COLUMNS):
         next_blocks = _find_blocks(table, start + COLUMNS, begin, end, WINDOW, BLOCK_SIZE, COLUMNS)
         row_max, total, acc = _masked_step(queries, row_max, total, acc, keys, values, blocks, start, begin, end,
-                                            places, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                           places, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
         blocks = next_blocks
     if IS_SCALED:
         acc *= tl.load(scales + 1)
@@ -251,8 +251,8 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     table = block_tables + sequence * stride_table
     if IS_DEPENDENT:
         _prefetch_first_step(table, table_width, num_blocks, context_lens + sequence, part, num_parts,
-                          k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, WINDOW, ROW, BLOCK_SIZE, COLUMNS,
-                          HEAD)
+                             k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, WINDOW, ROW, BLOCK_SIZE,
+                             COLUMNS, HEAD)
     after_earlier_kernels(IS_DEPENDENT)
     first, begin, end = _range_of(tl.load(context_lens + sequence), part, num_parts, WINDOW, COLUMNS)
     members = tl.arange(0, ROWS)
@@ -260,7 +260,7 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     is_member = members < GROUP
     heads = kv_head * GROUP + members
     queries = load_rows(q + sequence * stride_q + (heads * HEAD_DIM)[:, None] + dims[None, :], is_member, dims,
-                         HEAD_DIM, HEAD)
+                        HEAD_DIM, HEAD)
     keys = k_cache + kv_head * HEAD_DIM
     values = v_cache + kv_head * HEAD_DIM
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -275,7 +275,7 @@ def decode(q, k_cache, v_cache, out, parts, weights, block_tables, context_lens,
     for start in range(begin, end, COLUMNS):
         next_blocks = _find_blocks(table, start + COLUMNS, first, end, WINDOW, BLOCK_SIZE, COLUMNS)
         row_max, total, acc = _masked_step(queries, row_max, total, acc, keys, values, blocks, start, first, end,
-                                            None, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
+                                           None, dims, WINDOW, ROW, factor, HEAD_DIM, BLOCK_SIZE, COLUMNS, HEAD)
         blocks = next_blocks
     if IS_SCALED:
         acc *= tl.load(scales + 1)

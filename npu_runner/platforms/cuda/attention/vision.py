@@ -108,7 +108,7 @@ class SplitHeads:
 
     def _compare(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float) -> bool:
         q_TNH, k_TNH, v_TNH = inputs = [_like(x, sum(_CHECKED_LENGTHS), seed)
-                                         for seed, x in enumerate((q_TNH, k_TNH, v_TNH))]
+                                        for seed, x in enumerate((q_TNH, k_TNH, v_TNH))]
         plan = VisionPlan(_CHECKED_LENGTHS, q_TNH.device)
         found_TNH = image_attention(q_TNH, k_TNH, v_TNH, plan, scale, SPLIT_TOWER, is_split=True).float()
         parts = zip(*(x.float().transpose(0, 1).split(_CHECKED_LENGTHS, dim=1) for x in inputs), strict=True)

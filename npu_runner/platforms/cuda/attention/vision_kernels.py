@@ -66,10 +66,10 @@ def images(q, k, v, out, starts, stride_q, stride_k, stride_v, NUM_HEADS: tl.con
         whole = length // COLUMNS * COLUMNS
         for start in range(0, whole, COLUMNS):
             row_max, total, acc = _step(queries, row_max, total, acc, k, v, start, length, stride_k, stride_v, False,
-                                         FACTOR, HEAD_DIM, HEAD, COLUMNS)
+                                        FACTOR, HEAD_DIM, HEAD, COLUMNS)
         if whole < length:
             row_max, total, acc = _step(queries, row_max, total, acc, k, v, whole, length, stride_k, stride_v, True,
-                                         FACTOR, HEAD_DIM, HEAD, COLUMNS)
+                                        FACTOR, HEAD_DIM, HEAD, COLUMNS)
         tl.store(rows_out + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty),
                  mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
 

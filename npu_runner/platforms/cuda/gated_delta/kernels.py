@@ -371,7 +371,7 @@ def _inputs_at(places, columns, first, x, old, stride_x, channels, mask, num_kno
     new = tl.load(x + places.to(tl.int64)[:, None] * stride_x + channels[None, :],
                   mask=mask & (places >= first)[:, None], other=0.0)
     old_inputs = tl.load(old + columns, mask=mask & (places < first)[:, None] & (places >= first - num_known)[:, None],
-                   other=0.0)
+                         other=0.0)
     return tl.where((places >= first)[:, None], new, old_inputs)
 
 

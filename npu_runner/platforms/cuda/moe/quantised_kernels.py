@@ -96,7 +96,7 @@ def down(hidden, hidden_scales, weights, scales, order, block_experts, block_row
         for start in range(0, K, BLOCK_K):
             inputs = _load(rows + start, (offs_k < K - start)[None, :], IS_EVEN)
             acc = tl.dot(inputs, _load(matrix + start, (offs_k < K - start)[:, None], IS_EVEN), acc,
-                          out_dtype=tl.int32)
+                         out_dtype=tl.int32)
         by_column = tl.load(scales + expert * width + offs_n % width)
         total = acc.to(tl.float32) * tl.load(hidden_scales + places)[:, None] * by_column[None, :]
     else:
