@@ -11,6 +11,7 @@ import platform as python_platform
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from npu_runner import __version__
 from npu_runner.cli.doctor_generation import check_generation
@@ -44,6 +45,17 @@ def add(commands: Commands) -> None:
     parser.add_argument("--skip-generation", action="store_true", help="look at the host only; takes seconds")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for each generation")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    operators = parser.add_argument_group("the first hour on a device")
+    operators.add_argument("--operators", action="store_true", help="compute each operator by itself, then layers, on "
+                           "the device and on the CPU, each time in a process that may crash; prints a line for each, "
+                           "writes a report. Exit status 1: not all are right")
+    operators.add_argument("--only", action="append", metavar="NAME", help="cases whose name has this in it; may be "
+                           "repeated")
+    operators.add_argument("--minutes", type=float, default=10.0, metavar="N", help="what has not begun by then is "
+                           "listed as left out (default: 10)")
+    operators.add_argument("--out", type=Path, default=Path("npu-runner-operators"), metavar="FOLDER",
+                           help="for the report and the vendor's logs; FOLDER.tar.gz has all of it (default: "
+                           "npu-runner-operators)")
     fits = parser.add_argument_group("would a model fit?")
     fits.add_argument("--fits", metavar="MODEL", help="estimate what a checkpoint folder, a hub id or a bare "
                       "config.json takes of a device, and look at nothing else. With --platform auto, an NPU is "
@@ -78,6 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         tensor_parallel_size=arguments.tensor_parallel_size, generation=not arguments.skip_generation,
         timeout_seconds=arguments.timeout)
     check_name(options.platform)
+    if arguments.operators:
+        from npu_runner.cli.doctor_operators import run as run_operators
+
+        examination, _ = _choose(Findings.from_host(Host()), options.platform)
+        return run_operators(examination, arguments.only or (), arguments.minutes, arguments.out)
     checks = []
     if not arguments.json:
         print(f"npu-runner {__version__}, Python {python_platform.python_version()}, {python_platform.platform()}")

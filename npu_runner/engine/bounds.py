@@ -5,6 +5,7 @@ step, and the prompts that it accepts. Knows nothing of callers or of running re
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
 from npu_runner.checkpoint.quantization import arithmetic
@@ -13,7 +14,8 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
 from npu_runner.errors import RequestError
-from npu_runner.platforms import AUTO, find_platform, pick_platform
+from npu_runner.layers.parallel import TensorParallel
+from npu_runner.platforms import AUTO, device_files_of, find_platform, pick_platform, platforms
 from npu_runner.platforms.platform import Platform
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
@@ -21,7 +23,7 @@ from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.runner.base import RunnerInfo
-from npu_runner.runner.settings import Settings, check_expert_parallel, resolve_settings
+from npu_runner.runner.settings import Settings, check_expert_parallel, model_needs, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,29 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
         known["pooling"] = pooling.describe()
     if num_ranks == 1:  # else this process loads no platform: ranks do
         platform = pick_platform(config.platform)
+        platform.fallbacks = find_fallbacks(checkpoint)
         settings = resolve_settings(config, checkpoint.model_config, platform, checkpoint.quantization)
         known |= {"platform": platform.name, **settings.describe()}
         forms = checkpoint.multiplied_forms(settings.weight_forms)
         said = arithmetic(checkpoint.quantization, config.quantization, forms)
-        if said is not None and platform.probe_of_forms() is None:
+        if said is not None:
             known["quantization"] = said
     return known
+
+
+def find_fallbacks(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
+    """`Platform.find_fallbacks` of the platform that a start takes, for all ranks. Sets no device in this process."""
+    config, model_config = checkpoint.config, checkpoint.model_config
+    if config.platform != AUTO:
+        platform = find_platform(config.platform)
+    else:  # a host whose devices are to be used has their files
+        platform = next((each for each in platforms() if device_files_of(each)), find_platform("cpu"))
+    tp = TensorParallel(0, config.parallel.tensor_parallel_size,
+                        has_whole_experts=config.parallel.enable_expert_parallel)
+    settings = resolve_settings(config, model_config, platform, checkpoint.quantization)
+    is_quantised = checkpoint.quantization is not None or config.quantization != "auto"
+    forms = settings.weight_forms if is_quantised else ()
+    return platform.find_fallbacks(model_needs(settings, model_config, tp, forms))
 
 
 def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:

@@ -63,15 +63,16 @@ class LLMEngine:
         self._eos_token_ids = checkpoint.end_token_ids
         bounds.warn_of_unsupported_parts(self.model_config)
         self._known_settings = bounds.settings_before_loading(checkpoint)
+        fallbacks = bounds.find_fallbacks(checkpoint)
         self._executor: Executor
         if self.config.parallel.tensor_parallel_size == 1:
             from npu_runner.engine.executors.inline_executor import InlineExecutor
 
-            self._executor = InlineExecutor(checkpoint, wants_grammars, progress)
+            self._executor = InlineExecutor(checkpoint, wants_grammars, progress, fallbacks)
         else:
             from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 
-            self._executor = SharedMemoryExecutor(checkpoint.config, checkpoint.path, progress)
+            self._executor = SharedMemoryExecutor(checkpoint.config, checkpoint.path, progress, fallbacks)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
         has_prefix_cache = self.config.cache.enable_prefix_caching

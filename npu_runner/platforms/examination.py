@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from npu_runner.platforms import find_platform, load, platforms
@@ -48,6 +49,12 @@ class Examination:
     checks_layers = False
     """Layers of real shapes are compared with the CPU's."""
     if_wrong = "report it with this output"
+    operator_cases = ""
+    """The function that lists the cases of its operators, as "module:name"; "": it has no such list."""
+    log_variable = ""
+    """The variable that names the folder of the vendor's log; "": there is none."""
+    reports: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Commands whose output belongs to a report, by title."""
 
     def __init__(self, platform: Platform, findings: Findings):
         self.platform, self.findings = platform, findings

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -62,8 +63,10 @@ class Outcome:
     is_timeout: bool = False
 
 
-def run_program(host: Host, module: str, arguments: Sequence[str], timeout_seconds: float | None = None) -> Outcome:
-    """Run a module of ours on the host's Python. Reports are the lines it writes to the file its last argument names.
+def run_program(host: Host, module: str, arguments: Sequence[str], timeout_seconds: float | None = None,
+                on_report: Callable[[Any], object] = lambda report: None) -> Outcome:
+    """Run a module of ours on the host's Python. Reports are the lines it writes to the file its last argument names;
+    `on_report` gets each while it runs.
 
     Not its standard output: libraries of the vendor write there, too.
     """
@@ -75,14 +78,24 @@ def run_program(host: Host, module: str, arguments: Sequence[str], timeout_secon
             child = Child("npu probe", module, *arguments, reports, environment=host.environment, python=host.python,
                           output=file)
             try:
-                status = _status_within(limit, child)
+                status = _status_within(limit, child, told := Reports(reports, on_report))
             finally:
                 with contextlib.suppress(ProcessLookupError):  # and whatever it started: it leads a process group
                     os.killpg(child.pid, signal.SIGKILL)
                 child.kill()
         text = output.read_text(errors="replace")
-        found = [json.loads(line) for line in reports.read_text().splitlines()]
-    return Outcome(found, _what_went_wrong(status, limit, text), text, status is None)
+        told.read()
+    return Outcome(told.found, _what_went_wrong(status, limit, text), text, status is None)
+
+
+def run_command(command: Sequence[str], timeout_seconds: float = 60.0) -> str:
+    """What a program of the vendor prints, or why it does not run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_seconds,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}\n"
+    return done.stdout + done.stderr
 
 
 def run_function(host: Host, function: Callable[[str], None]) -> Outcome:
@@ -99,10 +112,28 @@ def main(arguments: list[str]) -> None:
     functions[name](reports)
 
 
-def _status_within(limit: float, child: Child) -> int | None:
+class Reports:
+    """The whole lines of a file that grows, as JSON."""
+
+    def __init__(self, path: Path, tell: Callable[[Any], object]):
+        self.found: list[Any] = []
+        self._path, self._tell, self._place = path, tell, 0
+
+    def read(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            lines = file.read().rpartition(b"\n")[0].splitlines(keepends=True)
+        for line in lines:
+            self.found.append(json.loads(line))
+            self._tell(self.found[-1])
+        self._place += sum(map(len, lines)) + bool(lines)
+
+
+def _status_within(limit: float, child: Child, reports: Reports) -> int | None:
     watch = Stopwatch()
     while not watch.exceeds(limit):
         status = child.exit_status(watch.poll_seconds(limit))
+        reports.read()
         if status is not None:
             return status
     return None

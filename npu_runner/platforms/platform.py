@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from npu_runner.errors import ConfigError, Contract
@@ -43,20 +44,28 @@ class PlatformDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNeeds:
-    """A model's requirements on a platform, known before its weights are read. Heads are this rank's."""
+    """A model's requirements on a platform, known before its weights are read. Heads and widths are a rank's."""
 
     dtype: str
+    graph_mode: str
+    hidden_size: int
     head_dim: int
     num_heads: int
     num_kv_heads: int
     block_size: int
-    has_experts: bool
-    has_states: bool
-    """The model has Gated DeltaNet layers."""
-    has_windows: bool
+    num_drafts: int = 0
+    """The most drafts of a row."""
+    windows: tuple[int, ...] = ()
     """Sliding windows that a context of max_model_len outgrows."""
-    tower: tuple[int, int] | None
+    tower: tuple[int, int] | None = None
     """Heads of the vision tower and their dim."""
+    mlp_width: int | None = None
+    experts: tuple[int, int, int] | None = None
+    """How many there are, how many a token takes, and the width of each."""
+    states: GatedDeltaShape | None = None
+    """Of layers of Gated DeltaNet."""
+    forms: tuple[str, ...] = ()
+    """The `Platform.weight_forms` that its quantised weights may be multiplied in."""
 
 
 class Platform(Contract, ABC):
@@ -67,7 +76,8 @@ class Platform(Contract, ABC):
                          "supported_block_sizes"), "a field of AttentionFacts, see attention_backends"),
         **dict.fromkeys(("most_state_drafts", "graphs_take_state_drafts", "state_ring_length"),
                         "a field of StateFacts, see state_facts"),
-        "modes_without_forms": "forms_with", "proves_forms": "probe_of_forms", "proven_forms": "probe_of_forms",
+        "modes_without_forms": "forms_with", "check_model": "find_fallbacks",
+        **dict.fromkeys(("proves_forms", "proven_forms", "probe_of_forms"), "find_fallbacks"),
         "remedy": "Examination.remedy",
     }
 
@@ -97,6 +107,9 @@ class Platform(Contract, ABC):
     """The variable that lists the devices that a process sees. None: there are none to share out, but cores."""
     device_files: str | None = None
     """Pattern of the files that a driver makes, one for each device. None: no file shows that devices are there."""
+    fallbacks: Mapping[str, str] = MappingProxyType({})
+    """Jobs whose first kernel computes otherwise on this host, and what does each instead. Set before parts of a model
+    are made."""
     examination: str = "npu_runner.platforms.examination:Examination"
     """The module and name of the `Examination` that `npu-runner doctor` runs."""
 
@@ -112,20 +125,16 @@ class Platform(Contract, ABC):
 
     def forms_with(self, dtype: str, graph_mode: str) -> tuple[str, ...]:
         """The `weight_forms` of this host in this graph mode, where the rest is of `dtype`."""
-        return () if dtype == "float32" else self.weight_forms
-
-    def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
-        """Compares the matmuls of some `weight_forms` with the CPU's; returns what is wrong, by form. None: this host
-        needs no probe. To be called after `check_model`."""
-        return None
+        return () if dtype == "float32" else tuple(form for form in self.weight_forms if form not in self.fallbacks)
 
     def check_graph_mode(self, graph_mode: str) -> None:
         """Raises ConfigError where this process cannot make graphs of that mode, which is one of `graph_modes`."""
         return None
 
-    def check_model(self, needs: ModelNeeds) -> None:
-        """Raises ConfigError for a model that this host cannot serve. With the device set, before weights are read."""
-        return None
+    def find_fallbacks(self, needs: ModelNeeds) -> Mapping[str, str]:
+        """The `fallbacks` of this host for a model: graphs too, where they are to be left out. Touches no device in
+        this process. Raises ConfigError for a model that this host cannot serve."""
+        return {}
 
     def why_no_fp8_cache(self) -> str | None:
         """Why this host's devices cannot keep keys and values in e4m3, whatever the backend; None: they can."""
@@ -135,7 +144,8 @@ class Platform(Contract, ABC):
         """Names and versions that shape numbers, for manifests and reports."""
         import torch
 
-        return {"platform": self.name, "torch": torch.__version__}
+        others = {"fallbacks": ", ".join(f"{job} {kernel}" for job, kernel in sorted(self.fallbacks.items()))}
+        return {"platform": self.name, "torch": torch.__version__, **(others if self.fallbacks else {})}
 
     # -- roles -----------------------------------------------------------------------------------------------------
 

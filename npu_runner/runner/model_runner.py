@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -29,9 +30,9 @@ from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.images import VisionCache
 from npu_runner.runner.kv_cache import cache_window, check_kv_cache_bytes
 from npu_runner.runner.memory import MemoryMeter, weights_bytes
-from npu_runner.runner.settings import model_needs, resolve_settings, state_needs
+from npu_runner.runner.settings import resolve_settings, state_needs
 from npu_runner.runner.step import StepUnderWay
-from npu_runner.runner.weights import load, with_proven_forms
+from npu_runner.runner.weights import load
 from npu_runner.sampling.token_constraints import ConstrainedRows
 from npu_runner.strategies import OpenedCheckpoint
 
@@ -44,12 +45,14 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
     """Ready to serve once constructed. `tp` is this rank's place in an initialised process group.
 
     `progress(phase)` is called with what the rank is doing, some hundred times at most. `wants_grammars` is called
-    while it loads; once it is true, the token table of grammars is built beside the load.
+    while it loads; once it is true, the token table of grammars is built beside the load. `fallbacks`: the platform's,
+    as `find_fallbacks` has them.
     """
 
     def __init__(self, checkpoint: OpenedCheckpoint, tp: TensorParallel | None = None,
                  progress: Callable[[str], None] = lambda phase: None,
-                 wants_grammars: Callable[[], bool] = lambda: False):
+                 wants_grammars: Callable[[], bool] = lambda: False,
+                 fallbacks: Mapping[str, str] = MappingProxyType({})):
         self._report_phase = progress
         self._wants_grammars = wants_grammars
         self._is_ready = False
@@ -59,6 +62,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.checkpoint = checkpoint
         config, model_config, tp = checkpoint.config, checkpoint.model_config, tp or TensorParallel()
         platform = pick_platform(config.platform)
+        platform.fallbacks = fallbacks
         self._enter("setting the device")
         device = platform.devices.set_device(tp.rank)
         settings = resolve_settings(config, model_config, platform, checkpoint.quantization)
@@ -111,8 +115,6 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
     def load_model(self) -> None:
         self._progress("loading weights")
         self._meter = MemoryMeter(self.platform.memory)
-        self.platform.check_model(model_needs(self.settings, self.model_config, self.num_heads, self.num_kv_heads))
-        self.settings = with_proven_forms(self.settings, self.checkpoint, self.platform)
         context = self.make_context()
         logger.info("attention: %s", self.settings.attention_backend)
         if self.gated_delta is not None:

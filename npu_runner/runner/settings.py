@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
-from npu_runner.checkpoint.model_config import ModelConfig, MoEConfig
+from npu_runner.checkpoint.model_config import MLPConfig, ModelConfig, MoEConfig
 from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, CacheConfig, GraphConfig, RunnerConfig, SchedulerConfig
 from npu_runner.core.state_snapshots import state_alignment
 from npu_runner.errors import ConfigError
+from npu_runner.layers.gated_delta import gated_delta_shape
+from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.gated_delta import GatedDeltaShape, ring_length
 from npu_runner.platforms.platform import ModelNeeds, Platform
@@ -171,16 +173,24 @@ def state_shape(settings: Settings, config: ModelConfig, layer: GatedDeltaShape,
         hidden_size=0 if config.mtp is None else config.hidden_size, num_beside=num_beside)
 
 
-def model_needs(settings: Settings, config: ModelConfig, num_heads: int, num_kv_heads: int) -> ModelNeeds:
-    """The model's needs; heads are the rank's."""
-    windows = [layer.sliding_window for layer in config.attention_layers]
+def model_needs(settings: Settings, config: ModelConfig, tp: TensorParallel, forms: tuple[str, ...]) -> ModelNeeds:
+    """The needs of a model's rank. `forms`: those that its weights may be multiplied in."""
+    windows = {layer.sliding_window for layer in config.attention_layers}
     vision, channels = config.vision, [layer.channel for layer in config.all_layers]
+    widths = [channel.intermediate_size for channel in channels if isinstance(channel, MLPConfig)]
+    experts = next((channel for channel in channels if isinstance(channel, MoEConfig)), None)
+    cut = 1 if tp.has_whole_experts else tp.size
     return ModelNeeds(
-        dtype=settings.dtype, head_dim=config.head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        block_size=settings.block_size, has_experts=any(isinstance(channel, MoEConfig) for channel in channels),
-        has_states=bool(config.state_layers),
-        has_windows=any(window is not None and window < settings.max_model_len for window in windows),
-        tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads))
+        dtype=settings.dtype, graph_mode=settings.graph_mode, hidden_size=config.hidden_size, head_dim=config.head_dim,
+        num_heads=tp.share(config.num_heads, "num_attention_heads")[1],
+        num_kv_heads=tp.kv_head_share(config.num_kv_heads)[1], block_size=settings.block_size,
+        num_drafts=settings.speculative.num_speculative_tokens if settings.speculative else 0,
+        windows=tuple(sorted(window for window in windows if window is not None and window < settings.max_model_len)),
+        tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads),
+        mlp_width=max(widths) // tp.size if widths else None,
+        experts=None if experts is None else (experts.num_experts * cut // tp.size, experts.top_k,
+                                              experts.intermediate_size // cut),
+        states=gated_delta_shape(config, tp), forms=forms)
 
 
 def _block_size(config: CacheConfig, platform: Platform, facts: AttentionFacts) -> int:
@@ -231,6 +241,9 @@ def _state_ring_length(model_config: ModelConfig, platform: Platform, speculativ
 
 def _weight_forms(config: RunnerConfig, platform: Platform, dtype: str, graph_mode: str) -> tuple[str, ...]:
     forms = platform.forms_with(dtype, graph_mode)
+    if config.quantization in platform.fallbacks:
+        raise ConfigError(f"quantization {config.quantization!r}: the matmuls of this device are wrong, as the "
+                          "warning above says; leave it at auto")
     if config.quantization not in ("auto", *forms) and not platform.rounds_weights:
         has = ", ".join(forms) or "none of quantised ones"
         raise ConfigError(f"quantization {config.quantization!r}: platform {platform.name} has no matmuls for such "
@@ -254,6 +267,11 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
         if graph_mode not in ("auto", "eager"):
             raise ConfigError(f"graph_mode {graph_mode!r}: the model pools its prompts, nothing is decoded, no graph "
                               "has a use; leave it at auto")
+        graph_mode = "eager"
+    if "graphs" in platform.fallbacks and graph_mode != "eager":
+        if graph_mode != "auto":
+            raise ConfigError(f"graph_mode {graph_mode!r}: a replayed graph computes otherwise on this device, as the "
+                              "warning above says; leave it at auto, or set it to eager")
         graph_mode = "eager"
     graph_mode = platform.defaults.graph_mode if graph_mode == "auto" else graph_mode
     if graph_mode not in platform.graph_modes:

@@ -31,7 +31,6 @@ from npu_runner.layers.weight_forms import (
 from npu_runner.layers.weights_loader import fill_with_random_weights
 from npu_runner.models.contract import LanguageModel
 from npu_runner.platforms.devices import Memory
-from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.quantised import FP8, FP8_ALIGNMENT, FP8_BLOCK, FP8_BLOCKS, INT8
 from npu_runner.request.limits import size
 from npu_runner.runner.memory import weights_bytes
@@ -87,26 +86,6 @@ def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContex
         raise ModelError(f"{type(strategy).__name__}.load_weights leaves linears without weights; those whose weights "
                          "are quantised are filled by npu_runner.layers.weights_loader.load_weights")
     return model
-
-
-def with_proven_forms(settings: Settings, checkpoint: OpenedCheckpoint, platform: Platform) -> Settings:
-    """Settings without the forms whose matmuls this device computes wrongly. Nothing is computed if no weights are
-    quantised.
-
-    Raises ConfigError where the setting `quantization` asks for one of them.
-    """
-    asked = checkpoint.config.quantization
-    if checkpoint.quantization is None and asked == "auto":
-        return settings
-    probe = platform.probe_of_forms()
-    findings = {} if probe is None else probe(settings.weight_forms)
-    for form, finding in findings.items():
-        logger.warning("a matmul with weights of the form %s %s; such weights are dequantised", form, finding)
-    forms = tuple(form for form in settings.weight_forms if form not in findings)
-    if asked in settings.weight_forms and asked not in forms:
-        raise ConfigError(f"quantization {asked!r}: the matmuls of this device are wrong, as the "
-                          "warning above says; leave it at auto")
-    return dataclasses.replace(settings, weight_forms=forms)
 
 
 def _named_form(checkpoint: OpenedCheckpoint, settings: Settings) -> Held | None:

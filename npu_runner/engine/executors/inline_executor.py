@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,10 @@ class _Step:
 
 
 class InlineExecutor(Executor):
-    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool], progress: Progress):
-        self._runner: ModelRunner | None = ModelRunner(checkpoint, progress=progress, wants_grammars=wants_grammars)
+    def __init__(self, checkpoint: OpenedCheckpoint, wants_grammars: Callable[[], bool], progress: Progress,
+                 fallbacks: Mapping[str, str]):
+        self._runner: ModelRunner | None = ModelRunner(checkpoint, progress=progress, wants_grammars=wants_grammars,
+                                                       fallbacks=fallbacks)
         self._under_way: deque[_Step] = deque()
         self.info = self._runner.info()
 

@@ -13,7 +13,7 @@ import pickle
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -48,7 +48,7 @@ class _Call:
 
 
 class SharedMemoryExecutor(Executor):
-    def __init__(self, config: RunnerConfig, model_path: Path, progress: Progress):
+    def __init__(self, config: RunnerConfig, model_path: Path, progress: Progress, fallbacks: Mapping[str, str]):
         self._config = config
         self._progress, self._phase = progress, ""
         self._counters = RunnerCounters()
@@ -67,7 +67,7 @@ class SharedMemoryExecutor(Executor):
             for number in range(config.parallel.tensor_parallel_size):
                 self._ranks.append(RankProcess(number, start))
             opened = config.replace(model=str(model_path), revision=None)  # the folder that was looked at
-            self._submit("start", opened, self._store.port, timeout=START_TIMEOUT_SECONDS)
+            self._submit("start", opened, self._store.port, dict(fallbacks), timeout=START_TIMEOUT_SECONDS)
             self.info = self._collect()
         except BaseException:
             self.close()

@@ -189,7 +189,7 @@ class _Server:
             self._rank.phase("waiting for work")
 
 
-def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
+def _start(rank: Rank, config: RunnerConfig, store_port: int, fallbacks: dict[str, str]) -> Any:
     rank.phase("importing")
     import torch.distributed as dist
 
@@ -216,4 +216,4 @@ def _start(rank: Rank, config: RunnerConfig, store_port: int) -> Any:
     tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store,
                         has_whole_experts=config.parallel.enable_expert_parallel)
     rank.phase("reading config and tokenizer")
-    return ModelRunner(open_checkpoint(config), tp, progress=rank.phase)
+    return ModelRunner(open_checkpoint(config), tp, progress=rank.phase, fallbacks=fallbacks)

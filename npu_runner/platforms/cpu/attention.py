@@ -177,6 +177,8 @@ def _decode_drafts(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DraftP
 def _attend(q_RKGH: Tensor, keys: Tensor, values: Tensor, slots_RL: Tensor, mask: Tensor | None, span: int,
             scale: float) -> Tensor:
     """`mask`: float32, added to the scores (R, K, G, L)."""
+    if mask is not None and q_RKGH.dtype == torch.float64:  # torch would read it as float64
+        mask = mask.double()
     if slots_RL.shape[1] > span:
         return _attend_in_spans(q_RKGH, keys, values, slots_RL, mask, span, scale)
     k_RKLH, v_RKLH = (cache.index_select(0, slots_RL.flatten()).unflatten(0, slots_RL.shape).transpose(1, 2)

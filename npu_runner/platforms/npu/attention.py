@@ -69,6 +69,7 @@ class NpuAttention(AttentionBackend):
         """`masks_decode` False: decode goes without a mask, as the kernel's own paths for one query a row ask for."""
         self._write_cache = CACHE_WRITES[kernels.cache_write]
         self._attend_images = VISION_ATTENTIONS[kernels.vision]
+        self._gathers_windows = not kernels.is_first("window")
         self.masks_decode = masks_decode
         self.pads_with_real_rows = not masks_decode
         self.num_heads = num_heads
@@ -188,6 +189,8 @@ class NpuAttention(AttentionBackend):
             assert maker is not None, f"window {window} is not among {self.windows}"
             metadata.derived[window] = maker.seen_blocks(metadata.context_lens_B, metadata.block_tables_BW)
         seen: SeenBlocks = metadata.derived[window]
+        if self._gathers_windows:
+            return _attend_gathered(q_BNH, k_cache, v_cache, seen, scale)
         plan = metadata.plan
         lens = seen.lens_B.to(torch.int64) if isinstance(plan, DeviceLengths) else plan.seen_lens[window]
         out_B1NH = _kernel(plan)(
@@ -196,6 +199,20 @@ class NpuAttention(AttentionBackend):
             actual_seq_lengths_kv=lens, num_heads=self.num_heads, num_key_value_heads=self.num_kv_heads, scale=scale,
             sparse_mode=_FULL)[0]
         return out_B1NH.squeeze(1)
+
+
+def _attend_gathered(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, seen: SeenBlocks, scale: float) -> Tensor:
+    """The same in plain operators, over copies of the blocks."""
+    num_rows, num_kv_heads = len(q_BNH), k_cache.shape[2]
+    keys_BKLH, values_BKLH = (cache.index_select(0, seen.block_tables_BV.flatten()).view(
+        num_rows, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
+    places_L = torch.arange(keys_BKLH.shape[2], device=q_BNH.device, dtype=torch.int32)
+    is_hidden_BL = seen.is_before_B11L[:, 0, 0] | (places_L >= seen.lens_B[:, None])
+    q_BKGH = q_BNH.unflatten(1, (num_kv_heads, -1)) * scale
+    scores_BKGL = (q_BKGH @ keys_BKLH.mT).float().masked_fill(is_hidden_BL[:, None, None], -torch.inf)
+    # Behind a context lie blocks that nobody wrote: their values may be no numbers, and weigh nothing.
+    values_BKLH = values_BKLH.masked_fill(is_hidden_BL[:, None, :, None], 0.0)
+    return (scores_BKGL.softmax(-1).to(q_BNH.dtype) @ values_BKLH).flatten(1, 2)
 
 
 class SeenBlocks(NamedTuple):

@@ -1,8 +1,7 @@
 """Refuses by name, before weights are read, the models and settings that CANN 8.5 does not serve. Imports no torch.
 
 By the sources of its release, all operators of dense Qwen3 and Qwen3-VL are in CANN 8.5; docs/ascend.md lists them with
-their sources. No host has run a wheel of TorchNPU 26.2.0 on it, so a start there also runs probes (probes.py). Knows no
-operator.
+their sources. No host has run a wheel of TorchNPU 26.2.0 on it. Knows no operator.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def check_graph_mode(graph_mode: str, cann: str) -> None:
 
 def check_scope(needs: ModelNeeds, cann: str) -> None:
     """Raises ConfigError for a model that is not served, with everything of it that is not."""
-    refused = {"Gated DeltaNet layers": needs.has_states, "layers of experts": needs.has_experts,
-               "sliding windows": needs.has_windows, f"dtype {needs.dtype}": needs.dtype != DTYPE,
+    refused = {"Gated DeltaNet layers": needs.states is not None, "layers of experts": needs.experts is not None,
+               "sliding windows": bool(needs.windows), f"dtype {needs.dtype}": needs.dtype != DTYPE,
                f"head dim {needs.head_dim}": needs.head_dim != HEAD_DIM}
     if any(refused.values()):
         raise ConfigError(f"{', '.join(name for name in refused if refused[name])} on CANN {cann}: {SCOPE}; {REMEDY}")

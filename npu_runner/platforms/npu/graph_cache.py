@@ -27,7 +27,7 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphSettings, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import NpuAttention
-from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler, NoGraphs
+from npu_runner.platforms.npu.graph_limit import LimitedGraphCompiler
 from npu_runner.platforms.npu.graphs import (
     AclGraphCompiler,
     GraphEngineCompiler,
@@ -161,10 +161,7 @@ def make_compiler(settings: GraphSettings, attention: NpuAttention) -> GraphComp
     return GraphEngineCompiler() if settings.cache_dir is None else CachedGraphEngineCompiler(settings)
 
 
-def limited_compiler(settings: GraphSettings, attention: NpuAttention, most_graphs: int | None,
-                     refusal: str | None) -> GraphCompiler:
-    """The same for at most `most_graphs` graphs (None: any number), or for none for the reason `refusal`."""
-    if refusal is not None:
-        return NoGraphs(refusal)
+def limited_compiler(settings: GraphSettings, attention: NpuAttention, most_graphs: int | None) -> GraphCompiler:
+    """The same for at most `most_graphs` graphs; None: any number."""
     compiler = make_compiler(settings, attention)
     return compiler if most_graphs is None else LimitedGraphCompiler(compiler, most_graphs)

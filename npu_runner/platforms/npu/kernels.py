@@ -1,15 +1,14 @@
-"""Jobs of attention for which a second kernel exists: the cache write, and a vision tower's attention. Knows no lengths
-of a step and no probe.
+"""Jobs for which there is a second kernel, or another way without one. Knows no lengths of a step and no case.
 
-The first of each is used. On CANN 8.5, where a start compares it with the CPU (probes.py), the second may take its
-place. Both of a job take and give the same.
+The first of each is used, unless a start finds that it computes otherwise than the CPU (cases.py): then the next takes
+its place. All of a job take and give the same.
 
 T tokens, N heads, K kv heads, H head dim, P patches of a tower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch_npu
@@ -53,12 +52,38 @@ VISION_ATTENTIONS: dict[str, VisionAttention] = {
 }
 
 
+KERNELS: dict[str, tuple[str, ...]] = {
+    "cache_write": tuple(CACHE_WRITES),
+    "vision": tuple(VISION_ATTENTIONS),
+    "window": ("npu_fused_infer_attention_score", "gathered blocks"),
+    "layout": ("NZ", "ND"),
+    "norm": ("npu_add_rms_norm_quant", "two operators"),
+    "experts": ("npu_grouped_matmul_swiglu_quant_v2", "three operators"),
+}
+"""Job to its kernels, by their names in torch_npu, the first choice first."""
+WITHOUT: dict[str, str] = {form: "dequantised" for form in ("int8", "int8_static", "int8_experts", "grouped")} | {
+    "graphs": "eager"}
+"""Job to what is done where no kernel computes it right: weights of a form are dequantised, steps run eagerly."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernel for each job, by its name in torch_npu."""
+    """The kernel of each job."""
 
-    cache_write: str = "npu_scatter_pa_kv_cache"
-    vision: str = "npu_fused_infer_attention_score"
+    cache_write: str = KERNELS["cache_write"][0]
+    vision: str = KERNELS["vision"][0]
+    window: str = KERNELS["window"][0]
+    layout: str = KERNELS["layout"][0]
+    norm: str = KERNELS["norm"][0]
+    experts: str = KERNELS["experts"][0]
+
+    @classmethod
+    def from_fallbacks(cls, fallbacks: Mapping[str, str]) -> Kernels:
+        """`fallbacks`: jobs and kernels that are not first choices; those of `WITHOUT` name no kernel."""
+        return cls(**{job: kernel for job, kernel in fallbacks.items() if job in KERNELS})
+
+    def is_first(self, job: str) -> bool:
+        return bool(getattr(self, job) == KERNELS[job][0])
 
 
 FIRST_CHOICES = Kernels()

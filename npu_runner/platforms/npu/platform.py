@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.npu.attention import NpuAttention
-    from npu_runner.platforms.npu.kernels import Kernels
     from npu_runner.platforms.ops import Ops
     from npu_runner.platforms.quantised import QuantisedOps
 
@@ -50,8 +49,6 @@ class NpuPlatform(Platform):
     device_files = "/dev/davinci[0-9]*"
     examination = "npu_runner.platforms.npu.preflight.checks:NpuExamination"
     _attention: weakref.ref[NpuAttention] | None = None
-    _proven: tuple[ModelNeeds, Kernels] | None = None
-    """The probed needs, and the kernels that agreed; None: this CANN needs no probes."""
 
     def why_unavailable(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -79,36 +76,21 @@ class NpuPlatform(Platform):
         if is_85(cann := cann_version() or ""):
             cann85.check_graph_mode(graph_mode, cann)
 
-    def probe_of_forms(self) -> Callable[[Sequence[str]], dict[str, str]] | None:
-        if not is_85(cann_version()):
-            return None
-        from npu_runner.platforms.npu.probes import why_unproven
+    def find_fallbacks(self, needs: ModelNeeds) -> Mapping[str, str]:
+        if is_85(cann := cann_version() or ""):
+            cann85.check_scope(needs, cann)
+            logger.warning("CANN %s: %s. %s", cann, cann85.UNVERIFIED, cann85.SCOPE)
+        if npu_settings().cases == "off":
+            return {}
+        from npu_runner.platforms.npu.verdicts import fallbacks_for
 
-        return why_unproven
-
-    def check_model(self, needs: ModelNeeds) -> None:
-        cann = cann_version() or ""
-        if not is_85(cann):
-            return
-        from npu_runner.platforms.npu.probes import prove_operators
-
-        cann85.check_scope(needs, cann)
-        logger.warning("CANN %s: %s. Some operators are compared with the CPU now; %s", cann, cann85.UNVERIFIED,
-                       cann85.SCOPE)
-        kernels = prove_operators(needs, cann, masks_decode=npu_settings().decode_attention == "masked")
-        self._proven = needs, kernels
+        return fallbacks_for(needs)
 
     def describe(self) -> dict[str, str]:
         import torch_npu
 
-        described = {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
-                     "device": soc_name()}
-        if self._proven is not None:
-            needs, kernels = self._proven
-            described["cache_write"] = kernels.cache_write
-            if needs.tower is not None:
-                described["tower_attention"] = kernels.vision
-        return described
+        return {**super().describe(), "torch_npu": torch_npu.__version__, "cann": cann_version() or "unknown",
+                "device": soc_name()}
 
     def make_roles(self) -> Roles:
         from npu_runner.platforms.npu.devices import roles
@@ -121,21 +103,22 @@ class NpuPlatform(Platform):
         return NpuOps()
 
     def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
+        from npu_runner.platforms.npu.kernels import Kernels
         from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
 
-        return NpuQuantisedOps(ops)
+        return NpuQuantisedOps(ops, Kernels.from_fallbacks(self.fallbacks))
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
         import torch
 
         from npu_runner.platforms.npu.attention import NpuAttention
-        from npu_runner.platforms.npu.kernels import FIRST_CHOICES
+        from npu_runner.platforms.npu.kernels import Kernels
 
         attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
                                  device=torch.device("npu", torch.npu.current_device()),
                                  masks_decode=npu_settings().decode_attention == "masked",
-                                 kernels=FIRST_CHOICES if self._proven is None else self._proven[1])
+                                 kernels=Kernels.from_fallbacks(self.fallbacks))
         # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
         if dtype == torch.float32 and (name == "auto" or not attention.accepts(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
@@ -159,25 +142,7 @@ class NpuPlatform(Platform):
         from npu_runner.platforms.npu.graph_cache import limited_compiler
 
         num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        return limited_compiler(settings, self._latest_attention(), most_graphs(soc_name(), os.environ, num_ranks),
-                                self._why_no_replay(settings))
-
-    def _why_no_replay(self, settings: GraphSettings) -> str | None:
-        """On CANN 8.5 one small graph is captured first; what is wrong with it, if anything is."""
-        cann = cann_version() or ""
-        if not is_85(cann):
-            return None
-        from npu_runner.platforms.npu.attention import NpuAttention
-        from npu_runner.platforms.npu.graph_cache import make_compiler
-        from npu_runner.platforms.npu.probes import Side, why_no_replay
-
-        assert self._proven is not None, "check_model comes before graphs"
-        needs, kernels = self._proven
-        npu = Side.from_npu(needs, masks_decode=npu_settings().decode_attention == "masked", kernels=kernels)
-        assert isinstance(npu.attention, NpuAttention), "from_npu makes one"
-        compiler = make_compiler(settings, npu.attention)
-        refusal = why_no_replay(compiler, npu, Side.from_cpu(needs), needs)
-        return None if refusal is None else f"CANN {cann}: {refusal}"
+        return limited_compiler(settings, self._latest_attention(), most_graphs(soc_name(), os.environ, num_ranks))
 
     def _latest_attention(self) -> NpuAttention:
         attention = self._attention() if self._attention is not None else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight, packed, unpacked
 from npu_runner.platforms.npu.experts import run_int8_experts
+from npu_runner.platforms.npu.kernels import FIRST_CHOICES, Kernels
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.weight_layout import WeightLayout, packed_words
 from npu_runner.platforms.ops import HeldExperts, Ops
@@ -34,9 +35,11 @@ class NpuQuantisedOps(QuantisedOps):
     fuses_rounding = True
     max_int8_features = 65535
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, kernels: Kernels = FIRST_CHOICES) -> None:
         super().__init__(ops)
-        self._layout = WeightLayout(npu_settings().nz_weights)
+        self._kernels = kernels
+        self._layout = WeightLayout(npu_settings().nz_weights if kernels.is_first("layout") else "none",
+                                    kernels.is_first("experts"))
 
     def prepare_weight(self, weight: Int8Weight | Fp8Weight | GroupedWeight) -> QuantisedWeight:
         if isinstance(weight, GroupedWeight):
@@ -56,23 +59,25 @@ class NpuQuantisedOps(QuantisedOps):
             assert isinstance(x_TI, Tensor), "inputs of grouped weights are not rounded"
             return self._multiply_groups(x_TI, weight, bias_O)
         if isinstance(weight, StaticInt8Weight):
-            static = StaticRows(torch_npu.npu_quantize(x_TI, weight.input_scale_1, weight.input_offset_1, torch.qint8,
-                                                       -1, False), x_TI.dtype) if isinstance(x_TI, Tensor) else x_TI
+            static = (_static_rows(x_TI, weight.input_scale_1, weight.input_offset_1) if isinstance(x_TI, Tensor)
+                      else x_TI)
             assert isinstance(static, StaticRows), "rows have no scales of their own here"
             return torch_npu.npu_quant_matmul(
                 static.values_TI, self._layout.matmul_view(weight.values_OI), weight.scales_O,
                 pertoken_scale=_scales_of_rows(static, weight), bias=weight.shifts_O, output_dtype=static.dtype)
         assert isinstance(weight, Int8Weight), "no weight of FP8 is multiplied here"
-        rows = x_TI
-        if isinstance(rows, Tensor):
-            values_TI, scales_T = torch_npu.npu_dynamic_quant(rows)
-            rows = Int8Rows(values_TI, scales_T, rows.dtype)
+        rows = _int8_rows(x_TI) if isinstance(x_TI, Tensor) else x_TI
         assert isinstance(rows, Int8Rows), "int8 weights take rows of int8"
         return torch_npu.npu_quant_matmul(rows.values_TI, self._layout.matmul_view(weight.values_OI), weight.scales_O,
                                           pertoken_scale=rows.scales_T, bias=bias_O, output_dtype=rows.dtype)
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
                      rounding: str | NormRounding) -> tuple[RoundedRows, Tensor]:
+        if not self._kernels.is_first("norm"):
+            normed_TD, total_TD = self.ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+            if isinstance(rounding, NormRounding):
+                return _static_rows(normed_TD, rounding.scales_D.reciprocal(), rounding.offsets_D), total_TD
+            return _int8_rows(normed_TD), total_TD
         if isinstance(rounding, NormRounding):
             # The operator divides, on A2 and A3, by scales of the weight's shape.
             values_TD, _, total_TD = torch_npu.npu_add_rms_norm_quant(
@@ -117,6 +122,15 @@ class NpuQuantisedOps(QuantisedOps):
         group_size = 0 if scales.dim() == 1 else x_TI.shape[1] // scales.shape[0]
         return torch_npu.npu_weight_quant_batchmatmul(x_TI, values.t() if is_turned else values, scales, offsets,
                                                       bias=bias_O, antiquant_group_size=group_size)
+
+
+def _int8_rows(x_TI: Tensor) -> Int8Rows:
+    values_TI, scales_T = torch_npu.npu_dynamic_quant(x_TI)
+    return Int8Rows(values_TI, scales_T, x_TI.dtype)
+
+
+def _static_rows(x_TI: Tensor, scales: Tensor, offsets: Tensor) -> StaticRows:
+    return StaticRows(torch_npu.npu_quantize(x_TI, scales, offsets, torch.qint8, -1, False), x_TI.dtype)
 
 
 def _scales_of_rows(rows: StaticRows, weight: StaticInt8Weight) -> Tensor | None:

@@ -26,6 +26,7 @@ CHOICES = {
     "ge_tiling": ("auto", "device", "host"),
     "replay": ("waiting", "overlapped"),
     "nz_weights": ("int8", "all", "none"),
+    "cases": ("on", "off"),
 }
 
 
@@ -41,6 +42,8 @@ class NpuSettings:
     """Whether a captured graph is given its new context lengths once its last replay has run, or at once."""
     nz_weights: str = "int8"
     """The quantised weights in NZ: those of int8 matmuls, also those with inputs in 16 bits, or none."""
+    cases: str = "on"
+    """Whether a start compares operators with the CPU. Off: what computes otherwise here is used all the same."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> NpuSettings:

@@ -25,9 +25,11 @@ _GROUPS, _OUTPUTS_OF_GROUPS = (64, 128), 64
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Read `NpuSettings.nz_weights` when operators are made: a traced step reads no environment."""
+    """Read `NpuSettings.nz_weights` when operators are made: a traced step reads no environment. `can_fuse_experts`
+    False: the fused matmul computes otherwise here."""
 
     nz_weights: str
+    can_fuse_experts: bool = True
 
     def linear_weight(self, values_OI: Tensor) -> Tensor:
         """int8 as `matmul_view` hands it on: (I, O) where weights are laid out, else as it is."""
@@ -46,7 +48,7 @@ class WeightLayout:
 
     def fuses_experts(self, num_inputs: int, num_outputs: int) -> bool:
         """Whether one operator multiplies with gate and up, applies silu and rounds: it wants NZ."""
-        return (self.nz_weights != "none" and _LEAST_OF_FUSED <= num_outputs <= _MOST_OF_FUSED
+        return (self.can_fuse_experts and self.nz_weights != "none" and _LEAST_OF_FUSED <= num_outputs <= _MOST_OF_FUSED
                 and _has_whole_blocks(num_inputs, num_outputs))
 
     @property

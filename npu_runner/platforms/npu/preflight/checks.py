@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 
 from npu_runner.platforms.examination import RUNNER_NEEDS, Examination, Signs, check_packages
 from npu_runner.platforms.host import Check, Outcome, run_function
@@ -27,6 +28,9 @@ class NpuExamination(Examination):
     checks_layers = True
     if_wrong = "compare torch, torch_npu and CANN with the version table, and report it with this output"
     needs = ("devices",)
+    operator_cases = "npu_runner.platforms.npu.cases:served"
+    log_variable = "ASCEND_PROCESS_LOG_PATH"
+    reports = MappingProxyType({"npu-smi": ("npu-smi", "info"), "health": ("npu-smi", "info", "-t", "health")})
 
     @cached_property
     def libraries(self) -> software.Libraries:

@@ -1,4 +1,4 @@
-"""One random layer, computed on a device and on the CPU from the same weights. Knows nothing of checks and reports.
+"""Cases of one random layer each, computed on a device and on the CPU from the same weights (platforms/cases.py).
 
 B sequences, T tokens of all of them, D hidden size, S block size, P patches of all images, X values of a patch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -35,14 +35,13 @@ from npu_runner.layers.weights_loader import expected_tensors, load_weights
 from npu_runner.models.decoder import Decoder, make_layer
 from npu_runner.models.mixers.attention import HeadNormAttention
 from npu_runner.models.vision.qwen3_vl import VisionTower
-from npu_runner.platforms import pick_platform, reference_platform
+from npu_runner.platforms.cases import Case, Side
 from npu_runner.platforms.gated_delta import GatedDeltaShape
-from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.pools import zeros
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.platforms.transfers import upload_together
 
-_SEED = 20
+_SEED, _LAUNCHES = 20, 100
 _BLOCK_SIZE = 128
 # One sequence that fills a block and begins the next, one within a block, one as short as can be.
 _PROMPT_LENS = (150, 70, 1)
@@ -62,53 +61,42 @@ _MIXERS: dict[str, AttentionConfig | GatedDeltaNetConfig] = {
 _EXPERTS = {"experts layer, 8 of 8 experts": MoEConfig(num_experts=8, top_k=8, intermediate_size=768, renormalise=True)}
 
 
-class Probe:
-    """A platform's layers in one dtype. The CPU computes in float32, with weights and inputs rounded to that dtype."""
-
-    def __init__(self, platform: str, dtype: str):
-        self._device_side = _Side(pick_platform(platform), getattr(torch, dtype))
-        self._cpu_side = _Side(reference_platform(), torch.float32)
-
-    def errors(self, names: Sequence[str]) -> Iterator[tuple[str, float, str]]:
-        """Each layer's name, the largest distance of a row of its output from the CPU's, relative to its length, and
-        which of its forms the device took; "" where there is one."""
-        for name in names:
-            config = _decoder_config(name) if name in _MIXERS else _tower_config()
-            yield name, self._error(config), self._device_side.form(config)
-
-    def _error(self, config: ModelConfig | VisionConfig) -> float:
-        dtype = self._device_side.dtype
-        with tempfile.TemporaryDirectory() as folder:
-            tensors = expected_tensors(_build(config, self._cpu_side)[0])
-            save_file(_sample_weights(tensors, dtype), Path(folder, "model.safetensors"))
-            found, expected = (_compute(config, side, Path(folder), dtype)
-                               for side in (self._device_side, self._cpu_side))
-        difference_T = (found.cpu().double() - expected.double()).norm(dim=-1)
-        return float((difference_T / expected.double().norm(dim=-1)).max())
+def served(asked: dict[str, list[str]]) -> list[Case]:
+    """The doctor's. `asked`: by dtype, names in LAYERS."""
+    return [Case(name=name, prepare=partial(_prepare, _decoder_config(name) if name in _MIXERS else _tower_config()),
+                 describe=partial(_form, name), dtype=dtype, num_launches=_LAUNCHES)
+            for dtype, names in asked.items() for name in names]
 
 
-class _Side:
-    """A platform with its device, and what layers are built for there."""
-
-    def __init__(self, platform: Platform, dtype: torch.dtype):
-        self.platform, self.dtype = platform, dtype
-        self.device = platform.devices.set_device(0)
-
-    def context(self, num_heads: int, num_kv_heads: int, head_dim: int,
-                delta: GatedDeltaShape | None = None) -> LayerContext:
-        attention = self.platform.make_attention("auto", num_heads=num_heads, num_kv_heads=num_kv_heads,
-                                                 head_dim=head_dim, block_size=_BLOCK_SIZE, dtype=self.dtype)
-        gated_delta = None if delta is None else self.platform.make_gated_delta(delta, self.dtype)
-        return LayerContext(self.platform.make_ops(), attention, TensorParallel(), self.dtype, self.device, gated_delta)
-
-    def form(self, config: ModelConfig | VisionConfig) -> str:
-        """The implementation of Gated DeltaNet, which depends on the host; "" without such a layer."""
-        delta = None if isinstance(config, VisionConfig) else gated_delta_shape(config, TensorParallel())
-        return "" if delta is None else f"decodes through {self.platform.make_gated_delta(delta, self.dtype).form}"
+def _prepare(config: ModelConfig | VisionConfig, side: Side) -> Callable[[], Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = expected_tensors(_build(config, side)[0])
+        save_file(_sample_weights(tensors), Path(folder, "model.safetensors"))
+        model, context = _build(config, side)
+        with CheckpointReader(Path(folder)) as reader:
+            load_weights(model, reader)
+    model.requires_grad_(False).eval()
+    if isinstance(config, ModelConfig):
+        return partial(_decode, config, model, context)
+    return partial(_see, config, model, side)
 
 
-def _sample_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights with which every part of a layer counts in its output: matmuls keep the scale, softmax is sharp."""
+def _context(side: Side, num_heads: int, num_kv_heads: int, head_dim: int,
+             delta: GatedDeltaShape | None = None) -> LayerContext:
+    attention = side.attention(num_heads, num_kv_heads, head_dim, _BLOCK_SIZE)
+    gated_delta = None if delta is None else side.platform.make_gated_delta(delta, side.dtype)
+    return LayerContext(side.ops, attention, TensorParallel(), side.dtype, side.device, gated_delta)
+
+
+def _form(name: str, side: Side) -> str:
+    """The implementation of Gated DeltaNet, which depends on the host; "" without such a layer."""
+    delta = gated_delta_shape(_decoder_config(name), TensorParallel()) if name in _MIXERS else None
+    return "" if delta is None else f"decodes through {side.platform.make_gated_delta(delta, side.dtype).form}"
+
+
+def _sample_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Weights with which every part of a layer counts in its output: matmuls keep the scale, softmax is sharp. They are
+    bfloat16, which float16 holds as well."""
     generator = torch.Generator().manual_seed(_SEED)
     weights = {}
     for name, shape in shapes.items():
@@ -119,31 +107,21 @@ def _sample_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> d
             values = values - 2.0  # some heads remember long
         elif len(shape) > 1:
             values = values / math.sqrt(math.prod(shape[1:]))
-        weights[name] = values.to(dtype)
+        weights[name] = values.bfloat16()
     return weights
 
 
-def _build(config: ModelConfig | VisionConfig, side: _Side) -> tuple[nn.Module, LayerContext]:
+def _build(config: ModelConfig | VisionConfig, side: Side) -> tuple[nn.Module, LayerContext]:
     """The model and what it is built for."""
     if isinstance(config, ModelConfig):
         delta = gated_delta_shape(config, TensorParallel())
-        context = side.context(config.num_heads, config.num_kv_heads, config.head_dim, delta)
+        context = _context(side, config.num_heads, config.num_kv_heads, config.head_dim, delta)
         return Decoder(config, sum(_PROMPT_LENS), context, partial(make_layer, attention=HeadNormAttention)), context
-    context = side.context(*_HEADS_BEHIND_TOWER, _HEAD_DIM)
+    context = _context(side, *_HEADS_BEHIND_TOWER, _HEAD_DIM)
     return VisionTower(config, context), context
 
 
-def _compute(config: ModelConfig | VisionConfig, side: _Side, folder: Path, dtype: torch.dtype) -> Tensor:
-    model, context = _build(config, side)
-    with CheckpointReader(folder) as reader:
-        load_weights(model, reader)
-    model.requires_grad_(False).eval()
-    if isinstance(config, ModelConfig):
-        return _decode(config, model, context, dtype)
-    return _see(config, model, side, dtype)
-
-
-def _decode(config: ModelConfig, model: nn.Module, context: LayerContext, dtype: torch.dtype) -> Tensor:
+def _decode(config: ModelConfig, model: nn.Module, context: LayerContext) -> Tensor:
     """The outputs for a prompt of each sequence and then one token of each, (T + B, D)."""
     tables_BW, num_blocks = _block_tables()
     sizes = (len(config.attention_layers), num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
@@ -158,7 +136,7 @@ def _decode(config: ModelConfig, model: nn.Module, context: LayerContext, dtype:
     generator = torch.Generator().manual_seed(_SEED + 1)
     outputs = []
     for done_lens, new_lens in (((0,) * len(_PROMPT_LENS), _PROMPT_LENS), (_PROMPT_LENS, (1,) * len(_PROMPT_LENS))):
-        x_TD = torch.randn(sum(new_lens), config.hidden_size, generator=generator).to(dtype)
+        x_TD = torch.randn(sum(new_lens), config.hidden_size, generator=generator).bfloat16()
         positions, metadata = _step(context, tables_BW, done_lens, new_lens)
         outputs.append(model(x_TD.to(context.device, context.dtype), positions, metadata))
     return torch.cat(outputs)
@@ -195,11 +173,11 @@ def _step(context: LayerContext, tables_BW: np.ndarray, done_lens: Sequence[int]
     return positions_T, AttentionMetadata(is_prefill, slots_T, lens_B, tables, plan, state_slots_B, state_plan)
 
 
-def _see(config: VisionConfig, model: nn.Module, side: _Side, dtype: torch.dtype) -> Tensor:
+def _see(config: VisionConfig, model: nn.Module, side: Side) -> Tensor:
     """The outputs for two images, (P / merge^2, D)."""
     num_patches = sum(height * width for height, width in _GRIDS)
     generator = torch.Generator().manual_seed(_SEED + 1)
-    patches_PX = torch.randn(num_patches, config.in_channels * config.patch_size**2, generator=generator).to(dtype)
+    patches_PX = torch.randn(num_patches, config.in_channels * config.patch_size**2, generator=generator).bfloat16()
     assert isinstance(model, VisionTower), f"{type(model).__name__} is no tower"
     places = upload_together(model.places(_GRIDS), side.device)
     output: Tensor = model(patches_PX.to(side.device, side.dtype), _GRIDS, places)[0]
