@@ -1,4 +1,4 @@
-"""`npu-runner doctor --operators`: each operator by itself, then layers, in processes that may crash, and a report of it.
+"""`npu-runner doctor --operators`: each operator by itself, then layers, in processes that may crash; and a report.
 
 Knows no operator and no vendor. Imports no torch.
 """
@@ -73,7 +73,7 @@ def _line(finding: Finding) -> str:
     errors = "" if finding.largest_error is None else (
         f"{100 * finding.largest_error:7.3f} % {100 * (finding.median_error or 0.0):7.3f} %")
     took = "" if finding.microseconds is None else f"{finding.microseconds:8.0f} us"
-    return f"{finding.verdict:8} {errors:19} {took:11} {': '.join(filter(None, (finding.case, finding.message)))}"
+    return f"{finding.verdict:8} {errors:19} {took:11} " + ": ".join(filter(None, (finding.case, finding.message)))
 
 
 def _page(platform: str, summary: str, checks: Sequence[Check], findings: Sequence[Finding],
@@ -88,7 +88,7 @@ def _page(platform: str, summary: str, checks: Sequence[Check], findings: Sequen
     host = [(check.status, check.name, check.found, check.remedy) for check in checks]
     return ("<!doctype html><meta charset=utf-8><title>Operators</title><style>body{font:14px sans-serif;margin:2em}"
             "td,th{border-bottom:1px solid #ccc;padding:3px 8px;text-align:left;vertical-align:top}</style>"
-            f"<h1>Operators of platform {html.escape(platform)}</h1><p>npu-runner {__version__}. {html.escape(summary)}."
+            f"<h1>Operators of platform {html.escape(platform)}</h1><p>npu-runner {__version__}. {html.escape(summary)}"
             f"</p>{_table(heads, rows)}<h2>Host</h2>{_table(('status', 'check', 'found', 'remedy'), host)}")
 
 

@@ -15,7 +15,7 @@ from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
 from npu_runner.errors import RequestError
 from npu_runner.layers.parallel import TensorParallel
-from npu_runner.platforms import AUTO, device_files_of, find_platform, pick_platform, platforms
+from npu_runner.platforms import AUTO, find_platform, pick_platform, platform_of_host
 from npu_runner.platforms.platform import Platform
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
@@ -62,16 +62,16 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
 def find_fallbacks(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
     """`Platform.find_fallbacks` of the platform that a start takes, for all ranks. Sets no device in this process."""
     config, model_config = checkpoint.config, checkpoint.model_config
-    if config.platform != AUTO:
-        platform = find_platform(config.platform)
-    else:  # a host whose devices are to be used has their files
-        platform = next((each for each in platforms() if device_files_of(each)), find_platform("cpu"))
+    platform = platform_of_host(config.platform)
     tp = TensorParallel(0, config.parallel.tensor_parallel_size,
                         has_whole_experts=config.parallel.enable_expert_parallel)
     settings = resolve_settings(config, model_config, platform, checkpoint.quantization)
-    is_quantised = checkpoint.quantization is not None or config.quantization != "auto"
-    forms = settings.weight_forms if is_quantised else ()
-    return platform.find_fallbacks(model_needs(settings, model_config, tp, forms))
+    forms = checkpoint.multiplied_forms(settings.weight_forms)
+    if config.quantization != "auto":
+        forms = [form for form in forms if form.removesuffix("_experts") == config.quantization]
+    elif checkpoint.quantization is None:
+        forms = []
+    return platform.find_fallbacks(model_needs(settings, model_config, tp, tuple(forms)))
 
 
 def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:

@@ -55,6 +55,12 @@ def device_files_of(platform: Platform) -> list[str]:
     return [] if platform.device_files is None or are_hidden else sorted(glob.glob(platform.device_files))
 
 
+def platform_of_host(name: str) -> Platform:
+    """The platform called `name`; "auto" means the first whose devices have files here. Imports no vendor's package."""
+    with_devices = (each for each in platforms() if device_files_of(each))
+    return next(with_devices, reference_platform()) if name == AUTO else find_platform(name)
+
+
 def reference_platform() -> Platform:
     """The one that others' layers are compared with: torch's plain operators, on any host."""
     return find_platform("cpu")

@@ -2,9 +2,9 @@
 
     python -m npu_runner.platforms.cases PLATFORM SOURCE ASKED DONE REPORTS
 
-runs the cases that the function SOURCE ("module:name") makes of the JSON value ASKED, but those of the JSON list DONE.
-Each is named in the file REPORTS before it begins, so that one that crashes or hangs is known; `run_cases` then goes on
-with the next one in a new child. Knows no operator and no vendor.
+runs the cases that the function SOURCE ("module:name") makes of the JSON value ASKED, without those of DONE, which are
+findings. Each is written to the file REPORTS as crashed before it begins; `run_cases` goes on with the next one in a
+new child if that remains so. Knows no operator and no vendor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,6 @@ from npu_runner.errors import ConfigError, NpuRunnerError
 from npu_runner.platforms import find_platform, load, reference_platform
 from npu_runner.platforms.host import Host, run_program
 from npu_runner.platforms.platform import Platform
-from npu_runner.processes.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ causes at most a third of it. Integers must be equal."""
 _SLOW, _LAUNCH_SECONDS, _BYTES_PER_SECOND, _OPERATIONS_PER_SECOND = 20.0, 10e-6, 1e12, 1e14
 """A case is slow if a call takes 20 times what its bytes or operations take, or a launch. Devices are no slower."""
 _NUM_CALLS, _MOST_SECONDS_OF_CALLS = 20, 0.2
-_CASE_SECONDS = 120
+_CASE_SECONDS = 180
 _SEED = 85
 _LOST_CONTEXT = re.compile(r"\b507\d{3}\b")
 """After these errors of a kernel no call of the process succeeds."""
@@ -106,7 +105,7 @@ class Case:
     job: str = ""
     kernel: str = ""
     gives_up: str = ""
-    """What a start can do without where no kernel is right: a form of weights, or "graphs"."""
+    """A start can do without this where no kernel is right: a form of weights, or "graphs"."""
     describe: Callable[[Side], str] = lambda side: ""
     """A message for what is right."""
     num_launches: int = 1
@@ -117,11 +116,14 @@ class Case:
     def title(self) -> str:
         return f"{self.name} ({', '.join(filter(None, (self.kernel, self.dtype)))})"
 
+    def finding(self, verdict: Verdict, **found: Any) -> Finding:
+        return Finding(case=self.title, verdict=verdict, job=self.job, kernel=self.kernel, gives_up=self.gives_up,
+                       **found)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What came of a case. Errors are distances of rows relative to their length; of integers, the share that differs.
-    """
+    """The end of a case. Errors are distances of rows relative to their length; of integers, the share that differs."""
 
     case: str
     verdict: Verdict
@@ -151,28 +153,28 @@ def distances(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).norm(dim=-1) / lengths.clamp(min=max(0.1 * float(lengths.mean()), 1e-30))
 
 
-def run_case(case: Case, device: Side, reference: Side) -> Finding:
-    """Compute a case on both sides, and time it. Raises nothing that the device raises."""
-    common: dict[str, Any] = {"case": case.title, "job": case.job, "kernel": case.kernel, "gives_up": case.gives_up}
+def run_case(case: Case, device: Side, reference: Side, fallbacks: Mapping[str, str]) -> Finding:
+    """Compute a case on both sides, and time it. `fallbacks`: kernels of other jobs that are not first choices. Raises
+    nothing that the device raises."""
     try:
-        device.platform.fallbacks = {case.job: case.kernel} if case.job else {}
+        device.platform.fallbacks = {**fallbacks, case.job: case.kernel} if case.job else fallbacks
         call = case.prepare(device)
         found = call().cpu()
     except (RuntimeError, OSError, NotImplementedError, NpuRunnerError) as error:  # OSError: a library is missing
-        return Finding(**common, verdict="refused", message=str(error).strip().partition("\n")[0])
-    errors = distances(found, case.prepare(reference)())
-    common |= {"largest_error": float(errors.max()), "median_error": float(errors.median())}
+        return case.finding("refused", message=str(error).strip().partition("\n")[0])
+    errors_T = distances(found, case.prepare(reference)())
+    errors = {"largest_error": float(errors_T.max()), "median_error": float(errors_T.median())}
     bound = BOUNDS[case.dtype] if found.is_floating_point() else 0.0
-    if not common["largest_error"] <= bound:  # NaN, too
-        return Finding(**common, verdict="wrong", message=f"differs from the CPU by {100 * common['largest_error']:.1f}"
-                       f" % of a row, {100 * bound:g} % is allowed")
+    if not errors["largest_error"] <= bound:  # NaN, too
+        return case.finding("wrong", **errors, message=f"differs from the CPU by {100 * errors['largest_error']:.1f} % "
+                            f"of a row's length, {100 * bound:g} % is allowed")
     seconds = _seconds(device.platform, call)
     least = max(case.num_launches * _LAUNCH_SECONDS, (device.num_bytes + found.nbytes) / _BYTES_PER_SECOND,
                 case.num_operations / _OPERATIONS_PER_SECOND)
     is_slow = seconds > _SLOW * least
     told = case.describe(device), f"{1e6 * least:.0f} us were enough" if is_slow else ""
-    return Finding(**common, verdict="slow" if is_slow else "right", microseconds=1e6 * seconds,
-                   message="; ".join(filter(None, told)))
+    return case.finding("slow" if is_slow else "right", **errors, microseconds=1e6 * seconds,
+                        message="; ".join(filter(None, told)))
 
 
 def _seconds(platform: Platform, call: Callable[[], Tensor]) -> float:
@@ -192,25 +194,35 @@ def choose(findings: Iterable[Finding]) -> tuple[dict[str, str], list[str]]:
 
     Raises ConfigError with the name of the first case for which nothing is right and nothing else can be done.
     """
-    by_job: dict[str, dict[str, list[Finding]]] = {}
-    for finding in findings:
-        by_job.setdefault(finding.job or finding.case, {}).setdefault(finding.kernel, []).append(finding)
     chosen: dict[str, str] = {}
     reasons: list[str] = []
-    for job, by_kernel in by_job.items():
-        faults = {kernel: [each for each in of_kernel if not each.is_right] for kernel, of_kernel in by_kernel.items()}
-        first = next(iter(faults))
-        kernel = next((kernel for kernel, wrong in faults.items() if not wrong), None)
+    for job, faults in _faults(findings).items():
+        said = [f"{each.case}: {each.verdict}, {each.message}" for wrong in faults.values() for each in wrong]
+        kernel = next((kernel for kernel, wrong in faults.items() if all(each.gives_up for each in wrong)), None)
+        kernel = next((kernel for kernel, wrong in faults.items() if not wrong), kernel)
         if kernel is None:
-            kernel = next((kernel for kernel, wrong in faults.items() if all(each.gives_up for each in wrong)), None)
-            if kernel is None:
-                raise ConfigError("; ".join(f"{each.case}: {each.verdict}, {each.message}" for wrong in faults.values()
-                                            for each in wrong))
-            chosen |= {each.gives_up: "" for each in faults[kernel]}
-        if kernel != first:
+            raise ConfigError("; ".join(said))
+        chosen |= {each.gives_up: "" for each in faults[kernel]}
+        if kernel != next(iter(faults)):
             chosen[job] = kernel
-        reasons += [f"{each.case}: {each.verdict}, {each.message}" for wrong in faults.values() for each in wrong]
+        reasons += said
     return chosen, reasons
+
+
+def _faults(findings: Iterable[Finding]) -> dict[str, dict[str, list[Finding]]]:
+    """By job and kernel, what is not right. A case without a job is a job of its own."""
+    found: dict[str, dict[str, list[Finding]]] = {}
+    for finding in findings:
+        of_kernel = found.setdefault(finding.job or finding.case, {}).setdefault(finding.kernel, [])
+        of_kernel += [] if finding.is_right else [finding]
+    return found
+
+
+def _second_choices(findings: Iterable[Finding]) -> dict[str, str]:
+    """The `Platform.fallbacks` for cases behind these: jobs whose first kernel is wrong and a later one is not."""
+    kernels = {job: next((kernel for kernel, wrong in faults.items() if not wrong), "")
+               for job, faults in _faults(findings).items() if next(iter(faults.values()))}
+    return {job: kernel for job, kernel in kernels.items() if kernel}
 
 
 def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float,
@@ -219,28 +231,32 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
     into `seconds` are "left out"."""
     titles: list[str] = []
     findings: list[Finding] = []
-    watch = Stopwatch()
+    begun: list[Finding] = []
+    end = time.monotonic() + seconds
 
     def add(finding: Finding) -> None:
+        begun.clear()
         findings.append(finding)
         tell(finding)
 
     def hear(report: Any) -> None:
         if isinstance(report, list):
             titles[:] = report
-        elif isinstance(report, dict):
-            add(Finding(**report))
+        elif (finding := Finding(**report)).verdict == "crashed":
+            begun.append(finding)
         else:
-            begun.append(report)
+            add(finding)
 
-    while not watch.exceeds(seconds) and not (titles and len(findings) == len(titles)):
-        begun: list[str] = []
-        before = len(findings)
+    while not titles or len(findings) < len(titles):
         outcome = run_program(host, __name__, [platform, source, json.dumps(asked),
-                                               json.dumps([each.case for each in findings])],
-                              seconds, on_report=hear)
-        if len(begun) > len(findings) - before and not outcome.is_timeout:
-            add(Finding(case=begun[-1], verdict="crashed", message=outcome.error or "the process ended"))
+                                               json.dumps([asdict(each) for each in findings])],
+                              max(0.0, end - time.monotonic()), on_report=hear)
+        if outcome.is_timeout:
+            break
+        if begun:
+            is_late = outcome.error is not None and "SIGALRM" in outcome.error
+            why = f"no end within {_CASE_SECONDS} s" if is_late else outcome.error or "the process ended"
+            add(replace(begun[-1], message=why))
         elif outcome.error is not None:
             add(Finding(case="all cases", verdict="crashed", message=outcome.error))
             break
@@ -259,19 +275,20 @@ def main(arguments: list[str]) -> None:
         with open(reports, "a") as file:
             file.write(json.dumps(value) + "\n")
 
-    device_of, finished = find_platform(platform), json.loads(done)
+    device_of, findings = find_platform(platform), [Finding(**each) for each in json.loads(done)]
     if reason := device_of.why_unavailable():
         raise ConfigError(f"platform {platform}: {reason}")
     cases: list[Case] = load(source)(json.loads(asked))
     report([case.title for case in cases])
     with torch.inference_mode():
         for case in cases:
-            if case.title in finished:
+            if any(case.title == each.case for each in findings):
                 continue
-            report(case.title)
+            report(asdict(case.finding("crashed")))
             signal.setitimer(signal.ITIMER_REAL, _CASE_SECONDS)  # its default action ends a process that hangs
             finding = run_case(case, Side(device_of, getattr(torch, case.dtype)),
-                               Side(reference_platform(), torch.float64))
+                               Side(reference_platform(), torch.float64), _second_choices(findings))
+            findings.append(finding)
             report(asdict(finding))
             if _LOST_CONTEXT.search(finding.message):
                 return

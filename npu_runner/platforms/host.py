@@ -89,7 +89,7 @@ def run_program(host: Host, module: str, arguments: Sequence[str], timeout_secon
 
 
 def run_command(command: Sequence[str], timeout_seconds: float = 60.0) -> str:
-    """What a program of the vendor prints, or why it does not run."""
+    """The output of a vendor's program, or why it does not run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_seconds,
                               check=False)

@@ -61,9 +61,9 @@ class ModelNeeds:
     """Heads of the vision tower and their dim."""
     mlp_width: int | None = None
     experts: tuple[int, int, int] | None = None
-    """How many there are, how many a token takes, and the width of each."""
+    """The number of experts, of those that a token takes, and the width of each."""
     states: GatedDeltaShape | None = None
-    """Of layers of Gated DeltaNet."""
+    """The layers of Gated DeltaNet."""
     forms: tuple[str, ...] = ()
     """The `Platform.weight_forms` that its quantised weights may be multiplied in."""
 

@@ -39,10 +39,11 @@ MOST_ARROWS = 119
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 # reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
+# platforms, cli, engine: operators by themselves (`doctor --operators`), and a start that compares its own first.
 # front, platforms, strategies: classes of other packages that still have a renamed member are refused by name.
 MOST_LINES = {
-    "platforms": 13284, "batch": 7609, "prompts": 5760, "runner": 4724, "checkpoint": 3855, "serving": 2501,
-    "engine": 2471, "tables": 2269, "core": 2171, "grammars": 1997, "models": 1919, "cli": 1883, "layers": 1871,
+    "platforms": 13970, "batch": 7609, "prompts": 5760, "runner": 4724, "checkpoint": 3855, "serving": 2501,
+    "engine": 2492, "tables": 2269, "core": 2171, "grammars": 1997, "models": 1919, "cli": 1950, "layers": 1871,
     "sampling": 1772, "request": 1712, "strategies": 1600, "reports": 1487, "llm": 1458, "front": 956,
     "processes": 742, "assets": 11,
 }
@@ -61,7 +62,8 @@ CONTRACT = {
     "gated_delta": ["GatedDeltaBackend", "RingedGatedDelta"], "graphs": ["GraphCompiler"], "ops": ["Ops"],
     "quantised": ["QuantisedOps"], "facts": ["AttentionFacts", "StateFacts"],
 }
-MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 85, 33
+# An attribute came (fallbacks) for two methods that became one (find_fallbacks).
+MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 84, 34
 # Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {

@@ -19,7 +19,6 @@ from tests.npu.hosts import toolkit
 from tests.npu.layer_kinds import KINDS
 from tests.npu.measured_layers import assert_no_cache_is_copied, launches_of, measured
 from tests.npu.programs.generate import Case
-from tests.npu.programs.probes import OPERATORS, REPLAYS
 from tests.npu.running import SMALL, assert_graphs_are_whole, on_cpu, on_npu
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")]
@@ -29,8 +28,9 @@ SERVED: dict[str, dict[str, Any]] = {"qwen3": {"num_hidden_layers": 1}, "qwen3_v
 
 
 def cann85(folder: Path) -> dict[str, str]:
-    """The emulation's switch, and a toolkit that says the same."""
-    return {"cann_version": "8.5.0", **toolkit(folder / "cann", "8.5.0")}
+    """The emulation's switch, and a toolkit that says the same. Operators are compared, and findings kept there."""
+    return {"cann_version": "8.5.0", "NPU_RUNNER_ASCEND_CASES": "on", "HOME": str(folder),
+            **toolkit(folder / "cann", "8.5.0")}
 
 
 def cases(checkpoint: Any, mode: str, model_types: Sequence[str] = tuple(SERVED), **settings: Any) -> list[Case]:
@@ -95,10 +95,10 @@ REFUSES_FIRST = {"fail": "aclnnScatterPaKvCache:1+:561002", "plain_tnd": "0"}
 
 
 def assert_fallbacks(stderr: str) -> None:
-    for said in (r"the cache write \(npu_scatter_pa_kv_cache, 4/2 heads of 128\) is refused: .*; "
-                 r"_npu_reshape_and_cache agrees and is used",
-                 r"a layer of the vision tower \(npu_fused_infer_attention_score, 2 heads of \d+\) is refused: .*; "
-                 r"npu_fusion_attention agrees and is used"):
+    for said in (r"the cache write, 4/2 heads of 128 \(npu_scatter_pa_kv_cache, bfloat16\): refused, .*561002",
+                 "cache_write: _npu_reshape_and_cache instead",
+                 r"a layer of the vision tower, 2 heads of \d+ \(npu_fused_infer_attention_score, bfloat16\): refused",
+                 "vision: npu_fusion_attention instead"):
         assert re.search(said, stderr), stderr[-4000:]
 
 
@@ -160,95 +160,105 @@ def test_what_is_not_served_is_refused_by_name_before_weights(checkpoint: Any, t
 
 
 @pytest.fixture(scope="module")
-def said(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("probes")
-    model = checkpoint("qwen3", num_hidden_layers=1, head_dim=128)
-    quantise(model, folder / "w8a8", "w8a8")
-    done = run_python(["-m", "tests.npu.programs.probes", str(model), bare(model, folder / "bare"),
-                       str(folder / "w8a8")], **cann85(folder))
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = run_python(["-m", "tests.npu.programs.cases"], **cann85(tmp_path_factory.mktemp("cases")))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {**found, "stderr": done.stderr}
+    return found
 
 
-NAMES = {
-    "rotated backwards": "the rotation of q and k (npu_apply_rotary_pos_emb, 4/2 heads of 128) differs",
-    "values before keys": "the cache write (npu_scatter_pa_kv_cache, 4/2 heads of 128) differs",
-    "a slot further": "the cache write",
-    "the last token not seen": "attention over the paged cache (npu_fused_infer_attention_score, 4/2 heads of 128)",
+REFUSALS = {
+    "rotated backwards": "npu_apply_rotary_pos_emb, 4/2 heads of 128 (bfloat16): wrong, differs from the CPU by",
+    "values before keys": "the cache write, 4/2 heads of 128 (npu_scatter_pa_kv_cache, bfloat16): wrong",
+    "a slot further": "the cache write, 4/2 heads of 128 (_npu_reshape_and_cache, bfloat16): wrong",
+    "the last token not seen": "attention over the paged cache, 4/2 heads of 128 (bfloat16): wrong",
     "a scale of its own": "attention over the paged cache",
-    "images see each other":
-        "a layer of the vision tower (npu_fused_infer_attention_score, 2 heads of 72) differs from the CPU by",
+    "images see each other": "a layer of the vision tower, 2 heads of 72 (npu_fusion_attention, bfloat16): wrong",
     "the other gelu": "a layer of the vision tower",
-    "NaN": "a layer of the vision tower (npu_fused_infer_attention_score, 2 heads of 72) differs from the CPU by nan %",
-    "equal heads":
-        "8.5.0: attention over the paged cache (npu_fused_infer_attention_score, 2/2 heads of 128) is refused: ",
-    "too many heads": "8.5.0: the rotation of q and k (npu_apply_rotary_pos_emb, 72/8 heads of 128) is refused: ",
-    "old lengths": "a captured graph, replayed with other context lengths, differs from the CPU by",
-    "a replay that fails": "a captured graph, replayed with other context lengths, fails: error code is 207000",
+    "NaN": "differs from the CPU by nan %",
+    "equal heads": "attention over the paged cache, 2/2 heads of 128 (bfloat16): refused, ",
+    "too many heads": "npu_apply_rotary_pos_emb, 72/8 heads of 128 (bfloat16): refused, ",
+    "no NNAL": "(_npu_reshape_and_cache, bfloat16): refused, Please check that the nnal package is installed",
+}
+CHOICES: dict[str, dict[str, str]] = {
+    "nothing": {}, "nothing of int8": {}, "nothing, captured": {},
+    "rows by their squares": {"int8": ""}, "a norm by another scale": {"int8": ""}, "no such operator": {"int8": ""},
+    "the bias twice": {"int8_static": ""}, "an offset that is lost": {"int8_static": ""},
+    "old lengths": {"graphs": ""}, "a replay that fails": {"graphs": ""},
+    "values before keys, first choice": {"cache_write": "_npu_reshape_and_cache"},
+    "images see each other, first choice": {"vision": "npu_fusion_attention"},
 }
 
 
-def test_every_probe_finds_an_operator_that_computes_otherwise(said: dict[str, Any]) -> None:
-    assert (said["nothing"], said["nothing, captured"]) == ("", "")
-    assert set(NAMES) == {*OPERATORS, *REPLAYS, "equal heads", "too many heads"} - {"nothing", "nothing, captured"}
-    for name, words in NAMES.items():
+def test_an_operator_that_computes_otherwise_is_replaced_or_given_up_or_ends_the_start(said: dict[str, Any]) -> None:
+    assert set(said) == {*REFUSALS, *CHOICES}
+    for name, words in REFUSALS.items():
         assert words in said[name], name
+    for name, kernels in CHOICES.items():
+        assert said[name]["kernels"] == kernels, name
+        assert len(said[name]["reasons"]) >= len(kernels)
 
 
-def test_a_job_that_another_kernel_does_right_goes_to_that_one_with_a_warning(said: dict[str, Any]) -> None:
-    assert said["values before keys, first choice"] == "_npu_reshape_and_cache"
-    assert said["images see each other, first choice"] == "npu_fusion_attention"
-    for warned in (r"the cache write \(npu_scatter_pa_kv_cache, 4/2 heads of 128\) differs from the CPU by [\d.]+ % .*;"
-                   r" _npu_reshape_and_cache agrees and is used",
-                   r"a layer of the vision tower \(npu_fused_infer_attention_score, 2 heads of 72\) differs from .*; "
-                   r"npu_fusion_attention agrees and is used"):
-        assert re.search(warned, said["stderr"]), said["stderr"][-4000:]
-    assert said["started with a second choice"]["cache_write"] == "_npu_reshape_and_cache"
-    assert said["started with old lengths"]["cache_write"] == "npu_scatter_pa_kv_cache"
+def start(model: Path, folder: Path, fail: str, **settings: Any) -> Any:
+    """What a start says of itself, with its tokens, where this operator of the emulation fails; or what ends it."""
+    settings = {"platform": "npu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 2,
+                "max_num_batched_tokens": 512, **settings}
+    done = run_python(["-c", START, str(model), json.dumps(settings)], fail=fail, **cann85(folder))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
-@pytest.mark.parametrize(("name", "kernels"), [
-    ("values before keys", ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache")),
-    ("images see each other", ("npu_fused_infer_attention_score", "npu_fusion_attention")),
-])
-def test_where_no_kernel_does_it_right_both_findings_are_said(name: str, kernels: tuple[str, str],
-                                                              said: dict[str, Any]) -> None:
-    first, second = (re.escape(kernel) for kernel in kernels)
-    assert re.search(rf"\({first}, .*\) differs from the CPU by .*; .* \({second}, .*\) differs from the CPU by .*; "
-                     "install CANN 9.0", said[name]), said[name]
+START = """
+import json, sys
+from npu_runner import LLM, SamplingParams
+from npu_runner.errors import ConfigError
+try:
+    with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
+        outputs = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        print(json.dumps({**llm.engine.describe(), "graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}))
+except ConfigError as refusal:
+    print(json.dumps({"refusal": str(refusal)}))
+"""
 
 
-def test_what_atb_lacks_is_the_second_finding(said: dict[str, Any]) -> None:
-    assert re.search(r"\(npu_scatter_pa_kv_cache, .*\) differs from .*; .* \(_npu_reshape_and_cache, .*\) is refused: "
-                     "Please check that the nnal package is installed", said["no NNAL"]), said["no NNAL"]
+@pytest.fixture(scope="module")
+def models(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A dense checkpoint, and the same in int8 with inputs that are rounded row by row."""
+    model, folder = checkpoint("qwen3", num_hidden_layers=1, head_dim=128), tmp_path_factory.mktemp("w8a8") / "model"
+    quantise(model, folder, "w8a8")
+    return model, folder
 
 
-def test_int8_matmuls_are_probed_by_form(said: dict[str, Any]) -> None:
-    assert said["nothing of int8"] == {}
-    for name, form in {"rows by their squares": "int8", "a norm by another scale": "int8",
-                       "the bias twice": "int8_static", "an offset that is lost": "int8_static"}.items():
-        assert set(said[name]) == {form}, name
-        assert re.match(r"differs from the CPU by [\d.]+ % of a row's length, 3 % is allowed", said[name][form])
-    assert said["no such operator"] == {"int8": "is refused: error code is 207000"}
-
-
-def test_int8_is_multiplied_where_its_matmuls_are_right_and_else_dequantised_with_a_warning(said: dict[str, Any]
-                                                                                           ) -> None:
-    found, without = said["started with int8"], said["started without int8"]
+def test_int8_is_multiplied_where_its_matmuls_are_right_and_else_dequantised_with_a_warning(
+        models: tuple[Path, Path], tmp_path: Path) -> None:
+    found = start(models[1], tmp_path / "right", "", graph_mode="eager")
     assert found["quantization"].startswith("compressed-tensors, int8 with dynamic inputs multiplied as int8; other")
+    assert "fallbacks" not in found
+    fail = "aclnnQuantMatmulWeightNz:1+:561002,aclnnQuantMatmulV5:1+:561002"
+    without = start(models[1], tmp_path / "wrong", fail, graph_mode="eager")
     assert without["quantization"] == "compressed-tensors, dequantised at load, inputs not quantised"
+    assert without["fallbacks"] == "int8 dequantised"
     assert (len(found["tokens"]), len(without["tokens"])) == (4, 4)
-    assert re.search(r"a matmul with weights of the form int8 differs from the CPU by .*; such weights are dequantised",
-                     said["stderr"]), said["stderr"][-4000:]
-    assert said["asked for int8"].startswith("quantization 'int8': the matmuls of this device are wrong")
+    asked = start(models[0], tmp_path / "wrong", fail, graph_mode="eager", quantization="int8")
+    assert asked["refusal"].startswith("quantization 'int8': the matmuls of this device are wrong")
 
 
-def test_a_start_ends_by_the_operators_name_before_weights_and_stays_eager_where_only_replays_differ(
-    said: dict[str, Any]
-) -> None:
-    assert said["started backwards"].startswith("CANN 8.5.0: the rotation of q and k")
-    eager = said["started with old lengths"]
-    assert (len(eager["tokens"]), any(letter.isdigit() for letter in eager["graphs"].partition(" (")[0])) == (4, False)
-    assert "run eagerly, as all do" in said["stderr"]
-    assert "replayed with other context lengths, differs" in said["stderr"]
+def test_a_start_ends_by_the_operators_name_before_weights_and_only_knowingly_goes_on(
+        models: tuple[Path, Path], tmp_path: Path) -> None:
+    ended = start(Path(bare(models[0], tmp_path / "bare")), tmp_path, "aclnnApplyRotaryPosEmbV2:1+:561003",
+                  graph_mode="eager")
+    assert "npu_apply_rotary_pos_emb, 4/2 heads of 128 (bfloat16): refused" in ended["refusal"]
+    assert "561003: CANN has no kernel for this chip" in ended["refusal"]
+    assert "NPU_RUNNER_ASCEND_CASES=off starts all the same" in ended["refusal"]
+    assert not list(tmp_path.glob(".cache/npu_runner/cases/*")), "what ends a start is tried again at the next"
+
+
+def test_steps_are_eager_where_a_replay_fails_unless_the_user_asked_for_graphs(
+        models: tuple[Path, Path], tmp_path: Path) -> None:
+    fail = "aclmdlRICaptureBegin:1+:107030"
+    eager = start(models[0], tmp_path, fail)
+    assert (eager["graph_mode"], eager["fallbacks"], len(eager["tokens"])) == ("eager", "graphs eager", 4)
+    (kept,) = tmp_path.glob(".cache/npu_runner/cases/*.json")
+    assert "captured graph" in kept.read_text()
+    asked = start(models[0], tmp_path, fail, graph_mode="reduce-overhead")
+    assert asked["refusal"].startswith("graph_mode 'reduce-overhead': a replayed graph computes otherwise")

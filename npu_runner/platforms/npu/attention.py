@@ -210,7 +210,7 @@ def _attend_gathered(q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, seen: Seen
     is_hidden_BL = seen.is_before_B11L[:, 0, 0] | (places_L >= seen.lens_B[:, None])
     q_BKGH = q_BNH.unflatten(1, (num_kv_heads, -1)) * scale
     scores_BKGL = (q_BKGH @ keys_BKLH.mT).float().masked_fill(is_hidden_BL[:, None, None], -torch.inf)
-    # Behind a context lie blocks that nobody wrote: their values may be no numbers, and weigh nothing.
+    # Behind a context lie blocks that were never written: their values may be no numbers, and weigh nothing.
     values_BKLH = values_BKLH.masked_fill(is_hidden_BL[:, None, :, None], 0.0)
     return (scores_BKGL.softmax(-1).to(q_BNH.dtype) @ values_BKLH).flatten(1, 2)
 

@@ -44,16 +44,3 @@ class LimitedGraphCompiler(GraphCompiler):
 
     def release(self) -> None:
         self._compiler.release()
-
-
-class NoGraphs(GraphCompiler):
-    """Every graph is refused for one reason, so that all steps of all ranks run eagerly."""
-
-    def __init__(self, reason: str):
-        self._reason = reason
-
-    def compile(self, forward: DecodeForward, batch_size: int) -> DecodeForward:
-        return self._refuse
-
-    def _refuse(self, *inputs: Tensor) -> Tensor:
-        raise GraphResourceError(self._reason)

@@ -1,4 +1,4 @@
-"""What a start knows of this host's operators: the findings of a model's cases, made once for each wheel, CANN, driver,
+"""A start's knowledge of this host's operators: findings of a model's cases, made once for each wheel, CANN, driver,
 chip and source of ours, and kept in a folder. Knows no case.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,8 +38,9 @@ def fallbacks_for(needs: ModelNeeds) -> Mapping[str, str]:
 
     Raises ConfigError with the name of an operator that computes otherwise than the CPU, where nothing else is right.
     """
-    asked = asdict(needs)
-    findings = _findings(json.dumps(asked, sort_keys=True))
+    asked = json.dumps(asdict(needs), sort_keys=True)
+    path = _FOLDER.expanduser() / f"{hashlib.sha256(json.dumps([_host(), asked]).encode()).hexdigest()[:32]}.json"
+    findings = _findings(asked, path)
     try:
         chosen, reasons = choose(findings)
     except ConfigError as error:
@@ -47,6 +49,7 @@ def fallbacks_for(needs: ModelNeeds) -> Mapping[str, str]:
             remedy = f"{remedy}; {cann85.REMEDY}"
         raise ConfigError(f"CANN {cann_version()}: {error}; {remedy}. NPU_RUNNER_ASCEND_CASES=off starts all the same, "
                           "and answers may be wrong") from error
+    _keep(findings, path)
     chosen = {job: kernel or WITHOUT[job] for job, kernel in chosen.items()}
     for reason in reasons:
         logger.warning("CANN %s: %s", cann_version(), reason)
@@ -57,26 +60,30 @@ def fallbacks_for(needs: ModelNeeds) -> Mapping[str, str]:
 
 
 @functools.cache
-def _findings(asked: str) -> tuple[Finding, ...]:
-    """Kept ones, or those of a child. They are made anew where the folder cannot be read or written."""
-    path = _FOLDER.expanduser() / f"{hashlib.sha256(json.dumps([_host(), asked]).encode()).hexdigest()[:32]}.json"
+def _findings(asked: str, path: Path) -> tuple[Finding, ...]:
+    """Kept ones, or those of a child."""
     try:
         return tuple(Finding(**each) for each in json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         logger.info("operators are compared with the CPU")
-    found = run_cases(Host(), "npu", _SOURCE, json.loads(asked), _SECONDS)
+    return tuple(run_cases(Host(), "npu", _SOURCE, json.loads(asked), _SECONDS))
+
+
+def _keep(findings: tuple[Finding, ...], path: Path) -> None:
+    """For other starts. A start that ends is not kept: what it says may have been for want of memory."""
+    if path.exists():
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{hash(asked) & 0xFFFF:x}")
-        partial.write_text(json.dumps([asdict(each) for each in found]))
-        partial.replace(path)
+        whole = path.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps([asdict(each) for each in findings]))
+        whole.replace(path)
     except OSError as error:
         logger.warning("%s cannot be written (%s): operators are compared again at the next start", path, error)
-    return tuple(found)
 
 
 def _host() -> dict[str, str | None]:
-    """What may change a finding."""
+    """Everything that may change a finding."""
     own = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         own.update(path.read_bytes())

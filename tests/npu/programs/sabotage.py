@@ -46,18 +46,23 @@ SABOTAGES: dict[str, tuple[str, str, str, Change]] = {
 
 
 def main() -> None:
-    from npu_runner.cli.layer_probe import Probe
+    from npu_runner.cli.layer_cases import served
+    from npu_runner.platforms import find_platform, reference_platform
+    from npu_runner.platforms.cases import Side, run_case
     from npu_runner.platforms.npu.attention import NpuAttention
     from npu_runner.platforms.npu.gated_delta import NpuGatedDelta
     from npu_runner.platforms.npu.ops import NpuOps
 
     homes: dict[str, type] = {home.__name__: home for home in (NpuOps, NpuAttention, NpuGatedDelta)}
-    probe, errors = Probe("npu", DTYPE), {}
+    npu, errors = find_platform("npu"), {}
+    assert npu.why_unavailable() is None
     for name, (owner, method, layer, change) in SABOTAGES.items():
         good = getattr(homes[owner], method)
         setattr(homes[owner], method, change(good))
         with torch.inference_mode():
-            ((_, errors[name], _),) = probe.errors([layer])
+            (case,) = served({DTYPE: [layer]})
+            sides = Side(npu, getattr(torch, DTYPE)), Side(reference_platform(), torch.float64)
+            errors[name] = run_case(case, *sides, {}).largest_error
         setattr(homes[owner], method, good)
     print(json.dumps(errors))
 

@@ -1,17 +1,14 @@
-"""Probes of a start on CANN 8.5, with one operator of the platform computed otherwise, as another kernel might.
+"""Cases of a model's start, with one operator of the platform computed otherwise, as another kernel might.
 
-    python -m tests.npu.programs.probes MODEL BARE W8A8
+    python -m tests.npu.programs.cases
 
-writes {name: what the start says, or the second choices it takes} as JSON on the last line. MODEL is started with
-replays that keep old lengths, and with a cache write that computes otherwise. BARE, a checkpoint without weights, is
-started with keys that are rotated backwards. W8A8, a checkpoint of int8 with dynamic inputs, is started as it should be
-and with a matmul that computes otherwise.
+writes {name: what a start would do} as JSON on the last line: the second choices it takes, or what it says.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +25,8 @@ OPERATORS: dict[str, tuple[str, str, Change]] = {
         self, k, v, keys, values, slots - 1)),
     "the last token not seen": ("NpuAttention", "plan_decode", lambda good: lambda self, lens, *rest: good(
         self, [length - 1 for length in lens], *rest)),
-    "a scale of its own": ("NpuAttention", "prefill", lambda good: lambda self, q, k, v, metadata, scale: good(
-        self, q, k, v, metadata, 2 * scale)),
+    "a scale of its own": ("NpuAttention", "prefill", lambda good: lambda self, q, k, v, metadata, scale, **rest: good(
+        self, q, k, v, metadata, 2 * scale, **rest)),
     "images see each other": ("NpuAttention", "plan_vision", lambda good: lambda self, lengths, device: good(
         self, [sum(lengths)], device)),
     "the other gelu": ("NpuOps", "gelu", lambda good: lambda self, x, approximate: torch.relu(x)),
@@ -111,85 +108,59 @@ def changed_kernel(table: str, name: str, change: Change) -> Iterator[None]:
         functions[name] = good
 
 
-def needs(num_heads: int, num_kv_heads: int, tower: tuple[int, int] | None = None) -> Any:
+def asked(num_heads: int = 4, num_kv_heads: int = 2, **changes: Any) -> dict[str, Any]:
     from npu_runner.platforms.platform import ModelNeeds
 
-    return ModelNeeds(num_heads=num_heads, num_kv_heads=num_kv_heads, tower=tower, dtype="bfloat16", head_dim=128,
-                      block_size=128, has_experts=False, has_states=False, has_windows=False)
+    needs = ModelNeeds(dtype="bfloat16", graph_mode="reduce-overhead", hidden_size=128, head_dim=128, block_size=128,
+                       num_heads=num_heads, num_kv_heads=num_kv_heads, mlp_width=256, tower=(2, 72),
+                       forms=("int8", "int8_static", "grouped"))
+    return dataclasses.asdict(dataclasses.replace(needs, **changes))
 
 
-def prove(asked: Any) -> str:
+def chosen(words: str, **changes: Any) -> dict[str, Any] | str:
+    """What a start would do after the cases whose titles have one of these words, or its refusal."""
     from npu_runner.errors import ConfigError
-    from npu_runner.platforms.npu.kernels import FIRST_CHOICES
-    from npu_runner.platforms.npu.probes import prove_operators
+    from npu_runner.platforms import find_platform, reference_platform
+    from npu_runner.platforms.cases import Side, choose, run_case
+    from npu_runner.platforms.npu.cases import of_model
 
+    findings = []
+    for case in of_model(asked(**changes)):
+        if any(word in case.title for word in words.split("|")):
+            npu, cpu = Side(find_platform("npu"), torch.bfloat16), Side(reference_platform(), torch.float64)
+            findings.append(run_case(case, npu, cpu, {}))
+    assert findings, words
     try:
-        taken = prove_operators(asked, "8.5.0", masks_decode=True)
+        kernels, reasons = choose(findings)
     except ConfigError as refusal:
         return str(refusal)
-    usual = vars(FIRST_CHOICES)
-    return ", ".join(name for job, name in vars(taken).items() if name != usual[job])
+    return {"kernels": kernels, "reasons": reasons}
 
 
-def prove_matmuls(asked: Any) -> dict[str, str]:
-    from npu_runner.platforms.npu.probes import why_unproven
-
-    return why_unproven(("int8", "int8_static"))
-
-
-def prove_replay(asked: Any) -> str:
-    from npu_runner.platforms.npu.attention import NpuAttention
-    from npu_runner.platforms.npu.graphs import AclGraphCompiler
-    from npu_runner.platforms.npu.kernels import FIRST_CHOICES
-    from npu_runner.platforms.npu.probes import Side, why_no_replay
-
-    npu = Side.from_npu(asked, masks_decode=True, kernels=FIRST_CHOICES)
-    assert isinstance(npu.attention, NpuAttention)
-    return why_no_replay(AclGraphCompiler(npu.attention), npu, Side.from_cpu(asked), asked) or ""
+# The cases that notice each change.
+WORDS = {"NpuOps": "rotary|tower", "NpuAttention": "cache|tower", "NpuQuantisedOps": "quant|rounds",
+         "AclGraphCompiler": "captured", "_AclGraph": "captured"}
 
 
-def start(model: str, graph_mode: str = "reduce-overhead", **settings: Any) -> dict[str, Any] | str:
-    """What a whole start says of itself, and its tokens, or its refusal."""
-    from npu_runner import LLM, SamplingParams
-    from npu_runner.errors import ConfigError
+def main() -> None:
+    from npu_runner.platforms import find_platform
 
-    graphs: dict[str, Any] = {} if graph_mode == "eager" else {"graph_batch_sizes": [2]}
-    try:
-        with LLM(model, platform="npu", dtype="bfloat16", graph_mode=graph_mode, max_model_len=512, max_num_seqs=2,
-                 max_num_batched_tokens=512, vision_cache_bytes=0, **graphs, **settings) as llm:
-            outputs = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-            return {**llm.engine.describe(), "graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}
-    except ConfigError as refusal:
-        return str(refusal)
-
-
-def main(model: str, bare: str, w8a8: str) -> None:
-    torch.npu.set_device(0)
+    assert find_platform("npu").why_unavailable() is None
     said: dict[str, Any] = {}
     with torch.inference_mode():
-        for changes, run in ((OPERATORS, prove), (MATMULS, prove_matmuls), (REPLAYS, prove_replay)):
-            for name, change in changes.items():
-                with changed(*change):
-                    said[name] = run(needs(4, 2, tower=(2, 72)))
+        for name, change in {**OPERATORS, **MATMULS, **REPLAYS}.items():
+            with changed(*change):
+                said[name] = chosen(WORDS[change[0]])
         for name, kernel in FIRST_KERNELS.items():
             with changed_kernel(*kernel):
-                said[name] = prove(needs(4, 2, tower=(2, 72)))
+                said[name] = chosen("cache write|tower")
         with (changed_kernel(*FIRST_KERNELS["values before keys, first choice"]),
               changed_kernel("CACHE_WRITES", "_npu_reshape_and_cache", lambda good: _lacks_nnal)):
-            said["no NNAL"] = prove(needs(4, 2))
-        said["equal heads"], said["too many heads"] = prove(needs(2, 2)), prove(needs(72, 8))
-    with changed(*REPLAYS["old lengths"]):
-        said["started with old lengths"] = start(model)
-    with changed_kernel(*FIRST_KERNELS["values before keys, first choice"]):
-        said["started with a second choice"] = start(model, "eager")
-    with changed(*OPERATORS["rotated backwards"]):
-        said["started backwards"] = start(bare)
-    said["started with int8"] = start(w8a8, "eager")
-    with changed(*MATMULS["rows by their squares"]):
-        said["started without int8"] = start(w8a8, "eager")
-        said["asked for int8"] = start(bare, "eager", quantization="int8")
+            said["no NNAL"] = chosen("cache write")
+        said["equal heads"] = chosen("paged cache", num_heads=2)
+        said["too many heads"] = chosen("rotary", num_heads=72, num_kv_heads=8)
     print(json.dumps(said))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

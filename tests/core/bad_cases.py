@@ -1,0 +1,56 @@
+"""Cases that crash, hang, lose the device's context, are wrong or slow or right, for tests of `run_cases`."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from npu_runner.platforms.cases import Case, Side
+
+
+def crash() -> Tensor:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError("the signal ends the process")
+
+
+def hang() -> Tensor:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)  # as long as a case may take
+    time.sleep(600)
+    raise AssertionError("the alarm ends the process")
+
+
+def lose() -> Tensor:
+    raise RuntimeError("aclrtSynchronizeStream failed, error code is 507015\nand more")
+
+
+def sleep() -> Tensor:
+    time.sleep(0.05)
+    return torch.ones(2, 3)
+
+
+def fixed(call: Callable[[], Tensor]) -> Callable[[Side], Callable[[], Tensor]]:
+    return lambda side: call
+
+
+def twice_on_the_device(side: Side) -> Tensor:
+    return torch.ones(2, 3) * (1.0 if side.dtype == torch.float64 else 2.0)
+
+
+def served(asked: list[str]) -> list[Case]:
+    return [Case(name="right", prepare=fixed(lambda: torch.ones(2, 3))),
+            Case(name="crashes", prepare=fixed(crash), job="a", kernel="first"),
+            Case(name="crashes", prepare=fixed(lambda: torch.ones(2, 3)), job="a", kernel="second"),
+            Case(name="hangs", prepare=fixed(hang), gives_up="graphs"),
+            Case(name="loses the context", prepare=fixed(lose), gives_up="int8"),
+            Case(name="wrong", prepare=lambda side: lambda: twice_on_the_device(side), gives_up="int8_static"),
+            Case(name="integers", prepare=lambda side: lambda: twice_on_the_device(side).int(), gives_up="int8_static"),
+            Case(name="no number", prepare=lambda side: lambda: twice_on_the_device(side) * math.nan
+                 if side.dtype != torch.float64 else twice_on_the_device(side), gives_up="int8_static"),
+            Case(name="sleeps", prepare=fixed(sleep)),
+            Case(name=f"asked: {asked[0]}", prepare=fixed(lambda: torch.full((2, 3), 0.5)))]
