@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import tarfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.cases import Finding, run_cases
 from npu_runner.platforms.examination import Examination
 from npu_runner.platforms.host import Check, Outcome, run_command
-from npu_runner.processes.stopwatch import Stopwatch
 
 _ORDER = ("crashed", "wrong", "refused", "slow", "left out", "right")
 
@@ -43,10 +43,10 @@ def run(examination: Examination, only: Sequence[str], minutes: float, out: Path
     for check in checks:
         if check.status != "ok":
             print(f"{check.status:8} {check.name}: {check.found}", flush=True)
-    watch, name = Stopwatch(), examination.platform.name
-    findings = run_cases(host, name, examination.operator_cases, list(only), 60 * minutes, _print)
-    if not only and not watch.exceeds(60 * minutes):
-        findings += run_cases(host, name, doctor_layers.SOURCE, doctor_layers.cases(examination), 60 * minutes, _print)
+    end, name = time.monotonic() + 60 * minutes, examination.platform.name
+    findings: list[Finding] = []
+    for source, asked in ((examination.operator_cases, None), (doctor_layers.SOURCE, doctor_layers.cases(examination))):
+        findings += run_cases(host, name, source, asked, max(1.0, end - time.monotonic()), _print, only)
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in _ORDER}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no case has such a name"
     remedies = {each.case: examination.explain(Outcome([], each.message, each.message), "") for each in findings
@@ -58,7 +58,7 @@ def run(examination: Examination, only: Sequence[str], minutes: float, out: Path
     (out / "operators.html").write_text(_page(name, summary, checks, findings, remedies))
     for title, command in examination.reports.items():
         (out / f"{title}.txt").write_text(run_command(command))
-    archive = out.with_suffix(".tar.gz")
+    archive = out.with_name(f"{out.name}.tar.gz")
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(out, out.name)
     print(f"\n{summary}\nreport: {out / 'operators.html'}; to be sent: {archive}")

@@ -5,7 +5,7 @@ step, and the prompts that it accepts. Knows nothing of callers or of running re
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from npu_runner.checkpoint.model_config import ModelConfig, VectorPooling
 from npu_runner.checkpoint.quantization import arithmetic
@@ -14,6 +14,7 @@ from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.state_snapshots import StateSnapshots, state_alignment
 from npu_runner.errors import RequestError
+from npu_runner.layers.expert_weights import FORMS_OF_EXPERTS
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import AUTO, find_platform, pick_platform, platform_of_host
 from npu_runner.platforms.platform import Platform
@@ -66,12 +67,14 @@ def find_fallbacks(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
     tp = TensorParallel(0, config.parallel.tensor_parallel_size,
                         has_whole_experts=config.parallel.enable_expert_parallel)
     settings = resolve_settings(config, model_config, platform, checkpoint.quantization)
-    forms = checkpoint.multiplied_forms(settings.weight_forms)
+    forms: Collection[str] = ()
     if config.quantization != "auto":
-        forms = [form for form in forms if form.removesuffix("_experts") == config.quantization]
-    elif checkpoint.quantization is None:
-        forms = []
-    return platform.find_fallbacks(model_needs(settings, model_config, tp, tuple(forms)))
+        forms = [config.quantization]
+    elif checkpoint.quantization is not None:
+        forms = checkpoint.multiplied_forms(settings.weight_forms)
+    forms = {*forms, *(FORMS_OF_EXPERTS[form] for form in forms if form in FORMS_OF_EXPERTS)}
+    held = tuple(form for form in settings.weight_forms if form in forms)
+    return platform.find_fallbacks(model_needs(settings, model_config, tp, held))
 
 
 def make_block_manager(info: RunnerInfo, *, enable_prefix_caching: bool) -> BlockManager:

@@ -1,10 +1,11 @@
 """Cases: what a device computes, beside the CPU from the same numbers, one case after the other in a child process.
 
-    python -m npu_runner.platforms.cases PLATFORM SOURCE ASKED DONE REPORTS
+    python -m npu_runner.platforms.cases PLATFORM SOURCE ASKED ONLY DONE REPORTS
 
-runs the cases that the function SOURCE ("module:name") makes of the JSON value ASKED, without those of DONE, which are
-findings. Each is written to the file REPORTS as crashed before it begins; `run_cases` goes on with the next one in a
-new child if that remains so. Knows no operator and no vendor.
+runs the cases that the function SOURCE ("module:name") makes of the JSON value ASKED: those whose title has a word of
+the list ONLY, if it has any, and without those of DONE, which are findings. Each is written to the file REPORTS as
+crashed before it begins; `run_cases` goes on with the next one in a new child if that remains so. Knows no operator and
+no vendor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -226,10 +227,10 @@ def _second_choices(findings: Iterable[Finding]) -> dict[str, str]:
 
 
 def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float,
-              tell: Callable[[Finding], object] = lambda finding: None) -> list[Finding]:
+              tell: Callable[[Finding], object] = lambda finding: None, only: Sequence[str] = ()) -> list[Finding]:
     """The findings of `source`'s cases, made by child processes; `tell` hears of each at once. Cases that did not fit
     into `seconds` are "left out"."""
-    titles: list[str] = []
+    titles: list[list[str]] = []
     findings: list[Finding] = []
     begun: list[Finding] = []
     end = time.monotonic() + seconds
@@ -241,14 +242,15 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
 
     def hear(report: Any) -> None:
         if isinstance(report, list):
-            titles[:] = report
+            titles.append(report)
         elif (finding := Finding(**report)).verdict == "crashed":
             begun.append(finding)
         else:
             add(finding)
 
-    while not titles or len(findings) < len(titles):
-        outcome = run_program(host, __name__, [platform, source, json.dumps(asked),
+    is_done = False
+    while not is_done:
+        outcome = run_program(host, __name__, [platform, source, json.dumps(asked), json.dumps(only),
                                                json.dumps([asdict(each) for each in findings])],
                               max(0.0, end - time.monotonic()), on_report=hear)
         if outcome.is_timeout:
@@ -260,15 +262,16 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
         elif outcome.error is not None:
             add(Finding(case="all cases", verdict="crashed", message=outcome.error))
             break
+        is_done = all(title in {each.case for each in findings} for title in titles[0])
     done = {each.case for each in findings}
-    for title in titles:
+    for title in titles[0] if titles else ():
         if title not in done:
             add(Finding(case=title, verdict="left out", message=f"the {seconds:.0f} s were over"))
     return findings
 
 
 def main(arguments: list[str]) -> None:
-    platform, source, asked, done, reports = arguments
+    platform, source, asked, only, done, reports = arguments
     import torch
 
     def report(value: object) -> None:
@@ -278,10 +281,12 @@ def main(arguments: list[str]) -> None:
     device_of, findings = find_platform(platform), [Finding(**each) for each in json.loads(done)]
     if reason := device_of.why_unavailable():
         raise ConfigError(f"platform {platform}: {reason}")
-    cases: list[Case] = load(source)(json.loads(asked))
-    report([case.title for case in cases])
+    words = json.loads(only)
+    cases = {case.title: case for case in load(source)(json.loads(asked))
+             if not words or any(word in case.title for word in words)}
+    report(list(cases))
     with torch.inference_mode():
-        for case in cases:
+        for case in cases.values():
             if any(case.title == each.case for each in findings):
                 continue
             report(asdict(case.finding("crashed")))

@@ -15,11 +15,11 @@ from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.families import FAMILIES
 from tests.npu.family_cases import assert_close_at_the_first_divergence
-from tests.npu.hosts import toolkit
 from tests.npu.layer_kinds import KINDS
 from tests.npu.measured_layers import assert_no_cache_is_copied, launches_of, measured
 from tests.npu.programs.generate import Case
 from tests.npu.running import SMALL, assert_graphs_are_whole, on_cpu, on_npu
+from tests.npu.start import host_with, start
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(has_real_cann(), reason="a real host has the CANN it has")]
 
@@ -28,9 +28,7 @@ SERVED: dict[str, dict[str, Any]] = {"qwen3": {"num_hidden_layers": 1}, "qwen3_v
 
 
 def cann85(folder: Path) -> dict[str, str]:
-    """The emulation's switch, and a toolkit that says the same. Operators are compared, and findings kept there."""
-    return {"cann_version": "8.5.0", "NPU_RUNNER_ASCEND_CASES": "on", "HOME": str(folder),
-            **toolkit(folder / "cann", "8.5.0")}
+    return host_with("8.5.0", folder)
 
 
 def cases(checkpoint: Any, mode: str, model_types: Sequence[str] = tuple(SERVED), **settings: Any) -> list[Case]:
@@ -197,28 +195,6 @@ def test_an_operator_that_computes_otherwise_is_replaced_or_given_up_or_ends_the
     for name, kernels in CHOICES.items():
         assert said[name]["kernels"] == kernels, name
         assert len(said[name]["reasons"]) >= len(kernels)
-
-
-def start(model: Path, folder: Path, fail: str, **settings: Any) -> Any:
-    """What a start says of itself, with its tokens, where this operator of the emulation fails; or what ends it."""
-    settings = {"platform": "npu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 2,
-                "max_num_batched_tokens": 512, **settings}
-    done = run_python(["-c", START, str(model), json.dumps(settings)], fail=fail, **cann85(folder))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
-
-
-START = """
-import json, sys
-from npu_runner import LLM, SamplingParams
-from npu_runner.errors import ConfigError
-try:
-    with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
-        outputs = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        print(json.dumps({**llm.engine.describe(), "graphs": llm.engine.info.graphs, "tokens": outputs[0].token_ids}))
-except ConfigError as refusal:
-    print(json.dumps({"refusal": str(refusal)}))
-"""
 
 
 @pytest.fixture(scope="module")

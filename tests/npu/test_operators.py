@@ -1,0 +1,106 @@
+"""`doctor --operators` over the emulation, and starts where an operator of a model is refused: another one serves."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.quantised.writing import quantise
+from tests.cann.environment import has_real_cann, run_python
+from tests.families import FAMILIES
+from tests.full_set import only_full
+from tests.npu.start import start
+
+pytestmark = pytest.mark.npu
+
+DOCTOR = ["-m", "npu_runner", "doctor", "--platform", "npu", "--operators"]
+KERNELS = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_fused_infer_attention_score",
+           "npu_fusion_attention", "gathered blocks", "NZ", "ND", "npu_add_rms_norm_quant", "two operators",
+           "npu_grouped_matmul_swiglu_quant_v2", "three operators")
+
+
+def test_every_operator_is_right_and_a_report_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "first hour"
+    done = run_python([*DOCTOR, "--out", str(out)], timeout=700, cann_version="9.2.0", memory_bytes=4 << 30)
+    assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-2000:])
+    report = json.loads((out / "operators.json").read_text())
+    verdicts = {each["case"]: each["verdict"] for each in report["cases"]}
+    assert len(verdicts) == len(report["cases"]) > 80
+    assert set(verdicts.values()) <= ({"right", "slow"} if not has_real_cann() else {"right"}), verdicts
+    for kernel in KERNELS:
+        assert any(f"({kernel}, " in case for case in verdicts), kernel
+    for case in verdicts:
+        assert re.search(rf"^(right|slow) .*{re.escape(case)}", done.stdout, re.MULTILINE), case
+    page = Cells()
+    page.feed((out / "operators.html").read_text())
+    assert set(verdicts) <= set(page.cells)
+    with tarfile.open(f"{out}.tar.gz") as packed:
+        assert {f"{out.name}/{name}" for name in ("operators.json", "operators.html", "logs", "npu-smi.txt",
+                                                  "health.txt")} <= set(packed.getnames())
+
+
+class Cells(html.parser.HTMLParser):
+    """The texts of a page's cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self._is_in_cell = False
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._is_in_cell = tag in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._is_in_cell:
+            self.cells.append(data)
+
+
+@pytest.mark.skipif(has_real_cann(), reason="nothing is refused there because a test asks for it")
+def test_what_is_refused_has_its_code_and_a_remedy_and_only_some_are_computed(tmp_path: Path) -> None:
+    done = run_python([*DOCTOR, "--only", "npu_swiglu", "--only", "topk", "--out", str(tmp_path / "out")],
+                      cann_version="9.2.0", fail="aclnnSwiGlu:1+:561003")
+    assert done.returncode == 1
+    found = {each["case"].partition(",")[0]: each for each in json.loads((tmp_path / "out/operators.json").read_text())[
+        "cases"]}
+    assert set(found) == {"npu_swiglu", "topk of 64"}
+    assert found["npu_swiglu"]["verdict"] == "refused"
+    assert "561003" in found["npu_swiglu"]["message"]
+    assert "CANN has no kernel for this chip" in found["npu_swiglu"]["remedy"]
+    assert found["topk of 64"]["verdict"] in ("right", "slow")
+    assert "2 refused" in done.stdout, "in both dtypes"
+
+
+FALLBACKS: dict[str, tuple[str, str]] = {
+    "layout ND": ("dense", "aclnnQuantMatmulWeightNz:1+:561002"),
+    "norm two operators": ("dense", "aclnnAddRmsNormDynamicQuant:1+:561002,aclnnAddRmsNormDynamicQuantV2:1+:561002"),
+    "experts three operators": ("experts", "aclnnGroupedMatmulSwigluQuantWeightNzV2:1+:561002"),
+}
+
+
+@pytest.mark.skipif(has_real_cann(), reason="nothing is refused there because a test asks for it")
+@pytest.mark.parametrize("fallback", ["layout ND", *only_full(
+    "two starts each; one fallback stays, and the case of each kernel above", "norm two operators",
+    "experts three operators")])
+def test_a_refused_operator_is_replaced_with_a_warning_and_a_setting_and_tokens_stay(
+        fallback: str, checkpoint: Any, tmp_path: Path) -> None:
+    kind, fail = FALLBACKS[fallback]
+    if kind == "experts":
+        model = checkpoint("qwen3_moe", **{**FAMILIES["qwen3_moe"].npu[0], "moe_intermediate_size": 128})
+    else:
+        model = checkpoint("qwen3", num_hidden_layers=1, head_dim=128)
+    quantise(model, tmp_path / "model", "w8a8")
+    usual = start(tmp_path / "model", tmp_path / "usual", "", cann="9.2.0", graph_mode="eager")
+    other = start(tmp_path / "model", tmp_path / "other", fail, cann="9.2.0", graph_mode="eager")
+    assert "fallbacks" not in usual
+    assert other["fallbacks"] == fallback
+    assert other["quantization"] == usual["quantization"]
+    job, _, kernel = fallback.partition(" ")
+    assert f"{job}: {kernel} instead, for the operator above; npu-runner doctor --operators" in other["stderr"]
+    # Experts of random weights lie so close that rounding decides between them.
+    assert usual["tokens"] == other["tokens"] if kind == "dense" else len(other["tokens"]) == 4
