@@ -27,7 +27,7 @@ def on_npu(cases: list[Case], folder: Path, **emulation: Any) -> list[dict[str, 
     (folder / "cases.json").write_text(json.dumps(entries))
     results = folder / "results.json"
     results.unlink(missing_ok=True)
-    options = {"memory_bytes": DEVICE_MEMORY, "allow_fp32_attention": True, **emulation}
+    options = {"memory_bytes": DEVICE_MEMORY, "allow_fp32_attention": True, "loads_kernels": True, **emulation}
     done = run_python(["-m", "tests.npu.programs.generate", str(folder / "cases.json"), str(results)], timeout=900,
                       **options)
     assert done.returncode == 0, done.stderr[-8000:]

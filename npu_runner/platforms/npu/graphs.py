@@ -88,6 +88,7 @@ class _AclGraph:
     def __init__(self, forward: DecodeForward, batch_size: int, backend: Callable[..., Any], attention: NpuAttention):
         self._attention = attention
         self._batch_size = batch_size
+        self._forward = forward
         self._lengths = attention.lengths_by_window([_LEAST_TRACED] * batch_size)
 
         # dynamo takes every integer for a constant until it sees it change. What only reads the lengths shows it the
@@ -122,6 +123,9 @@ class _AclGraph:
             torch._dynamo.mark_static_address(tensor)
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
+            # Kernels of these shapes are loaded, and communicators made, outside of the capture.
+            self._forward(inputs, self._attention.graph_plan(self._lengths))
+            torch.npu.synchronize()
             for length, only_reads in ((_LEAST_TRACED, True), (_LEAST_TRACED + 1, False)):
                 self._decode(inputs, self._attention.lengths_by_window([length] * num_rows), only_reads)
             torch.npu.synchronize()

@@ -39,6 +39,7 @@ struct Settings {
   int max_graphs;
   int cann_version;  // 900 for 9.0.0
   bool is_lazy;
+  bool loads_kernels;  // the first launch of an operator with operands of these sizes loads a kernel, which no capture allows
   bool answers_without_running;  // lazy, and asking an event does not make anything run, however often
   bool is_logging;
   bool allows_fp32_attention;
@@ -78,7 +79,9 @@ int current_device();  // -1 when this thread has set none
 // Queues a task on the stream, or records it when the stream is being captured. A launch is counted by name: under
 // "launches" when it goes to a stream, "captured" when it is recorded, "replayed" each time a graph runs it.
 enum class TaskKind { launch, copy, callback };
-aclError submit(aclrtStream stream, const std::string& name, std::function<void()> task, TaskKind kind = TaskKind::launch);
+// `kernel`: what a device loads for the first such launch, where that counts (CANN_EMU_LOADS_KERNELS); empty: nothing.
+aclError submit(aclrtStream stream, const std::string& name, std::function<void()> task, TaskKind kind = TaskKind::launch,
+                const std::string& kernel = "");
 aclError synchronize_everything();
 
 }  // namespace emu

@@ -2,6 +2,7 @@
 #include "scheduler.h"
 
 #include <algorithm>
+#include <set>
 
 namespace emu {
 
@@ -141,11 +142,16 @@ void Scheduler::enqueue(Stream& stream, Task task) {
 
 uint64_t collectives_of_running_graph() { return running_collectives; }
 
-aclError submit(aclrtStream handle, const std::string& name, std::function<void()> run, TaskKind kind) {
+aclError submit(aclrtStream handle, const std::string& name, std::function<void()> run, TaskKind kind, const std::string& kernel) {
+  static auto* loaded = new std::set<std::string>;
   Scheduler& s = scheduler();
   std::lock_guard<std::recursive_mutex> lock(s.mutex);
   Stream* stream = s.find(handle);
   if (stream == nullptr) return refuse(ACL_ERROR_RT_PARAM_INVALID, "%s: %p is not a stream", name.c_str(), handle);
+  if (!kernel.empty() && loaded->insert(kernel).second && stream->capture) {
+    stream->capture->is_invalid = true;
+    return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "%s: the kernel of its first launch with such operands is loaded, which is not allowed while a graph is being captured", name.c_str());
+  }
   auto node = std::make_shared<Node>();
   node->name = name;
   node->run = std::move(run);

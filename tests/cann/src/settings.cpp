@@ -48,6 +48,7 @@ Settings read_settings() {
   s.max_graphs = static_cast<int>(number_setting("CANN_EMU_MAX_GRAPHS", 1000));
   s.cann_version = version_number(cann_version_text());
   s.is_lazy = number_setting("CANN_EMU_LAZY", 0) != 0;
+  s.loads_kernels = number_setting("CANN_EMU_LOADS_KERNELS", 0) != 0;
   s.answers_without_running = number_setting("CANN_EMU_LAZY", 0) == 2;
   s.is_logging = number_setting("CANN_EMU_LOG", 0) != 0;
   s.allows_fp32_attention = number_setting("CANN_EMU_ALLOW_FP32_ATTENTION", 0) != 0;

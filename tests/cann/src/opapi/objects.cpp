@@ -139,8 +139,13 @@ aclnnStatus launch(const char* name, void* workspace, uint64_t workspace_size, a
     }
     run();
   };
+  std::string kernel;
+  if (emu::settings().loads_kernels) {
+    kernel = name;
+    for (const auto& [address, bytes] : executor->ranges) kernel += " " + std::to_string(bytes);
+  }
   if (!executor->is_repeatable) delete executor;
-  return emu::submit(stream, name, std::move(task));
+  return emu::submit(stream, name, std::move(task), emu::TaskKind::launch, kernel);
 }
 
 // ---- constraints
