@@ -42,11 +42,21 @@ class ByteBoundedQueue:
                                   else self._messages.get_nowait())
         except queue.Empty:
             return None
-        with self._lock:
-            self._num_messages -= 1
-            self._num_bytes -= num_bytes
-            self._wake_all()
+        self._remove(1, num_bytes)
         return message
+
+    def get_waiting(self, most_bytes: int) -> list[Any]:
+        """The oldest messages, up to the one with which they have `most_bytes`; none are waited for. The lock is taken
+        once for all of them: a thread that puts meanwhile would wait for the interpreter each time."""
+        found: list[Any] = []
+        total = 0
+        with contextlib.suppress(queue.Empty):
+            while total < most_bytes:
+                message, num_bytes = self._messages.get_nowait()
+                found.append(message)
+                total += num_bytes
+        self._remove(len(found), total)
+        return found
 
     def close(self) -> None:
         """Drop all messages, and those that come later."""
@@ -65,6 +75,12 @@ class ByteBoundedQueue:
             self._num_messages += 1
             self._num_bytes += num_bytes
             return True
+
+    def _remove(self, num_messages: int, num_bytes: int) -> None:
+        with self._lock:
+            self._num_messages -= num_messages
+            self._num_bytes -= num_bytes
+            self._wake_all()
 
     def _wake_all(self) -> None:
         for _ in range(self._num_waiting):

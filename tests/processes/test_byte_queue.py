@@ -32,6 +32,20 @@ def test_who_puts_waits_while_it_is_full_by_bytes_or_by_number() -> None:
         assert not messages.is_full
 
 
+def test_what_waits_is_taken_at_once_up_to_a_number_of_bytes() -> None:
+    messages = ByteBoundedQueue(10)
+    assert messages.get_waiting(100) == []
+    for number in range(4):
+        messages.put(number, 4, waits=False)
+    writer = threading.Thread(target=messages.put, args=("d", 1))
+    writer.start()
+    assert messages.get_waiting(0) == []
+    assert messages.get_waiting(5) == [0, 1]
+    writer.join()
+    assert not messages.is_full
+    assert messages.get_waiting(100) == [2, 3, "d"]
+
+
 def test_once_closed_nobody_waits_and_nothing_comes() -> None:
     messages = ByteBoundedQueue(1)
     messages.put("a", 1)

@@ -66,8 +66,13 @@ def fates(folder: Path, address: str, num_tries: int) -> Counter[bytes | str]:
 
 
 def check(allowed: Path, address: str, first: str, second: str, num_tries: int) -> None:
+    found: Counter[bytes | str] = Counter()
     with exchanging(allowed, first, second):
-        found = fates(allowed, address, num_tries)
+        # On a busy machine the other process may wait while all tries of a round are made.
+        for _ in range(100):
+            found += fates(allowed, address, num_tries)
+            if min(found[INSIDE], found["media_not_allowed"]) > num_tries // 100:
+                break
     assert OUTSIDE not in found, found
     assert found[INSIDE] > num_tries // 100, "the exchange was seen from both sides"
     assert found["media_not_allowed"] > num_tries // 100

@@ -94,16 +94,12 @@ class AnswerWriter:
 
     def _next_rows(self) -> tuple[list[bytes], bool]:
         """Rows that are waiting, at least one unless a sync is due; and whether there will be more."""
-        rows: list[bytes] = []
-        num_bytes = 0
         row = self._rows.get(min(_LONGEST_WAIT_SECONDS, max(0.0, self._sync_at - time.monotonic())))
-        while row is not None:
-            if row is _END:
-                return rows, False
-            rows.append(row)
-            num_bytes += len(row)
-            row = self._rows.get() if num_bytes < _MAX_BYTES_PER_WRITE else None
-        return rows, True
+        rows = [] if row is None else [row]
+        if row is not None and row is not _END:
+            rows += self._rows.get_waiting(_MAX_BYTES_PER_WRITE - len(row))
+        is_last = bool(rows) and rows[-1] is _END
+        return rows[:-1] if is_last else rows, not is_last
 
     def _write(self, rows: list[bytes]) -> None:
         if not rows:
