@@ -22,6 +22,9 @@ from npu_runner.platforms.npu.kernels import KERNELS
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 Call = Callable[[], Tensor]
+Behind = Callable[[Side, int, int], tuple[Callable[[Tensor, AttentionMetadata], Tensor], Sequence[Tensor]]]
+"""(side, width, rows of a step) -> a function of attention's output (T, width) and the step's metadata, and its states,
+which begin with zeros."""
 
 _TOKENS = 37
 _BLOCK_SIZE, _NUM_BLOCKS = 128, 16
@@ -35,13 +38,19 @@ _STEP = 50
 class DecodeLayer(nn.Module):
     """A decoder layer's work on its cache: rotation, cache write, attention. Tokens look their heads up."""
 
-    def __init__(self, side: Side, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None):
+    def __init__(self, side: Side, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None,
+                 num_rows: int = 3, behind: Behind | None = None):
+        """`behind`: makes what the layer does with attention's output."""
         super().__init__()
         self.side, self.window, self.head_dim = side, window, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.attention = side.attention(num_heads, num_kv_heads, head_dim, _BLOCK_SIZE)
         self.attention.windows = (window,)
-        self.k_cache, self.v_cache = _cache(side, num_kv_heads, head_dim)
+        self.k_cache, self.v_cache = _cache(side, num_kv_heads, head_dim, 2 * num_rows + 1)
+        self.behind: Callable[[Tensor, AttentionMetadata], Tensor] | None = None
+        self.states: Sequence[Tensor] = ()
+        if behind is not None:
+            self.behind, self.states = behind(side, num_heads * head_dim, num_rows)
         self.table = side.random(64, (num_heads + 2 * num_kv_heads) * head_dim, seed=10)
         self.cos, self.sin = _angles(side, head_dim)
 
@@ -54,7 +63,8 @@ class DecodeLayer(nn.Module):
         self.attention.write_kv(k, v, self.k_cache, self.v_cache, inputs.slot_mapping)
         metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=is_prefill)
         attend = self.attention.prefill if is_prefill else self.attention.decode
-        return attend(q, self.k_cache, self.v_cache, metadata, self.head_dim**-0.5, window=self.window).flatten(1)
+        x = attend(q, self.k_cache, self.v_cache, metadata, self.head_dim**-0.5, window=self.window).flatten(1)
+        return x if self.behind is None or is_prefill else self.behind(x, metadata)
 
     def step(self, done_lens: Sequence[int], new_lens: Sequence[int], seed: int = 11, *,
              is_draft: bool = False) -> Tensor:
@@ -73,7 +83,7 @@ def step_inputs(side: Side, done_lens: Sequence[int], new_lens: Sequence[int], s
                 is_draft: bool = False) -> tuple[StepInputs, list[int], np.ndarray]:
     """Inputs of a step, its context lengths and its block tables; blocks are out of order and never block 0."""
     num_rows = len(new_lens)
-    tables = np.arange(_NUM_BLOCKS - 1, _NUM_BLOCKS - 1 - 2 * num_rows, -1, dtype=np.int32).reshape(num_rows, 2)
+    tables = np.arange(2 * num_rows, 0, -1, dtype=np.int32).reshape(num_rows, 2)
     context_lens = [done + new for done, new in zip(done_lens, new_lens, strict=True)]
     places = [np.arange(done, length) for done, length in zip(done_lens, context_lens, strict=True)]
     slots = np.concatenate([tables[row, place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE
@@ -91,8 +101,8 @@ def step_inputs(side: Side, done_lens: Sequence[int], new_lens: Sequence[int], s
     return inputs, context_lens, tables
 
 
-def _cache(side: Side, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    keys, values = (side.put(torch.zeros(_NUM_BLOCKS, _BLOCK_SIZE, num_kv_heads, head_dim, dtype=side.dtype))
+def _cache(side: Side, num_kv_heads: int, head_dim: int, num_blocks: int = _NUM_BLOCKS) -> tuple[Tensor, Tensor]:
+    keys, values = (side.put(torch.zeros(num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, dtype=side.dtype))
                     for _ in range(2))
     return keys, values
 
@@ -153,35 +163,43 @@ def attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bf
         yield Case(name=f"attention of {drafts} drafts, {heads}", prepare=verify, dtype=dtype, num_launches=_STEP)
 
 
-def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16", num_rows: int = 2) -> Case:
+def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16", num_rows: int = 2, *,
+           kind: str = "", behind: Behind | None = None, drafts: int = 0) -> Case:
     """A captured decode graph, replayed with other context lengths and blocks. Every other row's context shrinks: who
-    keeps an old length reads too much, or too little."""
-    steps = [[(5, 200)[row % 2] + row for row in range(num_rows)], [(131, 7)[row % 2] + row for row in range(num_rows)]]
+    keeps an old length reads too much, or too little. `drafts`: each sequence has so many, a row of the graph each."""
+    steps = [[(5, 200)[row % 2] + row % 40 for row in range(num_rows)],
+             [(131, 7)[row % 2] + row % 40 for row in range(num_rows)]]
+    new_lens, num_tokens = [1 + drafts] * num_rows, (1 + drafts) * num_rows
 
     def prepare(side: Side) -> Call:
-        layer = DecodeLayer(side, num_heads, num_kv_heads, head_dim)
+        layer = DecodeLayer(side, num_heads, num_kv_heads, head_dim, num_rows=num_rows, behind=behind)
         layer.step([0] * num_rows, [256] * num_rows, seed=26)  # contexts of any length below
         if side.platform.name != "npu":
-            return lambda: torch.cat([layer.step(lens, [1] * num_rows, 27 + step) for step, lens in enumerate(steps)])
+            return lambda: torch.cat([layer.step(lens, new_lens, 27 + step, is_draft=drafts > 0)
+                                      for step, lens in enumerate(steps)])
         compiler = side.platform.make_graph_compiler(GraphSettings(mode="reduce-overhead", identity={}, cache_dir=None))
-        graph, kept = compiler.compile(layer.forward, num_rows), step_inputs(side, steps[0], [1] * num_rows, 27)[0]
+        graph = compiler.compile(layer.forward, num_tokens)
+        kept = step_inputs(side, steps[0], new_lens, 27, is_draft=drafts > 0)[0]
+        graph(kept)  # captures
 
         def call() -> Tensor:
             found = []
+            for each in layer.states:
+                each.zero_()
             for step, lens in enumerate(steps):
-                inputs, context_lens, _ = step_inputs(side, lens, [1] * num_rows, 27 + step)
+                inputs, _, _ = step_inputs(side, lens, new_lens, 27 + step, is_draft=drafts > 0)
                 for old, new in zip(kept, inputs, strict=True):
                     old.copy_(new)
                 side.platform.memory.synchronize()
-                compiler.before_replay(num_rows, context_lens)
+                compiler.before_replay(num_tokens, inputs.context_lens.tolist())
                 found.append(graph(kept).clone())
             return torch.cat(found)
 
         return call
 
-    return Case(name=f"a captured graph of {num_rows} rows, replayed with other context lengths, "
-                f"{num_heads}/{num_kv_heads} heads of {head_dim}", prepare=prepare, dtype=dtype, gives_up="graphs",
-                num_launches=_STEP)
+    name = f"a captured graph of {num_tokens} rows{kind and f', {kind}'}, replayed with other context lengths"
+    return Case(name=f"{name}, {num_heads}/{num_kv_heads} heads of {head_dim}", prepare=prepare, dtype=dtype,
+                gives_up="graphs", num_launches=_STEP)
 
 
 def tower(num_heads: int, head_dim: int, dtype: str = "bfloat16") -> Iterator[Case]:

@@ -16,7 +16,15 @@ from npu_runner.platforms.cases import BOUNDS, Case, Side
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED
 from npu_runner.platforms.npu.attention_cases import attention, replay, tower
-from npu_runner.platforms.npu.weight_cases import experts, grouped, quantised, states
+from npu_runner.platforms.npu.weight_cases import (
+    experts,
+    experts_behind,
+    grouped,
+    int8_behind,
+    quantised,
+    states,
+    states_behind,
+)
 from npu_runner.platforms.platform import ModelNeeds
 
 Call = Callable[[], Tensor]
@@ -33,10 +41,18 @@ def served(asked: object = None) -> list[Case]:
         *(case for head_dim in (64, 72, 80) for case in tower(16, head_dim)),
         *quantised(2048, 6144), *grouped(2048, 6144),
         *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)),
-        *(replay(32, 8, 128, num_rows=num_rows) for num_rows in (1, 2, 6)),
+        *(case for num_rows in (1, 8, 32) for case in _graphs(num_rows)),
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
     ]
+
+
+def _graphs(num_rows: int) -> Iterator[Case]:
+    heads = 16, 8, 128
+    yield replay(*heads, num_rows=num_rows)
+    for kind, behind in {"int8": int8_behind, "experts": experts_behind, "states": states_behind}.items():
+        yield replay(*heads, num_rows=num_rows, kind=kind, behind=behind)
+    yield replay(*heads, num_rows=num_rows, kind="3 drafts", drafts=3)
 
 
 def of_model(asked: dict[str, Any]) -> list[Case]:

@@ -5,7 +5,7 @@ T tokens of a step, I inputs, O outputs, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ from npu_runner.platforms.quantised import (
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 Call = Callable[[], Tensor]
+Behind = tuple[Callable[[Tensor, AttentionMetadata], Tensor], Sequence[Tensor]]
+"""See attention_cases.py."""
 
 _TOKENS, _FEW = 37, 3
 _EPS = 1e-6
@@ -207,3 +209,51 @@ def states(shape: GatedDeltaShape, dtype: str = "bfloat16") -> Iterator[Case]:
     heads = f"{shape.num_k_heads}/{shape.num_v_heads} heads of {shape.head_k_dim}"
     yield Case(name=f"the convolution of Gated DeltaNet, {heads}", prepare=convolve, dtype=dtype)
     yield Case(name=f"the gated delta rule, {heads}", prepare=rule, dtype=dtype)
+
+
+# -- behind attention, in captured graphs ------------------------------------------------------------------------------
+
+
+def int8_behind(side: Side, width: int, num_rows: int) -> Behind:
+    """A norm that rounds, and a matmul of int8."""
+    ops, (values_OI, scales_O, bias_O) = side.quantised_ops, _int8_operands(side, width, 512)
+    weight, gain = ops.prepare_weight(Int8Weight(values_OI, scales_O)), 1 + side.random(width, seed=35, scale=0.125)
+
+    def forward(x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        rows, _ = ops.add_rms_norm(x, x, gain, _EPS, INT8)
+        return ops.linear(rows, weight, bias_O)
+
+    return forward, ()
+
+
+def experts_behind(side: Side, width: int, num_rows: int) -> Behind:
+    """Four experts, each of which every token takes: rounding decides nothing."""
+    count, inner = 4, 256
+    router, gate_up, down = (side.random(*shape, seed=seed, scale=shape[-1] ** -0.5) for seed, shape in (
+        (46, (count, width)), (47, (count, 2 * inner, width)), (48, (count, width, inner))))
+    if side.ops.experts_in_out:
+        gate_up, down = (each.transpose(1, 2).contiguous() for each in (gate_up, down))
+
+    def forward(x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return side.ops.experts(x, *side.ops.route(side.ops.linear(x, router, None), count, True), gate_up, down)
+
+    return forward, ()
+
+
+def states_behind(side: Side, width: int, num_rows: int) -> Behind:
+    """The convolution and the gated delta rule; both leave states for the next step."""
+    shape = GatedDeltaShape(num_k_heads=width // 512, num_v_heads=width // 256, head_k_dim=128, head_v_dim=128,
+                            conv_kernel_size=4)
+    backend = side.platform.make_gated_delta(shape, side.dtype)
+    taps, rate, bias = (side.random(*size, seed=seed) for seed, size in (
+        (51, (shape.num_channels, 4)), (56, (shape.num_v_heads,)), (57, (shape.num_v_heads,))))
+    rate, bias = -rate.float().exp(), bias.float()
+    conv = side.put(torch.zeros(num_rows, *shape.conv_state_shape, dtype=side.dtype))
+    state = side.put(torch.zeros(num_rows, *shape.state_shape))
+
+    def forward(x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        gates = x[:, : shape.num_v_heads]
+        qkv = backend.convolve(x[:, : shape.num_channels].contiguous(), taps, conv, metadata)
+        return backend.delta_rule(qkv, gates, gates, rate, bias, state, metadata).flatten(1)
+
+    return forward, (conv, state)
