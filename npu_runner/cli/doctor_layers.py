@@ -15,8 +15,8 @@ from npu_runner.platforms.host import Check, Outcome
 SOURCE = "npu_runner.cli.layer_cases:served"
 # Name to whether it is dense: has neither states nor experts.
 _LAYERS = {"decoder layer, 32/8 heads of 128": True, "decoder layer, 16/8 heads of 128": True,
-           "Gated DeltaNet layer, 4/8 heads of 128": False, "experts layer, 8 of 8 experts": False,
-           "tower layer, 16 heads of 72": True}
+           "decoder layer, M-RoPE, a prompt of 2,000 tokens": True, "Gated DeltaNet layer, 4/8 heads of 128": False,
+           "experts layer, 8 of 8 experts": False, "tower layer, 16 heads of 72": True}
 
 
 def check_layers(examination: Examination, timeout_seconds: float) -> list[Check]:

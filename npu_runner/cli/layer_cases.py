@@ -45,10 +45,12 @@ _SEED, _LAUNCHES = 20, 100
 _BLOCK_SIZE = 128
 # One sequence that fills a block and begins the next, one within a block, one as short as can be.
 _PROMPT_LENS = (150, 70, 1)
+_LONG_PROMPT = 2000
 _GRIDS = ((6, 10), (2, 4))  # patches of two images
 # Heads and blocks are those of real models; sizes that only make matmuls longer are smaller, so this takes seconds.
 _HIDDEN_SIZE, _MLP_WIDTH, _HEAD_DIM = 512, 1536, 128
-_HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8)}
+_MROPE = "decoder layer, M-RoPE, a prompt of 2,000 tokens"
+_HEADS = {"decoder layer, 32/8 heads of 128": (32, 8), "decoder layer, 16/8 heads of 128": (16, 8), _MROPE: (32, 8)}
 # A tower has the attention of the model that it sees for: not every kernel takes its own head dim over a cache.
 _HEADS_BEHIND_TOWER = (32, 8)
 _DELTA = GatedDeltaNetConfig(num_k_heads=4, num_v_heads=8, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)
@@ -116,35 +118,43 @@ def _build(config: ModelConfig | VisionConfig, side: Side) -> tuple[nn.Module, L
     if isinstance(config, ModelConfig):
         delta = gated_delta_shape(config, TensorParallel())
         context = _context(side, config.num_heads, config.num_kv_heads, config.head_dim, delta)
-        return Decoder(config, sum(_PROMPT_LENS), context, partial(make_layer, attention=HeadNormAttention)), context
+        make = partial(make_layer, attention=HeadNormAttention)
+        return Decoder(config, sum(_prompt_lens(config)) + 1, context, make), context
     context = _context(side, *_HEADS_BEHIND_TOWER, _HEAD_DIM)
     return VisionTower(config, context), context
 
 
 def _decode(config: ModelConfig, model: nn.Module, context: LayerContext) -> Tensor:
     """The outputs for a prompt of each sequence and then one token of each, (T + B, D)."""
-    tables_BW, num_blocks = _block_tables()
+    prompt_lens = _prompt_lens(config)
+    tables_BW, num_blocks = _block_tables(prompt_lens)
     sizes = (len(config.attention_layers), num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     if config.attention_layers:
         bind_kv_cache(model, *(zeros(sizes, context.dtype, context.device) for _ in range(2)))
     if context.gated_delta is not None:
         delta = gated_delta_shape(config, TensorParallel())
         assert delta is not None, "there is a backend for it"
-        counts = (len(config.state_layers), len(_PROMPT_LENS) + 1)
+        counts = (len(config.state_layers), len(prompt_lens) + 1)
         bind_states(model, zeros((*counts, *delta.conv_state_shape), context.dtype, context.device),
                     zeros((*counts, *delta.state_shape), torch.float32, context.device))
     generator = torch.Generator().manual_seed(_SEED + 1)
     outputs = []
-    for done_lens, new_lens in (((0,) * len(_PROMPT_LENS), _PROMPT_LENS), (_PROMPT_LENS, (1,) * len(_PROMPT_LENS))):
+    for done_lens, new_lens in (((0,) * len(prompt_lens), prompt_lens), (prompt_lens, (1,) * len(prompt_lens))):
         x_TD = torch.randn(sum(new_lens), config.hidden_size, generator=generator).bfloat16()
         positions, metadata = _step(context, tables_BW, done_lens, new_lens)
+        if config.rope.mrope_section is not None and metadata.is_prefill:  # as of a large image, which turns each axis
+            positions = torch.stack((positions, positions // 2, positions // 3))
         outputs.append(model(x_TD.to(context.device, context.dtype), positions, metadata))
     return torch.cat(outputs)
 
 
-def _block_tables() -> tuple[np.ndarray, int]:
+def _prompt_lens(config: ModelConfig) -> tuple[int, ...]:
+    return _PROMPT_LENS if config.rope.mrope_section is None else (_LONG_PROMPT,)
+
+
+def _block_tables(prompt_lens: Sequence[int]) -> tuple[np.ndarray, int]:
     """Blocks of each sequence, out of order and never block 0, and how many blocks there are."""
-    counts = [-(-(length + 1) // _BLOCK_SIZE) for length in _PROMPT_LENS]
+    counts = [-(-(length + 1) // _BLOCK_SIZE) for length in prompt_lens]
     blocks = np.random.default_rng(_SEED).permutation(np.arange(1, 1 + sum(counts))).astype(np.int32)
     tables_BW = np.zeros((len(counts), max(counts)), dtype=np.int32)
     for row, part in enumerate(np.split(blocks, list(accumulate(counts))[:-1])):
@@ -189,7 +199,7 @@ def _decoder_config(name: str) -> ModelConfig:
     return ModelConfig(
         model_type="qwen3", vocab_size=8, hidden_size=_HIDDEN_SIZE, num_heads=num_heads, num_kv_heads=num_kv_heads,
         head_dim=_HEAD_DIM, max_position_embeddings=4096, rms_norm_eps=1e-6, tie_word_embeddings=True,
-        rope=RopeConfig(theta=5e6), dtype="bfloat16",
+        rope=RopeConfig(theta=5e6, mrope_section=(24, 20, 20) if name == _MROPE else None), dtype="bfloat16",
         layers=(LayerConfig(mixer=_MIXERS[name], channel=_EXPERTS.get(name, MLPConfig(intermediate_size=_MLP_WIDTH))),))
 
 

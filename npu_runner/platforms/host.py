@@ -85,7 +85,7 @@ def run_program(host: Host, module: str, arguments: Sequence[str], timeout_secon
                 child.kill()
         text = output.read_text(errors="replace")
         told.read()
-    return Outcome(told.found, _what_went_wrong(status, limit, text), text, status is None)
+    return Outcome(told.found, what_went_wrong(status, limit, text), text, status is None)
 
 
 def run_command(command: Sequence[str], timeout_seconds: float = 60.0) -> str:
@@ -139,7 +139,8 @@ def _status_within(limit: float, child: Child, reports: Reports) -> int | None:
     return None
 
 
-def _what_went_wrong(status: int | None, limit: float, output: str) -> str | None:
+def what_went_wrong(status: int | None, limit: float, output: str) -> str | None:
+    """The first error that a program named; None: it ended well. `status` None: it did not end."""
     if status == 0:
         return None
     # The first error of a chain is the cause; those after it say what it led to.

@@ -24,7 +24,7 @@ NPU = examination_of(find_platform("npu"), Findings(Host(), {}))
 def test_layers_of_real_shapes_agree_with_the_cpu_and_their_forms_are_named(cann_version: str) -> None:
     host = Host(environment=environment(cann_version=cann_version))
     found = judge(NPU, run_cases(host, "npu", SOURCE, cases(NPU), 300))
-    assert len(found) == 5 * len(BOUNDS)
+    assert len(found) == 6 * len(BOUNDS)
     assert {check.status for check in found} == {"ok"}, found
     text = {check.name: check.found for check in found}
     assert {f"experts layer, 8 of 8 experts ({dtype})" for dtype in BOUNDS} <= text.keys()

@@ -134,10 +134,10 @@ def test_cann_85_is_a_warning_with_its_recipe_under_a_wheel_that_is_taken(tmp_pa
         remedy = software.check_cann_version(host, {"torch": "2.9.0", "torch_npu": wheel}).remedy
         assert ("pip install --no-deps torch_npu==2.9.0.post9" in remedy) == is_told
     examination = examination_of(find_platform("npu"), Findings(Host(environment=variables), packages))
-    assert {dtype: len(names) for dtype, names in layer_cases(examination).items()} == {"bfloat16": 3, "float16": 0}
+    assert {dtype: len(names) for dtype, names in layer_cases(examination).items()} == {"bfloat16": 4, "float16": 0}
     assert "head dim 32" in examination.why_no_embedded()
     newer = examination_of(find_platform("npu"), Findings(Host(environment={}), packages))
-    assert {dtype: len(names) for dtype, names in layer_cases(newer).items()} == {"bfloat16": 5, "float16": 5}
+    assert {dtype: len(names) for dtype, names in layer_cases(newer).items()} == {"bfloat16": 6, "float16": 6}
     assert newer.why_no_embedded() == ""
 
 

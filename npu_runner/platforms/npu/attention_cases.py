@@ -164,7 +164,7 @@ def attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bf
 
 
 def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16", num_rows: int = 2, *,
-           kind: str = "", behind: Behind | None = None, drafts: int = 0) -> Case:
+           kind: str = "", behind: Behind | None = None, drafts: int = 0, is_captured: bool = True) -> Case:
     """A captured decode graph, replayed with other context lengths and blocks. Every other row's context shrinks: who
     keeps an old length reads too much, or too little. `drafts`: each sequence has so many, a row of the graph each."""
     steps = [[(5, 200)[row % 2] + row % 40 for row in range(num_rows)],
@@ -174,7 +174,7 @@ def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloa
     def prepare(side: Side) -> Call:
         layer = DecodeLayer(side, num_heads, num_kv_heads, head_dim, num_rows=num_rows, behind=behind)
         layer.step([0] * num_rows, [256] * num_rows, seed=26)  # contexts of any length below
-        if side.platform.name != "npu":
+        if side.platform.name != "npu" or not is_captured:
             return lambda: torch.cat([layer.step(lens, new_lens, 27 + step, is_draft=drafts > 0)
                                       for step, lens in enumerate(steps)])
         compiler = side.platform.make_graph_compiler(GraphSettings(mode="reduce-overhead", identity={}, cache_dir=None))

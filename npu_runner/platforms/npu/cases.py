@@ -15,6 +15,7 @@ from torch import Tensor
 from npu_runner.platforms.cases import BOUNDS, Case, Side
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED
+from npu_runner.platforms.npu import rank_cases
 from npu_runner.platforms.npu.attention_cases import attention, replay, tower
 from npu_runner.platforms.npu.weight_cases import (
     experts,
@@ -44,6 +45,7 @@ def served(asked: object = None) -> list[Case]:
         *(case for num_rows in (1, 8, 32) for case in _graphs(num_rows)),
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
+        *rank_cases.served(),
     ]
 
 
