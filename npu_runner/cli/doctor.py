@@ -53,6 +53,8 @@ def add(commands: Commands) -> None:
                            "repeated")
     operators.add_argument("--minutes", type=float, default=10.0, metavar="N", help="what has not begun by then is "
                            "listed as left out (default: 10)")
+    operators.add_argument("--soak", type=float, nargs="?", const=20.0, default=0.0, metavar="N", help="then replay a "
+                           "graph with ever other lengths for N minutes more (20 where N is left out)")
     operators.add_argument("--out", type=Path, default=Path("npu-runner-operators"), metavar="FOLDER",
                            help="for the report and the vendor's logs; FOLDER.tar.gz has all of it (default: "
                            "npu-runner-operators)")
@@ -94,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         from npu_runner.cli.doctor_operators import run as run_operators
 
         examination, _ = _choose(Findings.from_host(Host()), options.platform)
-        return run_operators(examination, arguments.only or (), arguments.minutes, arguments.out)
+        return run_operators(examination, arguments.only or (), arguments.minutes, arguments.soak,
+                             arguments.out)
     checks = []
     if not arguments.json:
         print(f"npu-runner {__version__}, Python {python_platform.python_version()}, {python_platform.platform()}")

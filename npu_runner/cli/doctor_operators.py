@@ -23,7 +23,7 @@ from npu_runner.platforms.host import Check, Outcome, run_command
 _ORDER = ("crashed", "wrong", "refused", "slow", "left out", "right")
 
 
-def run(examination: Examination, only: Sequence[str], minutes: float, out: Path) -> int:
+def run(examination: Examination, only: Sequence[str], minutes: float, soak_minutes: float, out: Path) -> int:
     """Print a line for each case as soon as it is known; write `out`/operators.json, operators.html and a .tar.gz
     of both with the vendor's logs. Returns 1 if a case is neither right nor slow.
 
@@ -43,10 +43,14 @@ def run(examination: Examination, only: Sequence[str], minutes: float, out: Path
     for check in checks:
         if check.status != "ok":
             print(f"{check.status:8} {check.name}: {check.found}", flush=True)
-    end, name = time.monotonic() + 60 * minutes, examination.platform.name
+    end, name = time.monotonic() + 60 * (minutes + soak_minutes), examination.platform.name
     findings: list[Finding] = []
-    for source, asked in ((examination.operator_cases, None), (doctor_layers.SOURCE, doctor_layers.cases(examination))):
-        findings += run_cases(host, name, source, asked, max(1.0, end - time.monotonic()), _print, only)
+    parts: list[tuple[str, object, Sequence[str]]] = [
+        (examination.operator_cases, 0.0, only), (doctor_layers.SOURCE, doctor_layers.cases(examination), only)]
+    if soak_minutes:
+        parts.append((examination.operator_cases, soak_minutes, ["replays with changing lengths"]))
+    for source, asked, words in parts:
+        findings += run_cases(host, name, source, asked, max(1.0, end - time.monotonic()), _print, words)
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in _ORDER}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no case has such a name"
     remedies = {each.case: examination.explain(Outcome([], each.message, each.message), "") for each in findings
@@ -54,7 +58,8 @@ def run(examination: Examination, only: Sequence[str], minutes: float, out: Path
     (out / "operators.json").write_text(json.dumps({
         "npu_runner": __version__, "platform": name, "minutes": minutes, "only": list(only), "counts": counts,
         "checks": [asdict(check) for check in checks],
-        "cases": [{**asdict(each), "remedy": remedies.get(each.case, "")} for each in findings]}, indent=1))
+        "cases": [{**asdict(each), "remedy": remedies.get(each.case, ""), "logs": _logs(logs, each)}
+                  for each in findings]}, indent=1))
     (out / "operators.html").write_text(_page(name, summary, checks, findings, remedies))
     for title, command in examination.reports.items():
         (out / f"{title}.txt").write_text(run_command(command))
@@ -63,6 +68,12 @@ def run(examination: Examination, only: Sequence[str], minutes: float, out: Path
         packed.add(out, out.name)
     print(f"\n{summary}\nreport: {out / 'operators.html'}; to be sent: {archive}")
     return 0 if findings and all(each.is_right for each in findings) else 1
+
+
+def _logs(folder: Path, finding: Finding) -> list[str]:
+    """The vendor's log files of the process that ran the case: their names have its number."""
+    return sorted(str(path.relative_to(folder.parent)) for path in folder.rglob(f"*[-_]{finding.process}[-_.]*")
+                  if path.is_file())
 
 
 def _print(finding: Finding) -> None:

@@ -11,6 +11,7 @@ no vendor.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import statistics
@@ -40,7 +41,6 @@ causes at most a third of it. Integers must be equal."""
 _SLOW, _LAUNCH_SECONDS, _BYTES_PER_SECOND, _OPERATIONS_PER_SECOND = 20.0, 10e-6, 1e12, 1e14
 """A case is slow if a call takes 20 times what its bytes or operations take, or a launch. Devices are no slower."""
 _NUM_CALLS, _MOST_SECONDS_OF_CALLS = 20, 0.2
-_CASE_SECONDS = 180
 _SEED = 85
 _LOST_CONTEXT = re.compile(r"\b507\d{3}\b")
 """After these errors of a kernel no call of the process succeeds."""
@@ -110,6 +110,8 @@ class Case:
     """A start can do without this where no kernel is right: a form of weights, or "graphs"."""
     describe: Callable[[Side], str] = lambda side: ""
     """A message for what is right."""
+    seconds: float = 180.0
+    """A case that takes longer counts as one that hangs."""
     is_timed: bool = True
     num_launches: int = 1
     num_operations: int = 0
@@ -139,6 +141,8 @@ class Finding:
     """The median of 20 calls, each waited for."""
     message: str = ""
     """The first line of what the device said, or what is wrong."""
+    process: int = 0
+    """The number of the process that computed it."""
 
     @property
     def is_right(self) -> bool:
@@ -261,7 +265,7 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
             break
         if begun:
             is_late = outcome.error is not None and "SIGALRM" in outcome.error
-            why = f"no end within {_CASE_SECONDS} s" if is_late else outcome.error or "the process ended"
+            why = "it did not end in time" if is_late else outcome.error or "the process ended"
             add(replace(begun[-1], message=why))
         elif outcome.error is not None:
             add(Finding(case="all cases", verdict="crashed", message=outcome.error))
@@ -293,12 +297,12 @@ def main(arguments: list[str]) -> None:
         for case in cases.values():
             if any(case.title == each.case for each in findings):
                 continue
-            report(asdict(case.finding("crashed")))
-            signal.setitimer(signal.ITIMER_REAL, _CASE_SECONDS)  # its default action ends a process that hangs
+            report(asdict(replace(case.finding("crashed"), process=os.getpid())))
+            signal.setitimer(signal.ITIMER_REAL, case.seconds)  # its default action ends a process that hangs
             finding = run_case(case, Side(device_of, getattr(torch, case.dtype)),
                                Side(reference_platform(), torch.float64), _second_choices(findings))
             findings.append(finding)
-            report(asdict(finding))
+            report(asdict(replace(finding, process=os.getpid())))
             if _LOST_CONTEXT.search(finding.message):
                 return
 

@@ -6,6 +6,7 @@ T tokens of a step, B sequences, N query heads, K kv heads, H head dim, P patche
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.platforms.attention import tower_head_dim
-from npu_runner.platforms.cases import Case, Side
+from npu_runner.platforms.cases import BOUNDS, Case, Side, distances
 from npu_runner.platforms.graphs import GraphSettings
 from npu_runner.platforms.npu.kernels import KERNELS
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
@@ -31,6 +32,7 @@ _BLOCK_SIZE, _NUM_BLOCKS = 128, 16
 # A prompt that fills a block and begins the next, the rest of one, and a single token behind a context.
 _DONE_LENS, _NEW_LENS = (0, 40, 8), (150, 30, 1)
 _IMAGES = (60, 8)
+_COMPARED = 50
 _STEP = 50
 """Launches and uploads of a case that has several steps."""
 
@@ -200,6 +202,38 @@ def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloa
     name = f"a captured graph of {num_tokens} rows{kind and f', {kind}'}, replayed with other context lengths"
     return Case(name=f"{name}, {num_heads}/{num_kv_heads} heads of {head_dim}", prepare=prepare, dtype=dtype,
                 gives_up="graphs", num_launches=_STEP)
+
+
+def soak(minutes: float, num_rows: int = 8) -> Case:
+    """Replays of one graph with other lengths each time, as in a night's job; some are compared with an eager step."""
+    def prepare(side: Side) -> Call:
+        if side.platform.name != "npu":
+            return lambda: torch.zeros(1, 1, dtype=torch.int32)
+        layer, random = DecodeLayer(side, 16, 8, 128, num_rows=num_rows), np.random.default_rng(0)
+        layer.step([0] * num_rows, [256] * num_rows, seed=26)
+        compiler = side.platform.make_graph_compiler(GraphSettings(mode="reduce-overhead", identity={}, cache_dir=None))
+        graph = compiler.compile(layer.forward, num_rows)
+        kept = step_inputs(side, [5] * num_rows, [1] * num_rows, 27)[0]
+
+        def call() -> Tensor:
+            end, number, num_wrong = time.monotonic() + 60 * minutes, 0, 0
+            while time.monotonic() < end:
+                lens = random.integers(1, 250, num_rows).tolist()
+                inputs, context_lens, _ = step_inputs(side, lens, [1] * num_rows, number)
+                for old, new in zip(kept, inputs, strict=True):
+                    old.copy_(new)
+                compiler.before_replay(num_rows, context_lens)
+                found = graph(kept).clone()
+                if number % _COMPARED == 0:
+                    expected = layer.step(lens, [1] * num_rows, number)
+                    num_wrong += float(distances(found, expected).max()) > BOUNDS["bfloat16"]
+                number += 1
+            return side.put(torch.full((1, 1), num_wrong, dtype=torch.int32))
+
+        return call
+
+    return Case(name=f"replays with changing lengths for {minutes:g} minutes", prepare=prepare, gives_up="graphs",
+                seconds=60 * minutes + 180, is_timed=False)
 
 
 def tower(num_heads: int, head_dim: int, dtype: str = "bfloat16") -> Iterator[Case]:

@@ -16,7 +16,7 @@ from npu_runner.platforms.cases import BOUNDS, Case, Side
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED
 from npu_runner.platforms.npu import rank_cases
-from npu_runner.platforms.npu.attention_cases import attention, replay, tower
+from npu_runner.platforms.npu.attention_cases import attention, replay, soak, tower
 from npu_runner.platforms.npu.weight_cases import (
     experts,
     experts_behind,
@@ -34,8 +34,8 @@ _TOKENS, _LOGITS, _VOCABULARY = 37, 9, 151_936
 _EPS = 1e-6
 
 
-def served(asked: object = None) -> list[Case]:
-    """The doctor's: shapes of models in use, then narrow ones."""
+def served(soak_minutes: float) -> list[Case]:
+    """The doctor's: shapes of models in use, then narrow ones, graphs, ranks; last, replays for so long."""
     return [
         *(case for dtype in ("bfloat16", "float16") for case in _of_every_model(dtype)),
         *(case for heads in ((32, 8, 128), (16, 16, 128), (14, 2, 64), (16, 2, 256)) for case in attention(*heads)),
@@ -46,6 +46,7 @@ def served(asked: object = None) -> list[Case]:
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
         *rank_cases.served(),
+        *([soak(soak_minutes)] if soak_minutes else []),
     ]
 
 
