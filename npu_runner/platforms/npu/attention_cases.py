@@ -168,7 +168,7 @@ def attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bf
 def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16", num_rows: int = 2, *,
            kind: str = "", behind: Behind | None = None, drafts: int = 0, is_captured: bool = True) -> Case:
     """A captured decode graph, replayed with other context lengths and blocks. Every other row's context shrinks: who
-    keeps an old length reads too much, or too little. `drafts`: each sequence has so many, a row of the graph each."""
+    keeps an old length reads too much, or too little. `drafts`: of each sequence; a draft is a row of the graph."""
     steps = [[(5, 200)[row % 2] + row % 40 for row in range(num_rows)],
              [(131, 7)[row % 2] + row % 40 for row in range(num_rows)]]
     new_lens, num_tokens = [1 + drafts] * num_rows, (1 + drafts) * num_rows

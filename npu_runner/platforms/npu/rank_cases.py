@@ -53,7 +53,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int],
     "all_gather": (_all_gather, lambda x, count: x.repeat(count, 1)),
     "all_to_all": (_all_to_all, lambda x, count: x.chunk(count)[0].repeat(count, 1)),
 }
-"""What a rank does, and what comes of it for rank 0 where all have the same."""
+"""The call of a rank, and its result for rank 0 where all ranks have the same input."""
 
 
 def served() -> Iterator[Case]:
