@@ -141,8 +141,14 @@ aclnnStatus launch(const char* name, void* workspace, uint64_t workspace_size, a
   };
   std::string kernel;
   if (emu::settings().loads_kernels) {
+    // An operator in place has the kernel of the other one, and a view with gaps may that of one without.
     kernel = name;
-    for (const auto& [address, bytes] : executor->ranges) kernel += " " + std::to_string(bytes);
+    if (size_t at = kernel.find("Inplace"); at != std::string::npos) kernel.erase(at, 7);
+    size_t rounded = 1;
+    for (const auto& [address, bytes] : executor->ranges) {
+      while (rounded < bytes) rounded *= 2;
+    }
+    kernel += " " + std::to_string(rounded);
   }
   if (!executor->is_repeatable) delete executor;
   return emu::submit(stream, name, std::move(task), emu::TaskKind::launch, kernel);
