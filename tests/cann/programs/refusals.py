@@ -102,6 +102,14 @@ def check_attention_refuses_cache_shapes() -> None:
         attention(block_table=torch.tensor([[1, 2], [9, 0]], dtype=torch.int32).npu())
 
 
+def check_attention_refuses_contexts_above_its_document() -> None:
+    longest = 262_144
+    table = torch.ones(2, longest // 128 + 1, dtype=torch.int32).npu()
+    attention(block_table=table, actual_seq_lengths_kv=[5, longest])
+    with refused(TILING, "one query reads 262145 keys, at most 262144"):
+        attention(block_table=table, actual_seq_lengths_kv=[5, longest + 1])
+
+
 def check_attention_refuses_heads() -> None:
     with refused(PARAMETER, "multiple"):
         attention(num_key_value_heads=3)
