@@ -128,6 +128,23 @@ def check_attention_refuses_strided_queries() -> None:
         attention(query=draw(2, 4, 128, dtype=torch.float16).npu()[..., :64])
 
 
+def check_attention_of_towers_refuses_keys_and_values_with_gaps() -> None:
+    """CANN makes no copy of them (vllm-ascend #13460, #17925): parts of a qkv GEMM are made contiguous before."""
+    qkv = draw(6, 3, 2, 64, dtype=torch.float16).npu()
+    dense = [part.contiguous() for part in qkv.unbind(1)]
+
+    def call(*given: torch.Tensor) -> None:
+        torch_npu.npu_fused_infer_attention_score(
+            *given, input_layout="TND", actual_seq_lengths=[6], actual_seq_lengths_kv=[6], num_heads=2,
+            num_key_value_heads=2, scale=0.125, sparse_mode=0)
+
+    call(*dense)
+    for place in range(3):
+        given = [part if index != place else qkv[:, place] for index, part in enumerate(dense)]
+        with refused(PARAMETER, "contiguous"):
+            call(*given)
+
+
 def scatter(**changes: Any) -> None:
     arguments: dict[str, Any] = dict(
         key=draw(2, 2, 32).npu(),
