@@ -11,8 +11,8 @@ import pytest
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
-from npu_runner.request.outputs import RequestOutput
 from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.request.outputs import RequestOutput
 from npu_runner.runner.base import MemoryProfile
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
