@@ -16,7 +16,7 @@ from npu_runner.platforms.cases import BOUNDS, Case, Side
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED
 from npu_runner.platforms.npu.attention_cases import attention, replay, tower
-from npu_runner.platforms.npu.weight_cases import experts, grouped, quantised, states
+from npu_runner.platforms.npu.weight_cases import experts, grouped, quantised, row_scales, states
 from npu_runner.platforms.platform import ModelNeeds
 
 Call = Callable[[], Tensor]
@@ -32,7 +32,7 @@ def served(asked: object = None) -> list[Case]:
         *(case for heads in ((32, 8, 128), (16, 16, 128), (14, 2, 64), (16, 2, 256)) for case in attention(*heads)),
         *(case for head_dim in (64, 72, 80) for case in tower(16, head_dim)),
         *quantised(2048, 6144), *grouped(2048, 6144),
-        *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)),
+        *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)), *row_scales(8, 768),
         *(replay(32, 8, 128, num_rows=num_rows) for num_rows in (1, 2, 6)),
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
@@ -128,8 +128,9 @@ def _sampling() -> Iterator[Case]:
 
         def call() -> Tensor:
             side.ops.add_at(table, places, ones)
-            table.index_fill_(0, places, 1.0)
-            return table.index_select(0, places)[:, None]
+            found = table.index_select(0, places)[:, None]
+            side.ops.add_at(table, places, -ones)
+            return found
 
         return call
 
