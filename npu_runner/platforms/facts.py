@@ -16,6 +16,10 @@ class AttentionFacts:
     fp8_prompt_room: int | None = None
     """None means that keys and values stay in the model's dtype; else it can keep them in e4m3. A prefill then has room
     in 16 bits for this multiple of the largest prefill's tokens."""
+    longest_context: int | None = None
+    """The most tokens of a sequence that it reads; None: any number."""
+    most_elements: int | None = None
+    """The most elements of a layer's keys that it addresses; None: any number."""
     records_prefills: bool = False
     """Its short prefills are recorded in graphs, in every graph mode but eager (`graph_tiles`)."""
 

@@ -138,7 +138,8 @@ class RankAssembly:
     @property
     def kv_shape(self) -> KVCacheShape:
         return KVCacheShape(len(self.model_config.attention_layers), self.settings.block_size,
-                            self.num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize)
+                            self.num_kv_heads * self.model_config.head_dim, self.kv_dtype.itemsize,
+                            self.platform.attention_backends[self.settings.attention_backend].most_elements)
 
     @property
     def state_shape(self) -> StateShape | None:

@@ -27,6 +27,8 @@ class KVCacheShape:
     block_size: int
     kv_width: int
     element_bytes: int
+    most_elements: int | None = None
+    """The elements of a layer's keys that attention addresses; None: any number."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -71,9 +73,15 @@ def plan_kv_cache(shape: KVCacheShape, profile: MemoryProfile, *, is_measured: b
     blocks_per_sequence = most_blocks(max_model_len, window, max_num_batched_tokens, shape.block_size)
     # More than every sequence at full length needs is never used.
     num_blocks = min(budget // shape.bytes_per_block, max_num_seqs * blocks_per_sequence + 1)
+    addressed = num_blocks if shape.most_elements is None else shape.most_elements // (
+        shape.block_size * shape.kv_width)
+    if is_limited := num_blocks > addressed:
+        num_blocks, budget = addressed, addressed * shape.bytes_per_block
     ledger = memory_ledger(profile, is_measured, reserved_bytes, states=states,
                            kv_bytes=max(num_blocks, 0) * shape.bytes_per_block)
     ledger += f"\n  {max(num_blocks, 0)} blocks of {shape.block_size} tokens, {size(shape.bytes_per_block)} each"
+    if is_limited:
+        ledger += f"\n  no more blocks, since attention addresses {shape.most_elements} elements of a layer's keys"
     ledger += about_windows(windows, frees_blocks=window is not None, blocks_per_sequence=blocks_per_sequence)
     if num_blocks - 1 < blocks_per_sequence:
         if max_model_len_is_given or num_blocks < 2:

@@ -120,7 +120,7 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     return Settings(
         dtype=dtype,
         attention_backend=attention_backend,
-        max_model_len=_max_model_len(config, model_config),
+        max_model_len=_max_model_len(config, model_config, platform, facts),
         max_model_len_is_given=config.max_model_len is not None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -334,8 +334,11 @@ def _graph_cache_dir(config: GraphConfig, platform: Platform, graph_mode: str) -
     return Path(config.graph_cache_dir).expanduser().resolve()
 
 
-def _max_model_len(config: RunnerConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
+def _max_model_len(config: RunnerConfig, model_config: ModelConfig, platform: Platform, facts: AttentionFacts) -> int:
+    limit, longest = model_config.max_position_embeddings, facts.longest_context
+    if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len {config.max_model_len}: the attention of platform {platform.name} reads at "
+                          f"most {longest} tokens of a sequence; lower it to that")
     if config.max_model_len is not None and config.max_model_len > limit and model_config.rope.kind == "default":
         raise ConfigError(f"max_model_len {config.max_model_len} is more than the checkpoint's {limit} positions")
     return config.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)

@@ -79,9 +79,11 @@ class NgramHistory:
         self._tokens_SC = torch.zeros((max_num_seqs, 0), dtype=torch.int32, device=device)
         self._runs_SC = self._tokens_SC
         self._columns_1C = self._tokens_SC[:1]
+        self._joining: tuple[int, ...] = ()  # slots of the newcomers that `stage` prepared
 
     def stage(self, newcomers: Mapping[int, tuple[NgramRule, Sequence[int]]]) -> list[np.ndarray]:
         """Arrays of int32 for `install`. newcomers: by slot, with the output so far."""
+        self._joining = tuple(newcomers)
         if not newcomers:
             return []
         widest = max(rule.window for rule, _ in newcomers.values())
@@ -93,21 +95,21 @@ class NgramHistory:
             places.append(np.arange(end - len(known), end, dtype=np.int32))
             tokens.append(np.where(np.isin(known, rule.exempt_ids), _exempt(known), known))
             runs.append(np.array(_runs(known.tolist()), dtype=np.int32))
-        return [np.array(list(newcomers), dtype=np.int32),
-                *(np.concatenate(parts).astype(np.int32) for parts in (places, tokens, runs))]
+        return [np.concatenate(parts).astype(np.int32) for parts in (places, tokens, runs)]
 
     def install(self, staged: Sequence[Tensor]) -> None:
         """Take over what `stage` prepared, now on the device."""
         if not staged:
             return
-        slots_R, places_N, tokens_N, runs_N = staged
+        places_N, tokens_N, runs_N = staged
         missing = self._num_columns - self._tokens_SC.shape[1]
         if missing:
-            columns_1C = torch.arange(self._num_columns, dtype=torch.int32, device=slots_R.device)[None]
+            columns_1C = torch.arange(self._num_columns, dtype=torch.int32, device=places_N.device)[None]
             tables = F.pad(self._tokens_SC, (missing, 0), value=_EMPTY), F.pad(self._runs_SC, (missing, 0))
             (self._tokens_SC, self._runs_SC), self._columns_1C = tables, columns_1C
-        self._tokens_SC.index_fill_(0, slots_R.long(), _EMPTY)
-        self._runs_SC.index_fill_(0, slots_R.long(), 0)
+        for slot in self._joining:  # index_fill_ would copy whole tables on Ascend
+            self._tokens_SC[slot].fill_(_EMPTY)
+            self._runs_SC[slot].zero_()
         if len(places_N):
             self._tokens_SC.view(-1).index_copy_(0, places_N.long(), tokens_N)
             self._runs_SC.view(-1).index_copy_(0, places_N.long(), runs_N)

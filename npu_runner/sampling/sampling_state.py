@@ -62,9 +62,11 @@ class TokenCounts:
         assert max_num_seqs * vocab_size < 2**31, "flat indices are int32"
         self._shape, self._device, self._add_at = (max_num_seqs, vocab_size), device, add_at
         self._counts_SV: Tensor | None = None
+        self._joining: tuple[int, ...] = ()  # slots of the newcomers that `stage` prepared
 
     def stage(self, histories: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> list[np.ndarray]:
         """Arrays of 4-byte values for `install`. histories: newcomers that have penalties, (prompt, output so far)."""
+        self._joining = tuple(histories)
         if not histories:
             return []
         indices, amounts = [], []
@@ -74,17 +76,17 @@ class TokenCounts:
                                        return_inverse=True)
             indices.append(slot * self._shape[1] + tokens)
             amounts.append(np.bincount(places, np.repeat([_IN_PROMPT, 1.0], [len(in_prompt), len(output)])))
-        return [np.array(list(histories), dtype=np.int32), np.concatenate(indices).astype(np.int32),
-                np.concatenate(amounts).astype(np.float32)]
+        return [np.concatenate(indices).astype(np.int32), np.concatenate(amounts).astype(np.float32)]
 
     def install(self, staged: Sequence[Tensor]) -> None:
         """Take over what `stage` prepared, now on the device."""
         if not staged:
             return
-        slots_R, indices_N, amounts_N = staged
+        indices_N, amounts_N = staged
         if self._counts_SV is None:
             self._counts_SV = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
-        self._counts_SV.index_fill_(0, slots_R.long(), 0.0)
+        for slot in self._joining:  # index_fill_ would copy the whole table on Ascend
+            self._counts_SV[slot].zero_()
         self._add_at(self._counts_SV.view(-1), indices_N.long(), amounts_N)
 
     def rows(self, slots_B: Tensor) -> Tensor:

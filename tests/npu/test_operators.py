@@ -25,7 +25,7 @@ ONLY = ("npu_", "linear", "cache", "window", "attention of", "tower", "norm", "o
         "rule", "x 151936", "graph of 1 rows")
 KERNELS = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_fused_infer_attention_score",
            "npu_fusion_attention", "gathered blocks", "NZ", "ND", "npu_add_rms_norm_quant", "two operators",
-           "npu_grouped_matmul_swiglu_quant_v2", "three operators")
+           "npu_grouped_matmul_swiglu_quant_v2", "npu_dequant_swiglu_quant", "three operators")
 
 
 def test_every_operator_is_right_and_a_report_says_so(tmp_path: Path) -> None:
@@ -97,14 +97,16 @@ def test_what_is_refused_has_its_code_and_a_remedy_and_only_some_are_computed(tm
 FALLBACKS: dict[str, tuple[str, str]] = {
     "layout ND": ("dense", "aclnnQuantMatmulWeightNz:1+:561002"),
     "norm two operators": ("dense", "aclnnAddRmsNormDynamicQuant:1+:561002,aclnnAddRmsNormDynamicQuantV2:1+:561002"),
-    "experts three operators": ("experts", "aclnnGroupedMatmulSwigluQuantWeightNzV2:1+:561002"),
+    "experts npu_dequant_swiglu_quant": ("experts", "aclnnGroupedMatmulSwigluQuantWeightNzV2:1+:561002"),
+    "experts three operators": ("experts", "aclnnGroupedMatmulSwigluQuantWeightNzV2:1+:561002,"
+                                           "aclnnDequantSwigluQuantV2:1+:561002"),
 }
 
 
 @pytest.mark.skipif(has_real_cann(), reason="nothing is refused there because a test asks for it")
 @pytest.mark.parametrize("fallback", ["layout ND", *only_full(
     "two starts each; one fallback stays, and the case of each kernel above", "norm two operators",
-    "experts three operators")])
+    "experts npu_dequant_swiglu_quant", "experts three operators")])
 def test_a_refused_operator_is_replaced_with_a_warning_and_a_setting_and_tokens_stay(
         fallback: str, checkpoint: Any, tmp_path: Path) -> None:
     kind, fail = FALLBACKS[fallback]

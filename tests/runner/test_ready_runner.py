@@ -11,10 +11,12 @@ import pytest
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
+from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.request.outputs import RequestOutput
+from npu_runner.runner.base import MemoryProfile
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
-from tests.oracle.running import runner_of
+from tests.oracle.running import UncompiledGraphs, runner_of
 
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 512}
 CONVERSATIONS = [draw_example(seed).conversation() for seed in TEST_SEEDS[:3]]
@@ -75,6 +77,22 @@ def test_a_made_up_step_takes_no_answer_about_a_rule(llm: LLM) -> None:
     runner._matchers.ask([(2, rule)])  # built already: the next step that is collected would tell of it
     runner.dummy_run(64, 4, expected_decode_len=2)
     assert runner.build_rules([], patience=0.0) == {2: None}
+
+
+def test_caches_behind_a_capture_are_zeros_and_stay_where_they_are(
+        platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph keeps their addresses, and its first steps leave keys of made-up tokens (vllm-ascend #17659)."""
+    if platform_name == "cpu":
+        monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: UncompiledGraphs())
+    with LLM(SHAPES_VL, platform=platform_name, graph_mode="reduce-overhead", graph_batch_sizes=(2,),
+             **SETTINGS) as llm:
+        runner = runner_of(llm)
+        caches = runner.k_cache, runner.v_cache
+        assert not any(cache.any() for cache in caches)
+        with pytest.raises(AssertionError, match="graphs read the block tables where they are"):
+            runner.allocate_kv_cache(MemoryProfile())
+        assert runner.k_cache is caches[0]
+        assert runner.v_cache is caches[1]
 
 
 def test_a_closed_runner_holds_no_cache_and_no_weights(platform_name: str) -> None:

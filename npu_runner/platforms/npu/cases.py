@@ -23,6 +23,7 @@ from npu_runner.platforms.npu.weight_cases import (
     grouped,
     int8_behind,
     quantised,
+    row_scales,
     states,
     states_behind,
 )
@@ -41,7 +42,7 @@ def served(soak_minutes: float) -> list[Case]:
         *(case for heads in ((32, 8, 128), (16, 16, 128), (14, 2, 64), (16, 2, 256)) for case in attention(*heads)),
         *(case for head_dim in (64, 72, 80) for case in tower(16, head_dim)),
         *quantised(2048, 6144), *grouped(2048, 6144),
-        *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)),
+        *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)), *row_scales(8, 768),
         *(case for num_rows in (1, 8, 32) for case in _graphs(num_rows)),
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
@@ -147,8 +148,9 @@ def _sampling() -> Iterator[Case]:
 
         def call() -> Tensor:
             side.ops.add_at(table, places, ones)
-            table.index_fill_(0, places, 1.0)
-            return table.index_select(0, places)[:, None]
+            found = table.index_select(0, places)[:, None]
+            side.ops.add_at(table, places, -ones)
+            return found
 
         return call
 

@@ -28,15 +28,16 @@ def run_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: T
 
 
 def run_int8_experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
-                     down: QuantisedExperts, held: HeldExperts | None, layout: WeightLayout) -> Tensor:
+                     down: QuantisedExperts, held: HeldExperts | None, layout: WeightLayout, *,
+                     dequantises: bool = True) -> Tensor:
     """`QuantisedOps.experts` of int8. Where gate and up lie in NZ one kernel makes the rows that down takes. Else sums
-    stay integers until theirs rounds them again."""
+    stay integers until theirs rounds them again, unless `dequantises` is False."""
     rows_PD, places_P, counts_E, scales_P = _sort(x_TD, experts_TK, len(gate_up.values), held, _BY_ROW)
     width = gate_up.values.shape[2] // 2
     if layout.fuses_experts(x_TD.shape[1], 2 * width):
         hidden_PI, of_hidden_P = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             rows_PD, [gate_up.values], [gate_up.scales], scales_P, counts_E, group_list_type=_list_type(counts_E))
-    elif (width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU
+    elif (dequantises and width % _SWIGLU_ALIGNMENT == 0 and width <= _MOST_OF_SWIGLU
           and (width >= _WIDE or experts_TK.numel() >= _LEAST_PAIRS)):
         sums_P2I = _grouped(rows_PD, gate_up.values, counts_E, output_dtype=torch.int32)
         hidden_PI, of_hidden_P = torch_npu.npu_dequant_swiglu_quant(

@@ -58,7 +58,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "window": ("npu_fused_infer_attention_score", "gathered blocks"),
     "layout": ("NZ", "ND"),
     "norm": ("npu_add_rms_norm_quant", "two operators"),
-    "experts": ("npu_grouped_matmul_swiglu_quant_v2", "three operators"),
+    "experts": ("npu_grouped_matmul_swiglu_quant_v2", "npu_dequant_swiglu_quant", "three operators"),
 }
 """Job to its kernels, by their names in torch_npu, the first choice first."""
 WITHOUT: dict[str, str] = {form: "dequantised" for form in ("int8", "int8_static", "int8_experts", "grouped")} | {

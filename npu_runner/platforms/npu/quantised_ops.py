@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight, packed, unpacked
 from npu_runner.platforms.npu.experts import run_int8_experts
-from npu_runner.platforms.npu.kernels import FIRST_CHOICES, Kernels
+from npu_runner.platforms.npu.kernels import FIRST_CHOICES, KERNELS, Kernels
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.weight_layout import WeightLayout, packed_words
 from npu_runner.platforms.ops import HeldExperts, Ops
@@ -90,7 +90,8 @@ class NpuQuantisedOps(QuantisedOps):
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                 down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
-        return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held, self._layout)
+        return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held, self._layout,
+                                dequantises=self._kernels.experts != KERNELS["experts"][-1])
 
     def _prepare_groups(self, weight: GroupedWeight) -> GroupedWeight:
         """Four bits: int32 (I, O / 8), eight outputs a word, the lowest bits first. int8 in groups: (I, O); by row it

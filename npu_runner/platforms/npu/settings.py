@@ -15,8 +15,10 @@ from npu_runner.errors import ConfigError
 from npu_runner.platforms.facts import AttentionFacts, StateFacts
 
 # Every document of the attention kernel allows blocks of 128 for prefill and decode, and no other size. Without a cache
-# the kernel takes these head dims; a tower's 72 is padded to the next of them.
-ATTENTION_FACTS = AttentionFacts(block_sizes=(128,), vision_head_dims=(64, 128, 256))
+# the kernel takes these head dims; a tower's 72 is padded to the next of them. op-plugin's document of it limits the
+# context of one query, and the elements of paged keys to int32. By its source, the decode kernel wraps at uint32.
+ATTENTION_FACTS = AttentionFacts(block_sizes=(128,), vision_head_dims=(64, 128, 256), longest_context=262_144,
+                                 most_elements=2**31 - 1)
 # The fused operator takes eight tokens of a sequence.
 STATE_FACTS = StateFacts(most_drafts=7, drafts_in_graphs=True)
 PREFIX = "NPU_RUNNER_ASCEND_"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.cases import Case, Side
@@ -165,6 +166,31 @@ def experts(count: int, top_k: int, hidden: int, width: int, dtype: str = "bfloa
         for kernel in KERNELS["experts"]:
             yield Case(name=f"int8: {shape}, {num_tokens} tokens", prepare=partial(run_int8, num_tokens=num_tokens),
                        dtype=dtype, job="experts", kernel=kernel, gives_up=INT8_EXPERTS, num_operations=operations)
+
+
+def row_scales(count: int, width: int) -> Iterator[Case]:
+    """CANN's document of `activation_scale` has (T,), which is called; op-plugin's has (T, 1)."""
+
+    def dequantise(side: Side, shape: tuple[int, ...]) -> Call:
+        sums = side.integers(-(2**18), 2**18, 2 * count, 2 * width, seed=46, dtype=torch.int32)
+        weight_scales = (1 + side.random(count, 2 * width, seed=47, scale=0.125).float().abs()) / 2**12
+        scales = (1 + side.random(2 * count, seed=48, scale=0.25).float().abs()) / 64
+        counts = side.put(torch.full((count,), 2))
+        if side.device.type == "cpu":
+            both = sums * weight_scales.repeat_interleave(2, 0) * scales[:, None]
+            return lambda: F.silu(both[:, :width]) * both[:, width:]
+
+        def call() -> Tensor:
+            values, found = torch_npu.npu_dequant_swiglu_quant(
+                sums, weight_scale=weight_scales, activation_scale=scales.view(shape), group_index=counts,
+                activate_left=True, quant_mode=1)
+            return values.float() * found[:, None]
+
+        return call
+
+    for shape in ((-1,), (-1, 1)):
+        yield Case(name=f"npu_dequant_swiglu_quant, {width}, activation_scale in {len(shape)} dims",
+                   prepare=partial(dequantise, shape=shape))
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ library = ctypes.CDLL("libascendcl.so")
 library.cann_emu_counters_json.restype = ctypes.c_char_p
 
 Counters = dict[str, dict[str, dict[str, int]]]
-FALLBACKS = ("ai_cpu", "sorted", "transposed")
-"""Groups of counters: what has no kernel of its own for some arguments."""
+FALLBACKS = ("ai_cpu", "sorted", "transposed", "rewritten")
+"""Groups of counters: what has no kernel of its own for some arguments, or none that writes in place."""
 
 
 def counters() -> Counters:
@@ -36,7 +36,7 @@ def calls(group: str) -> dict[str, int]:
 
 
 def fallbacks() -> dict[str, int]:
-    """Calls that left the AI core, sorted or transposed, by name and reason."""
+    """Calls that left the AI core, sorted, transposed or rewrote a whole tensor, by name and reason."""
     torch.npu.synchronize()
     counts = counters()
     return {name: entry["calls"] for group in FALLBACKS for name, entry in counts.get(group, {}).items()}

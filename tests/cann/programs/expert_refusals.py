@@ -101,6 +101,7 @@ def check_dequant_swiglu_quant_refuses() -> None:
         torch_npu.npu_dequant_swiglu_quant(x, weight_scale=by, **(arguments | changes))
 
     product()
+    product(activation_scale=rows[:, None])  # the shape of op-plugin's document
     for width in (48, 7296):
         with refused(PARAMETER, "multiple of 64, at most 7232"):
             product(torch.zeros(4, width, dtype=torch.int32).npu(), draw(3, width).npu())

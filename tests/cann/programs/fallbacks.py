@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch_npu
 
 from .emulation import calls, reset_counters
 from .fused_operators import draw
@@ -67,3 +68,14 @@ def check_gathers_along_other_axes() -> None:
     assert counted("transposed", lambda: blocks.gather(1, many.npu())) == {}
     assert counted("transposed", lambda: blocks.gather(2, torch.zeros(2, 40, 1, dtype=torch.int64).npu())) == {}
     assert counted("transposed", lambda: blocks.view(-1, 64).index_select(0, torch.tensor([3, 50]).npu())) == {}
+
+
+def check_writes_that_rewrite_their_table() -> None:
+    """An index_fill_ is another tensor, copied back. A view of a row is zeroed alone, and a scatter writes in place."""
+    table, rows, updates = draw(5, 4).npu(), torch.tensor([3, 1]).npu(), draw(2, 4).npu()
+    assert counted("rewritten", lambda: table.index_fill_(0, rows, 0.0)) == {"aclnnInplaceIndexFill": 1}
+    assert counted("rewritten", lambda: (table[3].zero_(), table[1].fill_(2.0))) == {}
+    assert counted("rewritten", lambda: torch_npu.npu_scatter_nd_update_(table, rows[:, None], updates)) == {}
+    gaps = draw(5, 8).npu()[:, :4]
+    assert counted("rewritten", lambda: torch_npu.npu_scatter_nd_update_(gaps, rows[:, None], updates)) == {
+        "aclnnScatterNdUpdate: a table with gaps": 1}

@@ -152,3 +152,17 @@ def check_a_replay_that_nobody_updates_times_out() -> None:
         torch.npu.synchronize()
     graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [5, 6]}])
     torch.npu.synchronize()
+
+
+def check_a_replay_keeps_the_addresses_of_its_capture() -> None:
+    """A cache that is allocated once more gets nothing of it. Where the first one is gone, the replay faults."""
+    cache = torch.zeros(1 << 23).npu()
+    graph = captured(lambda: cache[:4].add_(1))
+    first, cache = cache, torch.zeros(1 << 23).npu()
+    graph.replay()
+    assert (first[:4].tolist(), cache[:4].tolist()) == ([1.0] * 4, [0.0] * 4)
+    del first
+    torch.npu.empty_cache()
+    graph.replay()
+    with refused(507035, "memory"):
+        torch.npu.synchronize()

@@ -7,6 +7,7 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional as F
 
+from .fused_operators import draw
 from .graphs import captured
 from .plain_operators import Case, close, flags, in_place, index, other_whole, positive, same, whole, x, y
 
@@ -140,6 +141,20 @@ def check_indices() -> None:
     rows, updates = torch.tensor([[2], [0]]), y[:2]
     actual = torch_npu.npu_scatter_nd_update(x.npu(), rows.npu(), updates.npu())
     close(actual, x.index_copy(0, rows.flatten(), updates))
+
+
+def check_a_scatter_loses_no_row_of_operands_with_gaps() -> None:
+    """vllm-ascend's own scatter did, without a word (#17647)."""
+    places, wide = torch.tensor([[2, 7], [0, 7], [3, 7]]), draw(3, 12)
+    dense = {"table": draw(4, 6), "indices": places[:, :1].contiguous(), "updates": wide[:, ::2].contiguous()}
+    expected = dense["table"].index_copy(0, dense["indices"].flatten(), dense["updates"])
+    gaps = {"table": torch.cat([dense["table"], wide[:1, :6].expand(4, 6)], dim=1).npu()[:, :6],
+            "indices": places.npu()[:, :1], "updates": wide.npu()[:, ::2]}
+    for name in dense:
+        assert not gaps[name].is_contiguous()
+        given = {key: value.npu() for key, value in dense.items()} | {name: gaps[name]}
+        torch_npu.npu_scatter_nd_update_(*given.values())
+        close(given["table"], expected)
 
 
 def check_vendor_operators() -> None:

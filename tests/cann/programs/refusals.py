@@ -102,6 +102,14 @@ def check_attention_refuses_cache_shapes() -> None:
         attention(block_table=torch.tensor([[1, 2], [9, 0]], dtype=torch.int32).npu())
 
 
+def check_attention_refuses_contexts_above_its_document() -> None:
+    longest = 262_144
+    table = torch.ones(2, longest // 128 + 1, dtype=torch.int32).npu()
+    attention(block_table=table, actual_seq_lengths_kv=[5, longest])
+    with refused(TILING, "one query reads 262145 keys, at most 262144"):
+        attention(block_table=table, actual_seq_lengths_kv=[5, longest + 1])
+
+
 def check_attention_refuses_heads() -> None:
     with refused(PARAMETER, "multiple"):
         attention(num_key_value_heads=3)
@@ -118,6 +126,23 @@ def check_attention_refuses_heads() -> None:
 def check_attention_refuses_strided_queries() -> None:
     with refused(PARAMETER, "contiguous"):
         attention(query=draw(2, 4, 128, dtype=torch.float16).npu()[..., :64])
+
+
+def check_attention_of_towers_refuses_keys_and_values_with_gaps() -> None:
+    """CANN makes no copy of them (vllm-ascend #13460, #17925): parts of a qkv GEMM are made contiguous before."""
+    qkv = draw(6, 3, 2, 64, dtype=torch.float16).npu()
+    dense = [part.contiguous() for part in qkv.unbind(1)]
+
+    def call(*given: torch.Tensor) -> None:
+        torch_npu.npu_fused_infer_attention_score(
+            *given, input_layout="TND", actual_seq_lengths=[6], actual_seq_lengths_kv=[6], num_heads=2,
+            num_key_value_heads=2, scale=0.125, sparse_mode=0)
+
+    call(*dense)
+    for place in range(3):
+        given = [part if index != place else qkv[:, place] for index, part in enumerate(dense)]
+        with refused(PARAMETER, "contiguous"):
+            call(*given)
 
 
 def scatter(**changes: Any) -> None:

@@ -41,7 +41,7 @@ _WIDE_VOCAB = 151_936
 WIDE = [SamplingParams(repetition_penalty=1.3), SamplingParams(frequency_penalty=0.7, temperature=0.0),
         SamplingParams(logit_bias={3: 2.0, 151_900: 30.0}), SamplingParams(min_tokens=3),
         SamplingParams(bad_words=["a", "bc"]), SamplingParams(min_p=0.05), SamplingParams(top_p=0.8),
-        SamplingParams(top_k=9, repetition_penalty=1.1)] * 2
+        SamplingParams(top_k=9, repetition_penalty=1.1, no_repeat_ngram_size=2)] * 2
 
 
 def draw(device: torch.device, softmax_sampler: Any = None) -> list[list[int]]:

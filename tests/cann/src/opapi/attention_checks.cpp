@@ -77,6 +77,9 @@ std::vector<int64_t> lengths_by_batch(const std::optional<std::vector<int64_t>>&
   return lengths;
 }
 
+// What op-plugin's document says of one query, and of keys in pages.
+constexpr int64_t kMostKeysOfOneQuery = 262144, kMostPagedElements = 0x7fffffff;
+
 void check_paged(const AttentionCall& call) {
   require_dtype(call.block_table, {cpu::kInt}, "blockTable");
   require_contiguous(call.block_table, "blockTable");
@@ -91,9 +94,13 @@ void check_paged(const AttentionCall& call) {
   require_tiling(call.key.size(block_axis) == call.block_size, "key cache ", call.key.sizes(), ", blockSize ", call.block_size);
   require_tiling(call.key.dim() == 4 || call.key.size(2) <= 65535, "key cache ", call.key.sizes(), ": H is at most 65535");
   require_tiling(call.key.dim() == 3 || call.key.size(1) == call.num_kv_heads, "key cache ", call.key.sizes(), ", ", call.num_kv_heads, " key heads");
+  require_tiling(call.key.numel() <= kMostPagedElements, "key cache ", call.key.sizes(), ": its elements are counted in int32");
   int64_t longest = 0;
-  for (int64_t length : call.kv_lengths) {
+  for (int64_t batch = 0; batch < call.num_sequences; ++batch) {
+    int64_t length = call.kv_lengths[batch];
     require_tiling(length >= 0, "actualSeqLengthsKv holds ", length);
+    require_tiling(call.query_length(batch) > 1 || length <= kMostKeysOfOneQuery, "one query reads ", length, " keys, at most ",
+                   kMostKeysOfOneQuery);
     longest = std::max(longest, (length + call.block_size - 1) / call.block_size);
   }
   require_tiling(call.block_table.size(1) >= longest, "blockTable has ", call.block_table.size(1), " columns, a sequence needs ", longest);

@@ -185,16 +185,21 @@ ACLNN(InplaceIndexCopy, Out(self), Int(dim), In(index), In(source)) {
     cpu::op("index_copy_", self, dim, index.to(cpu::kLong), source);
   };
 }
+// CANN makes a whole new tensor and copies it back, however few rows are filled (aclnn_index_fill.cpp of ops-nn).
 ACLNN(InplaceIndexFill, Out(self), Int(dim), In(index), Num(value)) {
   require_index(index);
+  opapi::falls_back("rewritten", "aclnnInplaceIndexFill");
   return [=] {
     device_check_index(index, 0, self.size(dim), "index");
     cpu::op("index_fill_.int_Scalar", self, dim, index.to(cpu::kLong), value);
   };
 }
+// It writes in place, into a contiguous table. A table with gaps is copied out and back (aclnn_scatter_nd_update.cpp of ops-nn).
+// Its numbers are right all the same, and so they are for indices and updates with gaps, which are copied first.
 ACLNN(ScatterNdUpdate, Out(self), In(indices), In(updates)) {
   require_index(indices, "indices");
   opapi::require_same_dtype(self, updates, "varRef and updates");
+  if (!self.is_contiguous()) opapi::falls_back("rewritten", "aclnnScatterNdUpdate: a table with gaps");
   return [=] {
     int64_t depth = indices.size(-1);
     std::vector<cpu::Tensor> list;

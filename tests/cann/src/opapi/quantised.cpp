@@ -200,7 +200,8 @@ ACLNN(DequantSwigluQuantV2, In(x), Opt(weight_scale), Opt(activation_scale), Opt
           ", x ", x.sizes());
   require(is_there(activation_scale), "x without activationScale is not emulated");
   require_dtype(activation_scale, {cpu::kFloat}, "activationScale");
-  require(activation_scale.sizes() == cpu::Ints{rows}, "activationScale ", activation_scale.sizes(), ", x ", x.sizes());
+  // CANN's document has (rows), op-plugin's (rows, 1). The tiling of A2 and A3 compares the number of elements alone.
+  require(activation_scale.numel() == rows, "activationScale ", activation_scale.sizes(), ", x ", x.sizes());
   require(y.sizes() == cpu::Ints({rows, width / 2}) && scale.sizes() == cpu::Ints{rows}, "y ", y.sizes(), ", scale ", scale.sizes(), ", x ", x.sizes());
   require(!is_there(bias) && !is_there(quant_scale) && !is_there(quant_offset), "bias, quantScale and quantOffset are not emulated");
   require(quant_mode == "dynamic" && dst_type == kInt8InAcl && round_mode == "rint" && activate_dim == -1 && swiglu_mode == 0, "quantMode ", quant_mode,
@@ -212,7 +213,7 @@ ACLNN(DequantSwigluQuantV2, In(x), Opt(weight_scale), Opt(activation_scale), Opt
       auto count = static_cast<int64_t>(group_index[group].item());
       opapi::device_check(count >= 0 && row + count <= rows, "groupIndex leads to row ", row + count, ", x has ", rows);
       if (count > 0) {
-        Tensor wide = x.narrow(0, row, count).to(cpu::kFloat) * weight_scale[group] * activation_scale.narrow(0, row, count).unsqueeze(-1);
+        Tensor wide = x.narrow(0, row, count).to(cpu::kFloat) * weight_scale[group] * activation_scale.reshape({rows, 1}).narrow(0, row, count);
         Tensor left = wide.narrow(1, 0, width / 2), right = wide.narrow(1, width / 2, width / 2);
         auto [values, scales] = opapi::rounded_rows(activate_left ? cpu::op("silu", left) * right : left * cpu::op("silu", right));
         y.narrow(0, row, count).copy_(values);
