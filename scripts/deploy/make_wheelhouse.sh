@@ -40,8 +40,11 @@ sed -n 's/^tables = \["\(.*\)"\]$/\1/p' "$root/pyproject.toml" >>"$folder/requir
 mkdir "$folder/regression"
 tar -C "$root" --exclude=__pycache__ --exclude=scripts/deploy -cf - pyproject.toml scripts bench tests | tar -C "$folder/regression" -xf -
 git -C "$root" describe --always --dirty=+ --exclude='*' >"$folder/regression/commit" 2>/dev/null || rm "$folder/regression/commit"
-grep -oE '"(av|hypothesis|pytest|pytest-timeout|transformers)>=[^"]*"' "$root/pyproject.toml" | tr -d '"' | sort -u \
-    >"$folder/regression/requirements.txt"
+# The versions of CI. pip would read their markers for the Python that it runs in.
+others='<'
+[ "$python" != 3.10 ] || others='>='
+cat "$root"/requirements-{tests,dev}.txt | grep -E '^(av|hypothesis|pytest|pytest-timeout|transformers)==' |
+    grep -v "python_version $others" | cut -d ';' -f 1 >"$folder/regression/requirements.txt"
 # pip knows no "this glibc or older" of another machine. 2.34 is that of openEuler 22.03, the oldest host in the documents.
 platforms=()
 for minor in {34..17}; do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
