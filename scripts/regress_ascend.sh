@@ -9,7 +9,7 @@
 #   --out FOLDER       default: regress-ascend-DATE where you are
 #   --rows N           of the batch job, default 64
 #   --operators NAME   only operators and layers whose name has this in it
-#   --quick            minutes instead of hours. It leaves out: the doctor's generations; jobs of more than 4 rows at once;
+#   --quick            about an hour instead of many. It leaves out: the doctor's generations; jobs of more than 4 rows at once;
 #                      measurements at real sizes, in several repeats and of other settings than decode attention and replay.
 #                      A tiny model runs once on each side, and its figures mean nothing
 #   --bench            also python -m bench.device on this NPU, with vllm-ascend beside it where that is installed; with
