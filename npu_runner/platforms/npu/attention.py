@@ -15,7 +15,7 @@ that a window may touch, L = V * S.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.attention import AttentionBackend, ends_of_tokens
-from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS, Kernels
+from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS
 from npu_runner.platforms.npu.settings import ATTENTION_FACTS
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
@@ -65,11 +65,11 @@ class NpuAttention(AttentionBackend):
     facts = ATTENTION_FACTS
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, block_size: int, device: torch.device,
-                 masks_decode: bool = True, kernels: Kernels = FIRST_CHOICES):
+                 masks_decode: bool = True, kernels: Mapping[str, str] = FIRST_CHOICES):
         """`masks_decode` False: decode goes without a mask, as the kernel's own paths for one query a row ask for."""
-        self._write_cache = CACHE_WRITES[kernels.cache_write]
-        self._attend_images = VISION_ATTENTIONS[kernels.vision]
-        self._gathers_windows = not kernels.is_first("window")
+        self._write_cache = CACHE_WRITES[kernels["cache_write"]]
+        self._attend_images = VISION_ATTENTIONS[kernels["vision"]]
+        self._gathers_windows = kernels["window"] != FIRST_CHOICES["window"]
         self.masks_decode = masks_decode
         self.pads_with_real_rows = not masks_decode
         self.num_heads = num_heads

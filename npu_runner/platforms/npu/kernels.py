@@ -9,7 +9,6 @@ T tokens, N heads, K kv heads, H head dim, P patches of a tower.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch_npu
 from torch import Tensor
@@ -66,24 +65,9 @@ WITHOUT: dict[str, str] = {form: "dequantised" for form in ("int8", "int8_static
 """Job to what is done where no kernel computes it right: weights of a form are dequantised, steps run eagerly."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The kernel of each job."""
-
-    cache_write: str = KERNELS["cache_write"][0]
-    vision: str = KERNELS["vision"][0]
-    window: str = KERNELS["window"][0]
-    layout: str = KERNELS["layout"][0]
-    norm: str = KERNELS["norm"][0]
-    experts: str = KERNELS["experts"][0]
-
-    @classmethod
-    def from_fallbacks(cls, fallbacks: Mapping[str, str]) -> Kernels:
-        """`fallbacks`: jobs and kernels that are not first choices; those of `WITHOUT` name no kernel."""
-        return cls(**{job: kernel for job, kernel in fallbacks.items() if job in KERNELS})
-
-    def is_first(self, job: str) -> bool:
-        return bool(getattr(self, job) == KERNELS[job][0])
+def kernels_for(fallbacks: Mapping[str, str]) -> dict[str, str]:
+    """The kernel of each job: that of `Platform.fallbacks`, else the first."""
+    return {job: fallbacks.get(job, names[0]) for job, names in KERNELS.items()}
 
 
-FIRST_CHOICES = Kernels()
+FIRST_CHOICES = kernels_for({})

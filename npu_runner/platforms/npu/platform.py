@@ -103,22 +103,22 @@ class NpuPlatform(Platform):
         return NpuOps()
 
     def make_quantised_ops(self, ops: Ops) -> QuantisedOps:
-        from npu_runner.platforms.npu.kernels import Kernels
+        from npu_runner.platforms.npu.kernels import kernels_for
         from npu_runner.platforms.npu.quantised_ops import NpuQuantisedOps
 
-        return NpuQuantisedOps(ops, Kernels.from_fallbacks(self.fallbacks))
+        return NpuQuantisedOps(ops, kernels_for(self.fallbacks))
 
     def make_attention(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                        dtype: torch.dtype) -> AttentionBackend:
         import torch
 
         from npu_runner.platforms.npu.attention import NpuAttention
-        from npu_runner.platforms.npu.kernels import Kernels
+        from npu_runner.platforms.npu.kernels import kernels_for
 
         attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
                                  device=torch.device("npu", torch.npu.current_device()),
                                  masks_decode=npu_settings().decode_attention == "masked",
-                                 kernels=Kernels.from_fallbacks(self.fallbacks))
+                                 kernels=kernels_for(self.fallbacks))
         # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
         if dtype == torch.float32 and (name == "auto" or not attention.accepts(dtype, head_dim)):
             raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "

@@ -5,13 +5,15 @@ T tokens, I inputs, O outputs, G groups of inputs, D hidden size, E experts, K o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.grouped import GroupedWeight, packed, unpacked
 from npu_runner.platforms.npu.experts import run_int8_experts
-from npu_runner.platforms.npu.kernels import FIRST_CHOICES, KERNELS, Kernels
+from npu_runner.platforms.npu.kernels import FIRST_CHOICES, KERNELS
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.weight_layout import WeightLayout, packed_words
 from npu_runner.platforms.ops import HeldExperts, Ops
@@ -35,11 +37,11 @@ class NpuQuantisedOps(QuantisedOps):
     fuses_rounding = True
     max_int8_features = 65535
 
-    def __init__(self, ops: Ops, kernels: Kernels = FIRST_CHOICES) -> None:
+    def __init__(self, ops: Ops, kernels: Mapping[str, str] = FIRST_CHOICES) -> None:
         super().__init__(ops)
         self._kernels = kernels
-        self._layout = WeightLayout(npu_settings().nz_weights if kernels.is_first("layout") else "none",
-                                    kernels.is_first("experts"))
+        self._layout = WeightLayout(npu_settings().nz_weights if kernels["layout"] == "NZ" else "none",
+                                    kernels["experts"] == FIRST_CHOICES["experts"])
 
     def prepare_weight(self, weight: Int8Weight | Fp8Weight | GroupedWeight) -> QuantisedWeight:
         if isinstance(weight, GroupedWeight):
@@ -73,7 +75,7 @@ class NpuQuantisedOps(QuantisedOps):
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float,
                      rounding: str | NormRounding) -> tuple[RoundedRows, Tensor]:
-        if not self._kernels.is_first("norm"):
+        if self._kernels["norm"] != FIRST_CHOICES["norm"]:
             normed_TD, total_TD = self.ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
             if isinstance(rounding, NormRounding):
                 return _static_rows(normed_TD, rounding.scales_D.reciprocal(), rounding.offsets_D), total_TD
@@ -91,7 +93,7 @@ class NpuQuantisedOps(QuantisedOps):
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedExperts,
                 down: QuantisedExperts, held: HeldExperts | None = None) -> Tensor:
         return run_int8_experts(x_TD, weights_TK, experts_TK, gate_up, down, held, self._layout,
-                                dequantises=self._kernels.experts != KERNELS["experts"][-1])
+                                dequantises=self._kernels["experts"] != KERNELS["experts"][-1])
 
     def _prepare_groups(self, weight: GroupedWeight) -> GroupedWeight:
         """Four bits: int32 (I, O / 8), eight outputs a word, the lowest bits first. int8 in groups: (I, O); by row it
