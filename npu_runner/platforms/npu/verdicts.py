@@ -23,7 +23,7 @@ from npu_runner.platforms.npu.kernels import WITHOUT
 from npu_runner.platforms.npu.preflight.devices import check_chip
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.preflight.software import ascend_folder
-from npu_runner.platforms.npu.preflight.vendor_packages import check_vendor_packages, installed_packages
+from npu_runner.platforms.npu.preflight.vendor_packages import check_vendor_packages, vendor_libraries
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, driver_version, is_85
 from npu_runner.platforms.platform import ModelNeeds
@@ -36,12 +36,8 @@ _SECONDS = 600.0
 
 
 def check_host() -> None:
-    """Warn of a chip that was never tried, and of vendors' operators in the place of CANN's.
-
-    Raises ConfigError for a chip that is not served.
-    """
-    chip = _chip()
-    for check in (check_chip([] if chip is None else [chip]), check_vendor_packages(os.environ)):
+    """Warn of an untried chip and of vendors' operators; raises ConfigError for a chip that is not served."""
+    for check in (check_chip([name for name in (_chip(),) if name]), check_vendor_packages(os.environ)):
         if check.status == "failed":
             raise ConfigError(f"{check.name}: {check.found}; {check.remedy}")
         if check.status == "warning":
@@ -104,7 +100,8 @@ def _host() -> dict[str, str | None]:
         own.update(path.read_bytes())
     return {"torch_npu": importlib.metadata.version("torch_npu"), "cann": cann_version(),
             "driver": driver_version(ascend_folder(Host()) / "driver"), "chip": _chip(), "npu_runner": own.hexdigest(),
-            "settings": repr(npu_settings()), "vendors": repr(installed_packages(os.environ))}
+            "settings": repr(npu_settings()),
+            "vendors": repr([(each, each.stat().st_mtime_ns) for each in vendor_libraries(os.environ)])}
 
 
 def _chip() -> str | None:

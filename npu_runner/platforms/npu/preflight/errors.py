@@ -9,7 +9,7 @@ MANY_STREAMS_FROM = "25.5.1"
 NEWER_DRIVER = f"update driver and firmware (HDK) to {MANY_STREAMS_FROM} or newer"
 
 ERROR_CODES = {
-    "sq cq": (f"a driver below {MANY_STREAMS_FROM} has no streams left for another graph", f"{NEWER_DRIVER}; until then "
+    "sq cq": (f"a driver below {MANY_STREAMS_FROM} has no streams left for a graph", f"{NEWER_DRIVER}; until then "
               "give fewer --graph-batch-sizes"),
     "207001": ("device memory ran out", "lower --memory-utilization, --max-num-batched-tokens or --image-max-pixels; "
                "npu-smi info shows who else holds memory"),
