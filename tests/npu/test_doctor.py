@@ -185,9 +185,9 @@ compiles = pytest.mark.skipif(not COMPILER, reason="makes a library of a vendor"
 @compiles
 def test_packages_of_vendors_are_listed_with_what_is_called_here(tmp_path: Path) -> None:
     opp = tmp_path / "opp"
-    for name, functions in (("customize", ["aclnnOfTheirOwn"]), ("second", ["aclnnRecurrentGatedDeltaRule", "aclnnMm2"]),
-                            ("not_named", ["aclnnRmsNorm"])):
-        vendor_package(opp / "vendors" / name, *functions)
+    vendor_package(opp / "vendors/customize", "aclnnOfTheirOwn", "Exp")
+    vendor_package(opp / "vendors/second", "aclnnRecurrentGatedDeltaRule", "aclnnMm2")
+    vendor_package(opp / "vendors/not_named", "aclnnRmsNorm")
     settings = opp / "vendors/config.ini"
     environment = {"ASCEND_OPP_PATH": str(opp)}
     assert check_vendor_packages(environment).found == "none beside CANN's", "torch_npu reads the names there"
@@ -231,6 +231,13 @@ keys.append(verdicts._host())
 os.environ["ASCEND_OPP_PATH"] = "/none"
 keys.append(verdicts._host())
 print(json.dumps([before != after for before, after in zip(keys, keys[1:])]))
+from npu_runner.platforms.graphs import GraphResourceError
+from npu_runner.platforms.npu.graphs import ResourceErrors
+try:
+    with ResourceErrors():
+        raise RuntimeError("the first line\\nresource alloc fail: Alloc sq cq fail")
+except GraphResourceError as full:
+    print(full)
 """
 
 
@@ -242,10 +249,11 @@ def test_a_start_warns_of_packages_and_an_untried_chip_and_compares_anew_when_a_
     (tmp_path / "vendors/config.ini").write_text("load_priority=vllm\n")
     done = run_python(["-c", START, str(library)], forked=True, soc="Ascend950PR_9589", ASCEND_OPP_PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    chip, package, changes = done.stdout.splitlines()
+    chip, package, changes, full = done.stdout.splitlines()
     assert chip.startswith("WARNING chip: Ascend950PR_9589: not a chip this was written for")
     assert package.startswith(f"WARNING operator packages: {tmp_path}/vendors/vllm has aclnnRecurrentGatedDeltaRule: ")
     assert json.loads(changes) == [True, True], "findings are kept under what may change them"
+    assert full == "the first line; update driver and firmware (HDK) to 25.5.1 or newer", "graphs are dropped for it"
 
 
 @pytest.mark.npu

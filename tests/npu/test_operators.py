@@ -15,6 +15,7 @@ from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.families import FAMILIES
 from tests.full_set import only_full
+from tests.npu.running import unknown_launches
 from tests.npu.start import start
 
 pytestmark = pytest.mark.npu
@@ -27,8 +28,10 @@ KERNELS = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_fused_infer
 
 def test_every_operator_is_right_and_a_report_says_so(tmp_path: Path) -> None:
     out = tmp_path / "first hour"
-    done = run_python([*DOCTOR, "--out", str(out)], timeout=700, cann_version="9.2.0", memory_bytes=4 << 30)
+    done = run_python([*DOCTOR, "--out", str(out)], timeout=700, cann_version="9.2.0", memory_bytes=4 << 30,
+                      counters=tmp_path / "counters_%p")
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-2000:])
+    assert unknown_launches(tmp_path) == set()
     report = json.loads((out / "operators.json").read_text())
     verdicts = {each["case"]: each["verdict"] for each in report["cases"]}
     assert len(verdicts) == len(report["cases"]) > 80

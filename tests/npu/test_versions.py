@@ -56,7 +56,8 @@ def test_pip_may_install_every_wheel_of_the_table_and_no_old_one() -> None:
 
 def test_what_the_doctor_tells_to_install_is_in_the_table() -> None:
     wheels = {pair.torch_npu for pair in PAIRINGS}
-    newest = {(pair.torch, pair.cann): pair.torch_npu for pair in sorted(PAIRINGS, key=lambda pair: post(pair.torch_npu))}
+    by_age = sorted(PAIRINGS, key=lambda pair: post(pair.torch_npu))
+    newest = {(pair.torch, pair.cann): pair.torch_npu for pair in by_age}
     for pair in PAIRINGS:
         advice = software.check_pair({"torch": pair.torch, "torch_npu": None}, pair.cann).remedy
         assert advice == f"pip install --no-deps torch_npu=={newest[pair.torch, pair.cann]}"

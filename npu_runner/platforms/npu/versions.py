@@ -32,9 +32,8 @@ class Pairing(NamedTuple):
 
 
 # The wheels published for each CANN, the newest of a torch first: TorchNPU 26.2.0, 26.1.1 and 26.1.0, 26.0.0, by their
-# compatibility tables. In no table are 2.9.1, whose own page names 26.0.0, and four wheels of July 2026, which declare
-# what 26.0.0 declares and not what 26.1.0 does: 2.10.0.post2, 2.9.0.post4, 2.8.0.post5, 2.7.1.post6. The one list of
-# versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
+# compatibility tables; docs/ascend.md says why five that are in none stand with 26.0.0. The one list of versions: tests
+# compare the documents' table, requirements-npu.txt and the doctor's remedies with it.
 _PUBLISHED = {
     "9.2.0": ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7", "2.9.0.post9", "2.7.1.post11"),
     "9.1.0": ("2.12.0.post2", "2.12.0", "2.11.0.post2", "2.11.0", "2.10.0.post6", "2.10.0.post4", "2.9.0.post8",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-MANY_STREAMS_FROM = "25.5.1"
-"""The driver (HDK) from which on a device has streams for all graphs, by vllm-ascend's release notes."""
+MANY_STREAMS_FROM = "25.5.1"  # with a driver (HDK) below it a device has few (vllm-ascend's release notes)
 NEWER_DRIVER = f"update driver and firmware (HDK) to {MANY_STREAMS_FROM} or newer"
 
 ERROR_CODES = {

@@ -31,8 +31,7 @@ from npu_runner.platforms.npu.versions import (
 # torchair imports these; torch_npu does not declare all of them.
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
-# By CANN's release notes (of 9.1.0 for 9.0 and 9.1), for 9.2 by those of vllm-ascend 0.30; that of a CANN that is not
-# here is at least the lowest.
+# By CANN's release notes (of 9.1.0 for 9.0), for 9.2 by vllm-ascend's; another CANN's is at least the lowest.
 _OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {
     (8, 5): (25, 0), (9, 0): (25, 0), (9, 1): (25, 2), (9, 2): (26, 0)}
 _FUSED_STATES_FROM = (9, 2)  # CANN's recurrent rule accepts float32 states
