@@ -195,7 +195,7 @@ def test_packages_of_vendors_are_listed_with_what_is_called_here(tmp_path: Path)
     check = check_vendor_packages(environment)
     assert (check.status, check.remedy) == ("ok", "")
     assert check.found == f"{opp}/vendors/customize has no function that is called here"
-    settings.write_text("[vendors]\nload_priority = second,customize\n")
+    settings.write_text("[vendors]\nload_priority = second, customize\n")
     vendor_package(tmp_path / "mine", "aclnnFusedInferAttentionScoreV2", "aclnnMoeInitRoutingV3")
     check = check_vendor_packages({**environment, "ASCEND_CUSTOM_OPP_PATH": f"{tmp_path / 'mine'}:{tmp_path / 'none'}"})
     assert check.status == "warning"
@@ -560,7 +560,7 @@ def test_a_driver_with_few_streams_is_a_warning_that_names_the_loss(tmp_path: Pa
 
 
 def test_queues_that_run_out_are_those_of_an_old_driver() -> None:
-    found = explain("resource alloc fail: alloc sq cq fail, error code is 207005")
+    found = explain("error code is 207005: resource alloc fail: alloc sq cq fail")
     assert found.startswith("sq cq: a driver below 25.5.1 ")
     assert "update driver and firmware (HDK) to 25.5.1 or newer" in found
     assert "207005, the device has no resources left" in found
