@@ -15,8 +15,8 @@ from npu_runner.platforms.host import Check
 
 _ELF_64, _DYNAMIC_SYMBOLS, _UNDEFINED = b"\x7fELF\x02", 11, 0  # the first bytes, a sh_type, a st_shndx
 _NAMES = """
-    Abs Add AddRmsNorm AddRmsNormDynamicQuant AddRmsNormQuant Addcmul Addmm Adds Amax ApplyRotaryPosEmb Arange ArgMax
-    AscendQuant Baddbmm BatchMatMul BitwiseAndTensor BitwiseOrTensor Cat Clamp ConstantPadNd Copy Cumsum
+    Abs Add AddRmsNorm AddRmsNormDynamicQuant AddRmsNormQuant Addcmul Addmm Adds All Amax ApplyRotaryPosEmb Arange
+    ArgMax AscendQuant Baddbmm BatchMatMul BitwiseAndTensor BitwiseOrTensor Cat Clamp ConstantPadNd Copy Cumsum
     DequantSwigluQuant Div Divs DynamicQuant Embedding EqScalar EqTensor Exp Eye FillScalar FlashAttentionVarLenScore
     Floor FloorDivides FusedInferAttentionScore Gather GeScalar GeTensor Gelu GroupedMatmul
     GroupedMatmulSwigluQuantWeightNz GroupedMatmulWeightNz GtScalar GtTensor IndexCopy IndexFill IndexSelect LayerNorm
