@@ -23,8 +23,8 @@ _NAMES = """
     LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul MaxDim Minimum MoeGatingTopKSoftmax MoeInitRouting
     MoeTokenUnpermute Mul Muls NeTensor Neg One PowTensorScalar QuantMatmul QuantMatmulWeightNz Reciprocal
     RecurrentGatedDeltaRule ReduceSum Relu Repeat RmsNorm RotaryPositionEmbedding Rsqrt Rsubs SWhere ScatterAdd
-    ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Softmax Softplus Sort Sub Subs SwiGlu Topk Tril WeightQuantBatchMatmul
-    Zero
+    ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Softmax Softplus Sort Stack Sub Subs SwiGlu Topk Tril
+    WeightQuantBatchMatmul Zero
 """
 
 
