@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,9 +25,10 @@ from npu_runner.platforms.host import Check, Host, Outcome, run_function
 from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.checks import probe_devices
 from npu_runner.platforms.npu.preflight.errors import ERROR_CODES, explain
+from npu_runner.platforms.npu.preflight.vendor_packages import check_vendor_packages, exported_functions
 from npu_runner.platforms.npu.versions import cann_version
 from tests import zygote
-from tests.cann.environment import ROOT, environment, has_real_cann
+from tests.cann.environment import ROOT, environment, has_real_cann, run_python
 from tests.full_set import only_full
 from tests.npu.hosts import empty_host, toolkit
 
@@ -161,6 +165,105 @@ def test_kernels_of_the_other_chip_are_found(chip: str, installed: list[str], st
     check = software.check_kernels(empty_host(tmp_path, environment={"ASCEND_OPP_PATH": str(tmp_path / "opp")}), {chip})
     assert check.status == status
     assert words in check.found
+
+
+def vendor_package(folder: Path, *functions: str) -> Path:
+    """A package as an installer leaves it. Its library defines `functions`, and calls one of CANN that it does not
+    define."""
+    library = folder / "op_api/lib/libcust_opapi.so"
+    library.parent.mkdir(parents=True)
+    source = "int aclnnSwiGlu(); int calls_cann() { return aclnnSwiGlu(); }" + "".join(
+        f" int {name}() {{ return 0; }} int {name}GetWorkspaceSize() {{ return 0; }}" for name in functions)
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=source, text=True, check=True)
+    return library
+
+
+COMPILER = shutil.which("cc") or ""
+compiles = pytest.mark.skipif(not COMPILER, reason="makes a library of a vendor")
+
+
+@compiles
+def test_packages_of_vendors_are_listed_with_what_is_called_here(tmp_path: Path) -> None:
+    opp = tmp_path / "opp"
+    vendor_package(opp / "vendors/customize", "aclnnOfTheirOwn", "Exp")
+    vendor_package(opp / "vendors/second", "aclnnRecurrentGatedDeltaRule", "aclnnMm2")
+    vendor_package(opp / "vendors/not_named", "aclnnRmsNorm")
+    settings = opp / "vendors/config.ini"
+    environment = {"ASCEND_OPP_PATH": str(opp)}
+    assert check_vendor_packages(environment).found == "none beside CANN's", "torch_npu reads the names there"
+    settings.write_text("load_priority=customize, gone\n")
+    check = check_vendor_packages(environment)
+    assert (check.status, check.remedy) == ("ok", "")
+    assert check.found == f"{opp}/vendors/customize has no function that is called here"
+    settings.write_text("[vendors]\nload_priority = second, customize\n")
+    vendor_package(tmp_path / "mine", "aclnnFusedInferAttentionScoreV2", "aclnnMoeInitRoutingV3")
+    check = check_vendor_packages({**environment, "ASCEND_CUSTOM_OPP_PATH": f"{tmp_path / 'mine'}:{tmp_path / 'none'}"})
+    assert check.status == "warning"
+    assert check.found.startswith(
+        f"{tmp_path}/mine has aclnnFusedInferAttentionScoreV2, aclnnMoeInitRoutingV3; "
+        f"{opp}/vendors/second has aclnnRecurrentGatedDeltaRule; {opp}/vendors/customize has no function")
+    assert "unset ASCEND_CUSTOM_OPP_PATH" in check.remedy
+
+
+@compiles
+def test_names_of_a_library_are_those_that_the_loader_finds_in_it(tmp_path: Path) -> None:
+    library = vendor_package(tmp_path, "aclnnRmsNorm", "aclnnAddV3")
+    loaded = ctypes.PyDLL(str(library), mode=os.RTLD_LAZY)  # bound lazily, as its function of CANN is not here
+    found = exported_functions(library)
+    assert {name for name in found if name.startswith("aclnn")} == {
+        "aclnnRmsNorm", "aclnnRmsNormGetWorkspaceSize", "aclnnAddV3", "aclnnAddV3GetWorkspaceSize"}
+    assert all(hasattr(loaded, name) for name in found)
+    whole, damaged = library.read_bytes(), tmp_path / "damaged.so"  # the loaded file stays as it is
+    for part in (b"", b"text", whole[:100], whole[:len(whole) // 2], b"\x7fELF\x01" + whole[5:]):
+        damaged.write_bytes(part)
+        assert exported_functions(damaged) == set()
+    assert exported_functions(tmp_path / "none.so") == set()
+
+
+START = """
+import json, logging, os, pathlib, sys
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+from npu_runner.platforms.npu import verdicts
+verdicts.check_host()
+keys = [verdicts._host()]
+os.utime(sys.argv[1], ns=(1, 1))
+keys.append(verdicts._host())
+os.environ["ASCEND_OPP_PATH"] = "/none"
+keys.append(verdicts._host())
+print(json.dumps([before != after for before, after in zip(keys, keys[1:])]))
+from npu_runner.platforms.graphs import GraphResourceError
+from npu_runner.platforms.npu.graphs import ResourceErrors
+try:
+    with ResourceErrors():
+        raise RuntimeError("the first line\\nresource alloc fail: Alloc sq cq fail")
+except GraphResourceError as full:
+    print(full)
+"""
+
+
+@compiles
+@pytest.mark.npu
+@only_emulated
+def test_a_start_warns_of_packages_and_an_untried_chip_and_compares_anew_when_a_package_changes(tmp_path: Path) -> None:
+    library = vendor_package(tmp_path / "vendors/vllm", "aclnnRecurrentGatedDeltaRule")
+    (tmp_path / "vendors/config.ini").write_text("load_priority=vllm\n")
+    done = run_python(["-c", START, str(library)], forked=True, soc="Ascend950PR_9589", ASCEND_OPP_PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    chip, package, changes, full = done.stdout.splitlines()
+    assert chip.startswith("WARNING chip: Ascend950PR_9589: not a chip this was written for")
+    assert package.startswith(f"WARNING operator packages: {tmp_path}/vendors/vllm has aclnnRecurrentGatedDeltaRule: ")
+    assert json.loads(changes) == [True, True], "findings are kept under what may change them"
+    assert full == "the first line; update driver and firmware (HDK) to 25.5.1 or newer", "graphs are dropped for it"
+
+
+@pytest.mark.npu
+@only_emulated
+def test_a_start_on_a_chip_without_the_attention_is_refused_by_name() -> None:
+    done = run_python(["-m", "npu_runner", "generate", "--platform", "npu", "Hello?"], forked=True, timeout=120,
+                      soc="Ascend310P3")
+    assert done.returncode == 2, done.stderr
+    assert "chip: Ascend310P3: the fused attention over a paged cache is for A2 and A3" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_devices_that_are_named_and_not_there(tmp_path: Path) -> None:
@@ -366,6 +469,14 @@ def test_little_shared_memory(tmp_path: Path) -> None:
     assert devices.check_shared_memory(tmp_path / "none", 1).status == "failed"
 
 
+@pytest.mark.parametrize("cann", ["9.2.0", "9.2.1", "9.1.0"])
+def test_a_pair_that_an_image_ships_is_no_warning(cann: str, tmp_path: Path) -> None:
+    packages: dict[str, str | None] = {"torch": "2.10.0", "torch_npu": "2.10.0.post4"}
+    check = software.check_cann_version(empty_host(tmp_path, environment=toolkit(tmp_path / "cann", cann)), packages)
+    assert (check.status, check.remedy) == ("ok", "")
+    assert ("fused from CANN 9.2 on" in check.found) == (cann == "9.1.0"), "the rule of Gated DeltaNet"
+
+
 @pytest.mark.parametrize(
     ("version", "status"),
     [("9.1.0", "ok"), ("9.1.1", "ok"), ("9.0.0", "warning"), ("9.2.0", "warning"), ("8.5.0", "failed"),
@@ -421,19 +532,42 @@ def test_torch_npu_refuses_what_the_doctor_calls_incomplete(tmp_path: Path, emul
     assert "set_env.sh" in check.remedy
 
 
-def test_driver_and_libatb(tmp_path: Path) -> None:
+def test_drivers_of_each_cann(tmp_path: Path) -> None:
     host = empty_host(tmp_path)
     assert "-v " in software.check_driver(host).remedy, "containers forget to mount it"
     info = tmp_path / "Ascend/driver/version.info"
     info.parent.mkdir(parents=True)
-    for version, status in (("25.2.0", "ok"), ("23.0.rc3", "warning")):
+    for version, status in (("25.5.1", "ok"), ("26.0.rc1", "ok"), ("23.0.rc3", "warning")):
         info.write_text(f"Version={version}\nascendhal_version=7.35.23\npackage_version={version}\n")
         check = software.check_driver(host)
         assert (check.status, version in check.found) == (status, True)
     info.write_text("Version=25.0.2\n")  # CANN 9.0 takes it by its release notes, 9.1 does not
-    for cann, status in (("9.0.1", "ok"), ("9.1.0", "warning"), ("9.2.0", "ok")):
-        variables = toolkit(tmp_path / cann, cann)
-        assert software.check_driver(empty_host(tmp_path, environment=variables)).status == status
+    for cann, words in (("9.0.1", "has few streams"), ("9.1.0", "older than 25.2"), ("9.2.0", "older than 26.0")):
+        check = software.check_driver(empty_host(tmp_path, environment=toolkit(tmp_path / cann, cann)))
+        assert (check.status, words in check.found) == ("warning", True), check
+
+
+def test_a_driver_with_few_streams_is_a_warning_that_names_the_loss(tmp_path: Path) -> None:
+    info = tmp_path / "Ascend/driver/version.info"
+    info.parent.mkdir(parents=True)
+    host = empty_host(tmp_path, environment=toolkit(tmp_path / "cann", "9.1.0"))
+    for version, status in (("25.2.0", "warning"), ("25.5.0", "warning"), ("25.5.1", "ok"), ("26.0.rc1", "ok")):
+        info.write_text(f"Version={version}\n")
+        check = software.check_driver(host)
+        assert check.status == status
+        assert status == "ok" or ("fewer graphs are captured" in check.found and "25.5.1 or newer" in check.remedy)
+        assert software.check_driver(host, is_eager=True).status == "ok", "no graph is asked for"
+
+
+def test_queues_that_run_out_are_those_of_an_old_driver() -> None:
+    found = explain("error code is 207005: resource alloc fail: alloc sq cq fail")
+    assert found.startswith("sq cq: a driver below 25.5.1 ")
+    assert "update driver and firmware (HDK) to 25.5.1 or newer" in found
+    assert "207005, the device has no resources left" in found
+
+
+def test_libatb(tmp_path: Path) -> None:
+    host = empty_host(tmp_path)
     assert software.check_libatb(host, {"libatb.so": None}).status == "ok"
     assert "NNAL" in software.check_libatb(host, {"libatb.so": "cannot open"}).remedy
 

@@ -15,6 +15,7 @@ from scripts.quantised.writing import quantise
 from tests.cann.environment import has_real_cann, run_python
 from tests.families import FAMILIES
 from tests.full_set import only_full
+from tests.npu.running import unknown_launches
 from tests.npu.start import start
 
 pytestmark = pytest.mark.npu
@@ -32,8 +33,10 @@ def test_every_operator_is_right_and_a_report_says_so(tmp_path: Path) -> None:
     out = tmp_path / "first hour"
     only = [word for name in ONLY for word in ("--only", name)]
     done = run_python([*DOCTOR, "--out", str(out), "--soak", "0.02", *only], timeout=300, cann_version="9.2.0",
-                      memory_bytes=4 << 30)
+                      memory_bytes=4 << 30, counters=tmp_path / "counters_%p")
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-2000:])
+    assert has_real_cann() or "aclnnRmsNorm" in "".join(path.read_text() for path in tmp_path.glob("counters_*"))
+    assert unknown_launches(tmp_path) == set()
     report = json.loads((out / "operators.json").read_text())
     verdicts = {each["case"]: each["verdict"] for each in report["cases"]}
     assert len(verdicts) == len(report["cases"]) > 80

@@ -27,6 +27,7 @@ from torch import Tensor
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError, forget, own_code
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import DeviceLengths, NpuAttention
+from npu_runner.platforms.npu.preflight.errors import NEWER_DRIVER
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, release
 from npu_runner.platforms.step_inputs import StepInputs
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 _LEAST_TRACED = 2
 _graph_numbers = itertools.count()
 _TILES_ON_DEVICE_FROM = (9, 0)
-# Stream exhaustion, resource allocation failure, and what the driver says when its queues run out.
+# Stream exhaustion, resource allocation failure, and what an old driver says when its queues run out.
 _RESOURCE_WORDS = ("207005", "207008", "sq cq")
 
 
@@ -248,7 +249,8 @@ class ResourceErrors:
         if isinstance(error, RuntimeError):
             text = str(error)
             if any(word in text.lower() for word in _RESOURCE_WORDS):
-                raise GraphResourceError(text.strip().partition("\n")[0]) from error
+                old_driver = f"; {NEWER_DRIVER}" if "sq cq" in text.lower() else ""
+                raise GraphResourceError(text.strip().partition("\n")[0] + old_driver) from error
 
 
 class RecordedGraphCompiler(GraphCompiler):

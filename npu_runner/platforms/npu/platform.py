@@ -80,11 +80,10 @@ class NpuPlatform(Platform):
         if is_85(cann := cann_version() or ""):
             cann85.check_scope(needs, cann)
             logger.warning("CANN %s: %s. %s", cann, cann85.UNVERIFIED, cann85.SCOPE)
-        if npu_settings().cases == "off":
-            return {}
-        from npu_runner.platforms.npu.verdicts import fallbacks_for
+        from npu_runner.platforms.npu.verdicts import check_host, fallbacks_for
 
-        return fallbacks_for(needs)
+        check_host()
+        return {} if npu_settings().cases == "off" else fallbacks_for(needs)
 
     def describe(self) -> dict[str, str]:
         import torch_npu

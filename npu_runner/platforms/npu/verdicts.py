@@ -1,5 +1,5 @@
 """A start's knowledge of this host's operators: findings of a model's cases, made once for each wheel, CANN, driver,
-chip and source of ours, and kept in a folder. Knows no case.
+chip, vendor package and source of ours, and kept in a folder. Knows no case.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from npu_runner.platforms.cases import Finding, choose, run_cases
 from npu_runner.platforms.host import Host
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.kernels import WITHOUT
+from npu_runner.platforms.npu.preflight.devices import check_chip
 from npu_runner.platforms.npu.preflight.errors import explain
 from npu_runner.platforms.npu.preflight.software import ascend_folder
+from npu_runner.platforms.npu.preflight.vendor_packages import check_vendor_packages, vendor_libraries
 from npu_runner.platforms.npu.settings import npu_settings
 from npu_runner.platforms.npu.versions import cann_version, driver_version, is_85
 from npu_runner.platforms.platform import ModelNeeds
@@ -31,6 +33,15 @@ logger = logging.getLogger(__name__)
 _SOURCE = "npu_runner.platforms.npu.cases:of_model"
 _FOLDER = Path("~/.cache/npu_runner/cases")
 _SECONDS = 600.0
+
+
+def check_host() -> None:
+    """Warn of an untried chip and of vendors' operators; raises ConfigError for a chip that is not served."""
+    for check in (check_chip([name for name in (_chip(),) if name]), check_vendor_packages(os.environ)):
+        if check.status == "failed":
+            raise ConfigError(f"{check.name}: {check.found}; {check.remedy}")
+        if check.status == "warning":
+            logger.warning("%s: %s; %s", check.name, check.found, check.remedy)
 
 
 def fallbacks_for(needs: ModelNeeds) -> Mapping[str, str]:
@@ -89,7 +100,8 @@ def _host() -> dict[str, str | None]:
         own.update(path.read_bytes())
     return {"torch_npu": importlib.metadata.version("torch_npu"), "cann": cann_version(),
             "driver": driver_version(ascend_folder(Host()) / "driver"), "chip": _chip(), "npu_runner": own.hexdigest(),
-            "settings": repr(npu_settings())}
+            "settings": repr(npu_settings()),
+            "vendors": repr([(each, each.stat().st_mtime_ns) for each in vendor_libraries(os.environ)])}
 
 
 def _chip() -> str | None:

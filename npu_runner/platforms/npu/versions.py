@@ -31,15 +31,20 @@ class Pairing(NamedTuple):
     cann: str
 
 
-# The wheels published for each CANN: TorchNPU 26.2.0, 26.1.0 and 26.0.0, by their compatibility tables. The one list
-# of versions: a test compares the documents' table, requirements-npu.txt and the doctor's remedies with it.
+# The wheels published for each CANN, the newest of a torch first: TorchNPU 26.2.0, 26.1.1 and 26.1.0, 26.0.0, by their
+# compatibility tables; docs/ascend.md says why five that are in none stand with 26.0.0. The one list of versions: tests
+# compare the documents' table, requirements-npu.txt and the doctor's remedies with it.
 _PUBLISHED = {
     "9.2.0": ("2.14.0", "2.13.0", "2.12.0.post3", "2.11.0.post3", "2.10.0.post7", "2.9.0.post9", "2.7.1.post11"),
-    "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
-    "9.0.0": ("2.10.0", "2.9.0.post2", "2.8.0.post4", "2.7.1.post4"),
+    "9.1.0": ("2.12.0.post2", "2.12.0", "2.11.0.post2", "2.11.0", "2.10.0.post6", "2.10.0.post4", "2.9.0.post8",
+              "2.9.0.post6", "2.7.1.post10", "2.7.1.post8"),
+    "9.0.0": ("2.10.0.post2", "2.10.0", "2.9.1", "2.9.0.post4", "2.9.0.post2", "2.8.0.post5", "2.8.0.post4",
+              "2.7.1.post6", "2.7.1.post4"),
 }
 PAIRINGS = tuple(Pairing(torch_npu.partition(".post")[0], torch_npu, cann)
                  for cann, wheels in _PUBLISHED.items() for torch_npu in wheels)
+SHIPPED = (Pairing("2.10.0", "2.10.0.post4", "9.2.0"),)
+"""Pairs of other releases that images hold: those of vllm-ascend 0.30, with CANN 9.2.0 and 9.2.1."""
 OLD_WHEELS = ("2.9.0", "2.8.0.post2", "2.8.0", "2.7.1.post2", "2.7.1")
 """Wheels of CANN 8.3 and 8.5. They lack what is called here; tests/npu/operator_table has the proof."""
 WHEELS_FOR_85 = _PUBLISHED["9.2.0"]

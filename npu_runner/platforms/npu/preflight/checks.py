@@ -17,6 +17,7 @@ from npu_runner.platforms.host import Check, Outcome, run_function
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.preflight import devices, software
 from npu_runner.platforms.npu.preflight.errors import explain
+from npu_runner.platforms.npu.preflight.vendor_packages import check_vendor_packages
 from npu_runner.platforms.npu.versions import cann_version, is_85, toolkit_folder
 
 _OFFLINE = "install.sh of a wheelhouse (docs/running-on-ascend.md)"
@@ -65,6 +66,7 @@ class NpuExamination(Examination):
                                "npu-runner and torchair import", f" (on an Ascend host: {software.IMAGE})")
         yield check if check.status == "ok" else replace(check, remedy=f"{check.remedy}; without internet: {_OFFLINE}")
         yield software.check_libatb(host, self.libraries)
+        yield check_vendor_packages(host.environment)
         yield from devices.check_variables(host.environment, is_eager=is_eager, torch_npu=packages.get("torch_npu"))
         yield devices.check_shared_memory(host.shared_memory, num_ranks)
         yield devices.check_ports(host.environment, num_ranks)
@@ -74,8 +76,9 @@ class NpuExamination(Examination):
         outcome = run_function(host, probe_devices)
         yield devices.check_devices(host, outcome, num_ranks)
         yield devices.check_memory(outcome)
-        yield devices.check_chip(outcome)
-        yield software.check_kernels(host, {device["name"] for device in devices.found_devices(outcome)})
+        chips = {device["name"] for device in devices.found_devices(outcome)}
+        yield devices.check_chip(chips)
+        yield software.check_kernels(host, chips)
 
     def computes(self, dtype: str, *, is_dense: bool) -> bool:
         return not self._is_85 or (is_dense and dtype == cann85.DTYPE)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 
+MANY_STREAMS_FROM = "25.5.1"  # with a driver (HDK) below it a device has few (vllm-ascend's release notes)
+NEWER_DRIVER = f"update driver and firmware (HDK) to {MANY_STREAMS_FROM} or newer"
+
 ERROR_CODES = {
+    "sq cq": (f"a driver below {MANY_STREAMS_FROM} has no streams left for a graph", f"{NEWER_DRIVER}; until then "
+              "give fewer --graph-batch-sizes"),
     "207001": ("device memory ran out", "lower --memory-utilization, --max-num-batched-tokens or --image-max-pixels; "
                "npu-smi info shows who else holds memory"),
     "207005": ("the device has no resources left for a graph or a stream", "give fewer --graph-batch-sizes; end other "
@@ -45,10 +50,10 @@ ERROR_CODES = {
     "EJ0003": ("HCCL's port is taken", "export HCCL_IF_BASE_PORT to the first of 16 free ports; look for an older job"),
     "EI0019": ("HCCL's port is taken", "export HCCL_IF_BASE_PORT to the first of 16 free ports; look for an older job"),
 }
-"""Code to (what it means, remedy)."""
+"""Code, or words of a message that has none of its own, to (what it means, remedy)."""
 
 
-_CAUSES, _CONSEQUENCES = ("507", "561"), ("107030", "507046", "507048")
+_CAUSES, _CONSEQUENCES = ("507", "561", "sq cq"), ("107030", "507046", "507048")
 """A kernel that fails or is missing ends a capture and leaves others waiting: its code says why, theirs do not."""
 
 

@@ -12,8 +12,10 @@ from npu_runner.platforms.examination import Packages
 from npu_runner.platforms.host import Check, Host, Outcome
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.host_settings import A2, A3
+from npu_runner.platforms.npu.preflight.errors import MANY_STREAMS_FROM, NEWER_DRIVER
 from npu_runner.platforms.npu.versions import (
     PAIRINGS,
+    SHIPPED,
     cann_version,
     driver_version,
     is_85,
@@ -29,8 +31,11 @@ from npu_runner.platforms.npu.versions import (
 # torchair imports these; torch_npu does not declare all of them.
 TORCHAIR_NEEDS = ("packaging", "protobuf", "decorator", "attrs", "psutil", "pyyaml", "numpy")
 LIBRARIES = ("libascendcl.so", "libhccl.so", "libatb.so")
-# By CANN's release notes (of 9.1.0 for both); that of a CANN that is not here is at least the lowest.
-_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {(8, 5): (25, 0), (9, 0): (25, 0), (9, 1): (25, 2)}
+# By CANN's release notes (of 9.1.0 for 9.0), for 9.2 by vllm-ascend's; another CANN's is at least the lowest.
+_OLDEST_DRIVERS: dict[tuple[int, ...], tuple[int, ...]] = {
+    (8, 5): (25, 0), (9, 0): (25, 0), (9, 1): (25, 2), (9, 2): (26, 0)}
+_FUSED_STATES_FROM = (9, 2)  # CANN's recurrent rule accepts float32 states
+_PLAIN_STATES = "Gated DeltaNet decodes in plain operators, fused from CANN 9.2 on"
 IMAGE = ("use an image in which they belong together, and upgrade nothing in it (docs/running-on-ascend.md names "
          "images and versions)")
 
@@ -110,6 +115,9 @@ def check_driver(host: Host, *, is_eager: bool = False) -> Check:
                          f"lengths from driver {wanted}.RC1 on", "update driver and firmware, or give --enforce-eager")
         return Check("driver", "warning", f"driver {version} is older than {wanted}, which CANN {cann or '9'} wants",
                      "update driver and firmware to those that CANN's release notes name")
+    if release(version) < release(MANY_STREAMS_FROM) and not is_eager:
+        return Check("driver", "warning", f"driver {version}: below {MANY_STREAMS_FROM} a device has few streams, so "
+                     "fewer graphs are captured, and batches without one run eagerly", NEWER_DRIVER)
     return Check("driver", "ok", f"driver {version}")
 
 
@@ -145,7 +153,7 @@ def check_pair(packages: Packages, cann: str | None = None) -> Check:
 
 def check_cann_version(host: Host, packages: Packages) -> Check:
     name, torch_npu, cann = "CANN version", packages.get("torch_npu"), cann_version(host.environment)
-    wanted = [pair.cann for pair in PAIRINGS if pair.torch_npu == torch_npu]
+    wanted = [pair.cann for pair in (*PAIRINGS, *SHIPPED) if pair.torch_npu == torch_npu]
     if cann is None:
         folder = toolkit_folder(host.environment)
         return Check(name, "warning", "no version of CANN is to be found", source_set_env(host) if folder is None else
@@ -159,13 +167,14 @@ def check_cann_version(host: Host, packages: Packages) -> Check:
                      f"install CANN {PAIRINGS[0].cann} if you can{recipe}")
     if torch_npu is None:
         return Check(name, "skipped", f"CANN {cann}; no torch_npu to compare it with")
+    found = f"CANN {cann}" if release(cann) >= _FUSED_STATES_FROM else f"CANN {cann} ({_PLAIN_STATES})"
     if not wanted:
-        return Check(name, "warning", f"CANN {cann}; which one torch_npu {torch_npu} wants is not in the table",
+        return Check(name, "warning", f"{found}; which one torch_npu {torch_npu} wants is not in the table",
                      "see the release notes of torch_npu")
     if any(release(cann)[:2] == release(known)[:2] for known in wanted):
-        return Check(name, "ok", f"CANN {cann}, as torch_npu {torch_npu} wants")
+        return Check(name, "ok", f"{found}, as torch_npu {torch_npu} wants")
     # TorchNPU's release notes call every CANN from 9.0 on compatible; operators are only promised from its own on.
-    return Check(name, "warning", f"CANN {cann}; torch_npu {torch_npu} was published for {' or '.join(wanted)}",
+    return Check(name, "warning", f"{found}; torch_npu {torch_npu} was published for {' or '.join(wanted)}",
                  f"install CANN {wanted[0]}, or {IMAGE}")
 
 
