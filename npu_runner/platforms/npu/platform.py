@@ -77,6 +77,8 @@ class NpuPlatform(Platform):
             cann85.check_graph_mode(graph_mode, cann)
 
     def find_fallbacks(self, needs: ModelNeeds) -> Mapping[str, str]:
+        if importlib.util.find_spec("torch_npu") is None:
+            return {}  # `why_unavailable` says so
         if is_85(cann := cann_version() or ""):
             cann85.check_scope(needs, cann)
             logger.warning("CANN %s: %s. %s", cann, cann85.UNVERIFIED, cann85.SCOPE)

@@ -35,8 +35,9 @@ _FOLDER = Path("~/.cache/npu_runner/cases")
 _SECONDS = 600.0
 
 
+@functools.cache
 def check_host() -> None:
-    """Warn of an untried chip and of vendors' operators; raises ConfigError for a chip that is not served."""
+    """Once, warn of an untried chip and of vendors' operators; raises ConfigError for a chip that is not served."""
     for check in (check_chip([name for name in (_chip(),) if name]), check_vendor_packages(os.environ)):
         if check.status == "failed":
             raise ConfigError(f"{check.name}: {check.found}; {check.remedy}")
@@ -44,8 +45,9 @@ def check_host() -> None:
             logger.warning("%s: %s; %s", check.name, check.found, check.remedy)
 
 
+@functools.cache
 def fallbacks_for(needs: ModelNeeds) -> Mapping[str, str]:
-    """`Platform.fallbacks` of this host for a model; a warning for each.
+    """`Platform.fallbacks` of this host for a model; once, a warning for each.
 
     Raises ConfigError with the name of an operator that computes otherwise than the CPU, where nothing else is right.
     """
@@ -70,7 +72,6 @@ def fallbacks_for(needs: ModelNeeds) -> Mapping[str, str]:
     return chosen
 
 
-@functools.cache
 def _findings(asked: str, path: Path) -> tuple[Finding, ...]:
     """Kept ones, or those of a child."""
     try:
@@ -96,7 +97,7 @@ def _keep(findings: tuple[Finding, ...], path: Path) -> None:
 def _host() -> dict[str, str | None]:
     """Everything that may change a finding."""
     own = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         own.update(path.read_bytes())
     return {"torch_npu": importlib.metadata.version("torch_npu"), "cann": cann_version(),
             "driver": driver_version(ascend_folder(Host()) / "driver"), "chip": _chip(), "npu_runner": own.hexdigest(),
