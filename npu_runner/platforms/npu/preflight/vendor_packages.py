@@ -20,8 +20,8 @@ _NAMES = """
     DequantSwigluQuant Div Divs DynamicQuant Embedding EqScalar EqTensor Exp Eye FillScalar FlashAttentionVarLenScore
     Floor FloorDivides FusedInferAttentionScore Gather GeScalar GeTensor Gelu GroupedMatmul
     GroupedMatmulSwigluQuantWeightNz GroupedMatmulWeightNz GtScalar GtTensor IndexCopy IndexFill IndexSelect LayerNorm
-    LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul MaxDim Minimum MoeGatingTopKSoftmax MoeInitRouting
-    MoeTokenUnpermute Mul Muls NeTensor Neg One PowTensorScalar QuantMatmul QuantMatmulWeightNz Reciprocal
+    LeScalar LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul MaxDim Minimum MoeGatingTopKSoftmax MoeInitRouting
+    MoeTokenUnpermute Mul Muls NeScalar NeTensor Neg One PowTensorScalar QuantMatmul QuantMatmulWeightNz Reciprocal
     RecurrentGatedDeltaRule ReduceSum Relu Repeat RmsNorm RotaryPositionEmbedding Rsqrt Rsubs SWhere ScatterAdd
     ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Softmax Softplus Sort Stack Sub Subs SwiGlu Topk Tril
     WeightQuantBatchMatmul Zero
