@@ -154,7 +154,7 @@ def test_an_interrupted_regression_reports_what_is_known(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "hangs")
     python = tmp_path / "python"
     python.write_text('#!/usr/bin/env bash\ncase $* in *--operators*) echo wrong; exit 4 ;; *doctor*) trap "" TERM; '
-                      f'echo $$ >{tmp_path}/hangs; echo "logs in $ASCEND_PROCESS_LOG_PATH"; exec sleep 300 ;; esac\n')
+                      f'echo "logs in $ASCEND_PROCESS_LOG_PATH"; echo $$ >{tmp_path}/hangs; exec sleep 300 ;; esac\n')
     python.chmod(0o755)
     out = tmp_path / "out"
     with subprocess.Popen([ROOT / "scripts/regress_ascend.sh", "--out", out], stdout=subprocess.PIPE, text=True,
