@@ -20,10 +20,10 @@ _NAMES = """
     DequantSwigluQuant Div Divs DynamicQuant Embedding EqScalar EqTensor Exp Eye FillScalar FlashAttentionVarLenScore
     Floor FloorDivides FusedInferAttentionScore Gather Gelu GeScalar GeTensor GroupedMatmul
     GroupedMatmulSwigluQuantWeightNz GroupedMatmulWeightNz GtScalar GtTensor IndexCopy IndexFill IndexSelect LayerNorm
-    LeScalar LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul MaxDim Minimum MoeGatingTopKSoftmax
+    LeScalar LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul Max MaxDim Minimum MoeGatingTopKSoftmax
     MoeInitRouting MoeTokenUnpermute Mul Muls Neg NeScalar NeTensor One PowTensorScalar QuantMatmul QuantMatmulWeightNz
     Reciprocal RecurrentGatedDeltaRule ReduceSum Relu Repeat RmsNorm RotaryPositionEmbedding Rsqrt Rsubs ScatterAdd
-    ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Softmax Softplus Sort Stack Sub Subs SWhere SwiGlu Topk Tril
+    ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Softmax Softplus Sort Stack Std Sub Subs SWhere SwiGlu Topk Tril
     WeightQuantBatchMatmul Zero
 """
 
