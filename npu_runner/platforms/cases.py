@@ -42,6 +42,7 @@ _SLOW, _LAUNCH_SECONDS, _BYTES_PER_SECOND, _OPERATIONS_PER_SECOND = 20.0, 10e-6,
 """A case is slow if a call takes 20 times what its bytes or operations take, or a launch. Devices are no slower."""
 _NUM_CALLS, _MOST_SECONDS_OF_CALLS = 20, 0.2
 _SEED = 85
+_CODE = re.compile(r"\b(?:error|code)\D{0,6}(\d{6})\b", re.IGNORECASE)
 _LOST_CONTEXT = re.compile(r"\b507\d{3}\b")
 """After these errors of a kernel no call of the process succeeds."""
 
@@ -140,7 +141,7 @@ class Finding:
     microseconds: float | None = None
     """The median of 20 calls, each waited for."""
     message: str = ""
-    """The first line of what the device said, or what is wrong."""
+    """The first line and the codes of the device's error, or what is wrong."""
     process: int = 0
     """The number of the process that computed it."""
 
@@ -168,7 +169,7 @@ def run_case(case: Case, device: Side, reference: Side, fallbacks: Mapping[str, 
         call = case.prepare(device)
         found = call().cpu()
     except (RuntimeError, OSError, NotImplementedError, NpuRunnerError) as error:  # OSError: a library is missing
-        return case.finding("refused", message=str(error).strip().partition("\n")[0])
+        return case.finding("refused", message=_told(error))
     errors_T = distances(found, case.prepare(reference)())
     errors = {"largest_error": float(errors_T.max()), "median_error": float(errors_T.median())}
     bound = BOUNDS[case.dtype] if found.is_floating_point() else 0.0
@@ -184,6 +185,12 @@ def run_case(case: Case, device: Side, reference: Side, fallbacks: Mapping[str, 
     told = case.describe(device), f"{1e6 * least:.0f} us were enough" if is_slow else ""
     return case.finding("slow" if is_slow else "right", **errors, microseconds=1e6 * seconds,
                         message="; ".join(filter(None, told)))
+
+
+def _told(error: BaseException) -> str:
+    """Its first line, and the error codes that only later lines have."""
+    first, _, rest = str(error).strip().partition("\n")
+    return "; ".join((first, *(code for code in dict.fromkeys(_CODE.findall(rest)) if code not in first)))
 
 
 def _seconds(platform: Platform, call: Callable[[], Tensor]) -> float:
@@ -237,8 +244,8 @@ def _second_choices(findings: Iterable[Finding]) -> dict[str, str]:
 def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float,
               tell: Callable[[Finding], object] = lambda finding: None, only: Sequence[str] = ()) -> list[Finding]:
     """The findings of `source`'s cases, made by child processes; `tell` hears of each at once. Cases that did not fit
-    into `seconds` are "left out"."""
-    titles: list[list[str]] = []
+    into `seconds` are "left out": all of them by one finding, if not even their list was made."""
+    titles = [["all cases"]]
     findings: list[Finding] = []
     begun: list[Finding] = []
     end = time.monotonic() + seconds
@@ -256,8 +263,8 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
         else:
             add(finding)
 
-    is_done = False
-    while not is_done:
+    while not {each.case for each in findings}.issuperset(titles[-1]):
+        num_before = len(findings)
         outcome = run_program(host, __name__, [platform, source, json.dumps(asked), json.dumps(only),
                                                json.dumps([asdict(each) for each in findings])],
                               max(0.0, end - time.monotonic()), on_report=hear)
@@ -267,12 +274,11 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
             is_late = outcome.error is not None and "SIGALRM" in outcome.error
             why = "it did not end in time" if is_late else outcome.error or "the process ended"
             add(replace(begun[-1], message=why))
-        elif outcome.error is not None:
-            add(Finding(case="all cases", verdict="crashed", message=outcome.error))
+        elif outcome.error is not None and len(findings) == num_before:  # else it only ended badly, behind its cases
+            add(Finding(case=titles[0][0], verdict="crashed", message=outcome.error))
             break
-        is_done = all(title in {each.case for each in findings} for title in titles[0])
     done = {each.case for each in findings}
-    for title in titles[0] if titles else ():
+    for title in titles[-1]:
         if title not in done:
             add(Finding(case=title, verdict="left out", message=f"the {seconds:.0f} s were over"))
     return findings

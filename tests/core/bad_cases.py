@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -25,7 +26,13 @@ def hang() -> Tensor:
 
 
 def lose() -> Tensor:
-    raise RuntimeError("aclrtSynchronizeStream failed, error code is 507015\nand more")
+    atexit.register(crash)  # as a vendor's library may, once its context is lost
+    raise RuntimeError("a task failed\naclrtSynchronizeStream failed, error code is 507015, not 561002\nerror 507015")
+
+
+def end_badly() -> Tensor:
+    atexit.register(crash)
+    return torch.full((2, 3), 0.5)
 
 
 def sleep() -> Tensor:
@@ -52,4 +59,9 @@ def served(asked: list[str]) -> list[Case]:
             Case(name="no number", prepare=lambda side: lambda: twice_on_the_device(side) * math.nan
                  if side.dtype != torch.float64 else twice_on_the_device(side), gives_up="int8_static"),
             Case(name="sleeps", prepare=fixed(sleep)),
-            Case(name=f"asked: {asked[0]}", prepare=fixed(lambda: torch.full((2, 3), 0.5)))]
+            Case(name=f"asked: {asked[0]}", prepare=fixed(end_badly))]
+
+
+def endless(asked: None) -> list[Case]:
+    right, integers = (next(case for case in served(["x"]) if case.name == name) for name in ("right", "integers"))
+    return [right, Case(name="hangs", prepare=fixed(hang)), integers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,8 @@ def test_a_child_that_ends_is_replaced_and_each_case_has_its_finding(monkeypatch
     said = {each.case.partition(" (")[0]: each.message for each in found if not each.is_right}
     assert said["crashes"] == "killed by SIGSEGV"
     assert said["hangs"] == "it did not end in time"
-    assert "507015" in said["loses the context"]
+    assert said["loses the context"] == "a task failed; 507015", "the code of a later line"
+    assert len({each.process for each in found}) == 4, "each case that ends its process or its device's context"
     assert said["wrong"] == "differs from the CPU by 100.0 % of a row's length, 3 % is allowed"
     assert said["integers"].endswith("0 % is allowed")
     assert math.isnan(next(each for each in found if each.case.startswith("no number")).largest_error or 0.0)
@@ -38,8 +40,15 @@ def test_a_child_that_ends_is_replaced_and_each_case_has_its_finding(monkeypatch
 
 def test_what_does_not_fit_is_listed_and_a_source_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ".")
+    start = time.monotonic()
+    (right,) = run_cases(Host(), "cpu", SOURCE, ["x"], 120, only=["right"])
+    seconds = 1 + 3 * (time.monotonic() - start)  # a child lists its cases in a third of it, and the second one hangs
+    found = run_cases(Host(), "cpu", "tests.core.bad_cases:endless", None, seconds)
+    assert [(each.case, each.verdict) for each in found] == [
+        (right.case, "right"), ("hangs (bfloat16)", "left out"), ("integers (bfloat16)", "left out")]
+    assert {each.message for each in found} == {"", f"the {seconds:.0f} s were over"}
     found = run_cases(Host(), "cpu", SOURCE, ["x"], 0.0)
-    assert [each.verdict for each in found] in ([], ["left out"] * 10)
+    assert [(each.case, each.verdict) for each in found] == [("all cases", "left out")], "an empty list would be kept"
     (missing,) = run_cases(Host(), "cpu", "tests.core.bad_cases:nothing", None, 60)
     assert (missing.verdict, "no attribute 'nothing'" in missing.message) == ("crashed", True)
 

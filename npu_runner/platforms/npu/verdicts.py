@@ -21,7 +21,7 @@ from npu_runner.platforms.host import Host
 from npu_runner.platforms.npu import cann85
 from npu_runner.platforms.npu.kernels import WITHOUT
 from npu_runner.platforms.npu.preflight.devices import check_chip
-from npu_runner.platforms.npu.preflight.errors import explain
+from npu_runner.platforms.npu.preflight.errors import PASSING, explain
 from npu_runner.platforms.npu.preflight.software import ascend_folder
 from npu_runner.platforms.npu.preflight.vendor_packages import check_vendor_packages, vendor_libraries
 from npu_runner.platforms.npu.settings import npu_settings
@@ -82,8 +82,14 @@ def _findings(asked: str, path: Path) -> tuple[Finding, ...]:
 
 
 def _keep(findings: tuple[Finding, ...], path: Path) -> None:
-    """For other starts. A start that ends is not kept: what it says may have been for want of memory."""
+    """For other starts, unless a case failed in a way that may not come again."""
     if path.exists():
+        return
+    passing = [each.case for each in findings if not each.is_right and (
+        each.verdict in ("crashed", "left out") or PASSING.search(each.message))]
+    if passing:
+        logger.warning("operators are compared again at the next start, as this may not come again: %s",
+                       "; ".join(passing))
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,8 @@ ERROR_CODES = {
 """Code, or words of a message that has none of its own, to (what it means, remedy)."""
 
 
+PASSING = re.compile(r"out of memory|cannot allocate memory|\b(?:200000|207(?!000)\d{3}|507\d{3})\b", re.IGNORECASE)
+"""Messages of failures that may not come again: memory or streams that another job holds, and a lost context."""
 _CAUSES, _CONSEQUENCES = ("507", "561", "sq cq"), ("107030", "507046", "507048")
 """A kernel that fails or is missing ends a capture and leaves others waiting: its code says why, theirs do not."""
 
