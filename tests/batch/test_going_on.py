@@ -357,6 +357,24 @@ def test_a_setting_that_is_new_or_gone_is_accepted_once_and_for_all(folder: Path
         assert json.loads(path.read_text())["settings"] == {"seed": "0", LIMIT: 6, LENGTH: "4"}
 
 
+def test_kernels_that_0_6_0_recorded_stay_with_an_output_and_its_fingerprint(folder: Path) -> None:
+    command = Command(rows=[*ROWS, ("f", "more")])
+    path, kernels = manifest_path(folder / "out.jsonl"), {"cache_write": "npu_scatter_pa_kv_cache"}
+    fields = json.loads(path.read_text())
+    begun = {**fields["settings"], **kernels}
+    path.write_text(json.dumps({**fields, "settings": begun}))
+    before = Manifest.load(folder / "out.jsonl")
+    run(folder, command)
+    after = Manifest.load(folder / "out.jsonl")
+    assert before is not None
+    assert after is not None
+    assert (after.settings, after.changes) == (begun, ())
+    assert after.system_fingerprint == before.system_fingerprint
+    for recorded in ({"cache_write": "_npu_reshape_and_cache"}, {"tower": "npu_scatter_pa_kv_cache"}):
+        path.write_text(json.dumps({**fields, "settings": {**fields["settings"], **recorded}}))
+        refused(folder, command, f"Changed: {next(iter(recorded))}: was")
+
+
 def test_every_limit_in_the_table_is_a_setting_of_manifests() -> None:
     identity = ChatProcessor(str(SHAPES_VL), ProcessorSettings(limit_mm_per_prompt={"image": 1})).identity()
     options = BatchOptions(input="i", output="o", repetition_detection={"max_pattern_size": 9, "min_count": 3})

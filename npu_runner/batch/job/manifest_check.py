@@ -22,6 +22,8 @@ from npu_runner.errors import ConfigError, OutOfMemoryError
 from npu_runner.serving.replica import ReplicaFacts
 
 _LENGTH = "max_model_len"
+# First choices of kernels, which 0.6.0 recorded on CANN 8.5. Now `fallbacks` has others, and these are not recorded.
+_FIRST_KERNELS = {"cache_write": "npu_scatter_pa_kv_cache", "tower_attention": "npu_fused_infer_attention_score"}
 CheckSettings = Callable[[Mapping[str, Any]], None]
 
 
@@ -125,7 +127,7 @@ def manifest_of(destination: Destination, new: Manifest, facts: ReplicaFacts, *,
         _refuse_model(destination, _changed_files(earlier.weights, new.weights))
     changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, is_retry=is_retry)
     _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
-    return earlier.with_input(new.input).changed(_with_decoders(settings, earlier.settings), changes)
+    return earlier.with_input(new.input).changed(_completed(settings, earlier.settings), changes)
 
 
 def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str],
@@ -134,7 +136,7 @@ def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, 
 
     The two may be parts of the settings, as long as they have the same names. `accept`: names that the user has given.
     """
-    changes = differences(_with_decoders(earlier, now), _with_decoders(now, earlier))
+    changes = differences(_completed(earlier, now), _completed(now, earlier))
     refused = [change for change in changes
                if change.name not in accept and not (is_retry and change.leaves_whole_answers)]
     if refused:
@@ -156,11 +158,13 @@ def _refuse_unknown_names(accept: Collection[str], known: Collection[str]) -> No
                               f"did you mean {', '.join(near)}?")
 
 
-def _with_decoders(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings`, and decoders that only `others` have: one that was installed since, or is gone. Without it whatever
-    needs it fails by name, so no answer is of another one."""
+def _completed(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings`, and two kinds that only `others` have: decoders that were installed since, or are gone, without which
+    whatever needs them fails by name; and kernels that only an earlier version recorded."""
+    kernels = {name: kernel for name, kernel in _FIRST_KERNELS.items()
+               if others.get(name) == kernel and "fallbacks" not in settings}
     decoders = {**others.get(DECODERS, {}), **settings.get(DECODERS, {})}
-    return {**settings, DECODERS: decoders} if decoders else dict(settings)
+    return {**kernels, **settings, **({DECODERS: decoders} if decoders else {})}
 
 
 def manifest_without_model(destination: Destination, new: Manifest) -> Manifest:
