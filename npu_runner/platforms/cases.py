@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 BOUNDS = {"bfloat16": 0.03, "float16": 0.005}
 """The largest distance of a row from the reference's, relative to its length, by the dtype of the device. Rounding
 causes at most a third of it. Integers must be equal."""
-_SLOW, _LAUNCH_SECONDS, _BYTES_PER_SECOND, _OPERATIONS_PER_SECOND = 20.0, 10e-6, 1e12, 1e14
-"""A case is slow if a call takes 20 times what its bytes or operations take, or a launch. Devices are no slower."""
+_SLOW, _LAUNCH_SECONDS, _BYTES_PER_SECOND = 20.0, 10e-6, 1e12
+"""A case is slow if a call takes 20 times what its bytes take, or its launches. Devices are no slower. With the few
+tokens of a case, operations take less than the bytes of their operands."""
 _NUM_CALLS, _MOST_SECONDS_OF_CALLS = 20, 0.2
 _SEED = 85
 _CODE = re.compile(r"\b(?:error|code)\D{0,6}(\d{6})\b", re.IGNORECASE)
@@ -115,8 +116,6 @@ class Case:
     """A case that takes longer counts as one that hangs."""
     is_timed: bool = True
     num_launches: int = 1
-    num_operations: int = 0
-    """Multiplications and additions, where they take longer than the bytes that `prepare` makes."""
 
     @property
     def title(self) -> str:
@@ -179,8 +178,7 @@ def run_case(case: Case, device: Side, reference: Side, fallbacks: Mapping[str, 
     if not case.is_timed:
         return case.finding("right", **errors, message=case.describe(device))
     seconds = _seconds(device.platform, call)
-    least = max(case.num_launches * _LAUNCH_SECONDS, (device.num_bytes + found.nbytes) / _BYTES_PER_SECOND,
-                case.num_operations / _OPERATIONS_PER_SECOND)
+    least = max(case.num_launches * _LAUNCH_SECONDS, (device.num_bytes + found.nbytes) / _BYTES_PER_SECOND)
     is_slow = seconds > _SLOW * least
     told = case.describe(device), f"{1e6 * least:.0f} us were enough" if is_slow else ""
     return case.finding("slow" if is_slow else "right", **errors, microseconds=1e6 * seconds,

@@ -85,7 +85,7 @@ def run_program(host: Host, module: str, arguments: Sequence[str], timeout_secon
                 child.kill()
         text = output.read_text(errors="replace")
         told.read()
-    return Outcome(told.found, what_went_wrong(status, limit, text), text, status is None)
+    return Outcome(told.found, _what_went_wrong(status, limit, text), text, status is None)
 
 
 def run_command(command: Sequence[str], timeout_seconds: float = 60.0) -> str:
@@ -117,16 +117,12 @@ class Reports:
 
     def __init__(self, path: Path, tell: Callable[[Any], object]):
         self.found: list[Any] = []
-        self._path, self._tell, self._place = path, tell, 0
+        self._path, self._tell = path, tell
 
     def read(self) -> None:
-        with self._path.open("rb") as file:
-            file.seek(self._place)
-            lines = file.read().rpartition(b"\n")[0].splitlines(keepends=True)
-        for line in lines:
+        for line in self._path.read_bytes().split(b"\n")[len(self.found):-1]:
             self.found.append(json.loads(line))
             self._tell(self.found[-1])
-        self._place += sum(map(len, lines)) + bool(lines)
 
 
 def _status_within(limit: float, child: Child, reports: Reports) -> int | None:
@@ -139,8 +135,7 @@ def _status_within(limit: float, child: Child, reports: Reports) -> int | None:
     return None
 
 
-def what_went_wrong(status: int | None, limit: float, output: str) -> str | None:
-    """The first error that a program named; None: it ended well. `status` None: it did not end."""
+def _what_went_wrong(status: int | None, limit: float, output: str) -> str | None:
     if status == 0:
         return None
     # The first error of a chain is the cause; those after it say what it led to.

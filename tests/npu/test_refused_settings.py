@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cann.environment import has_real_cann, run_python
+from tests.npu.start import host_with
 
 pytestmark = pytest.mark.npu
 
@@ -16,17 +17,15 @@ import sys
 from npu_runner import LLM
 from npu_runner.errors import ConfigError
 try:
-    LLM(sys.argv[1], platform="npu", dtype="float32", attention_backend=sys.argv[2], graph_mode="eager",
-        max_model_len=512, max_num_seqs=2)
+    LLM(sys.argv[1], platform="npu", dtype="float32", graph_mode="eager", max_model_len=512, max_num_seqs=2)
 except ConfigError as refusal:
     print(refusal)
 """
 
 
-@pytest.mark.parametrize("backend", ["auto", "fused"])
-def test_float32_is_refused_with_the_remedy(backend: str, checkpoint: Any) -> None:
+def test_float32_is_refused_with_the_remedy(checkpoint: Any) -> None:
     model: Path = checkpoint("qwen3", num_hidden_layers=1)
-    done = run_python(["-c", PROGRAM, str(model), backend], forked=True)
+    done = run_python(["-c", PROGRAM, str(model)], forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set dtype" in done.stdout
 
@@ -53,9 +52,10 @@ def test_a_head_dim_that_the_kernel_refuses_is_named_before_weights_load(checkpo
     for path in sizes[64].iterdir():
         if path.suffix != ".safetensors":
             (bare / path.name).write_bytes(path.read_bytes())
-    done = run_python(["-c", HEAD_DIMS, str(bare), str(sizes[128])], forked=True, paged_head_dims="128,192")
+    done = run_python(["-c", HEAD_DIMS, str(bare), str(sizes[128])], forked=True, paged_head_dims="128,192",
+                      **host_with("9.2.0", tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     refused, served = done.stdout.splitlines()[-2:]
-    assert refused.startswith("head dim 64: the fused attention of CANN")
-    assert "upgrade CANN, or set platform to cpu" in refused
+    assert refused.startswith("CANN 9.2.0: attention over the paged cache, 4/2 heads of 64 (bfloat16): refused, ")
+    assert "561002" in refused
     assert served == "2 tokens", "128 is in every document"

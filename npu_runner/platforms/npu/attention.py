@@ -14,7 +14,6 @@ that a window may touch, L = V * S.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -28,8 +27,6 @@ from npu_runner.platforms.attention import AttentionBackend, ends_of_tokens
 from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS
 from npu_runner.platforms.npu.settings import ATTENTION_FACTS
 from npu_runner.platforms.step_inputs import AttentionMetadata
-
-logger = logging.getLogger(__name__)
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _BAND, _FULL = 3, 4, 0
@@ -86,22 +83,6 @@ class NpuAttention(AttentionBackend):
     def windows(self, windows: tuple[int | None, ...]) -> None:
         self._windows = {window: None if window is None else WindowDecode(window, self.block_size, self.mask.device)
                          for window in windows}
-
-    def accepts(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the kernel does: one token is tried, and the device asked for the answer."""
-        device = self.mask.device
-        cache = torch.zeros((1, self.block_size, self.num_kv_heads, head_dim), dtype=dtype, device=device)
-        zeros_1, ones_1 = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (0, 1))
-        metadata = AttentionMetadata(False, zeros_1, ones_1, zeros_1[:, None], HostLengths([1], [1]))
-        q_1NH = torch.zeros((1, self.num_heads, head_dim), dtype=dtype, device=device)
-        try:
-            self.decode(q_1NH, cache, cache, metadata, 1.0)
-            torch.npu.synchronize()
-        except RuntimeError as refusal:
-            logger.info("the attention kernel does not take %s with head dim %d: %s", dtype, head_dim,
-                        str(refusal).strip().partition("\n")[0])
-            return False
-        return True
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> HostLengths:

@@ -100,8 +100,7 @@ def _of_every_model(dtype: str) -> Iterator[Case]:
     def swiglu(side: Side) -> Call:
         return partial(side.ops.silu_and_mul, side.random(_TOKENS, 2 * width, seed=5))
 
-    operations = 2 * _TOKENS * hidden * 2048
-    yield Case(name=f"linear, {hidden} to 2048", prepare=linear, dtype=dtype, num_operations=operations)
+    yield Case(name=f"linear, {hidden} to 2048", prepare=linear, dtype=dtype)
     yield Case(name=f"npu_rms_norm, {hidden}", prepare=norm, dtype=dtype)
     yield _add_norm(hidden, dtype)
     yield Case(name=f"npu_swiglu, {width}", prepare=swiglu, dtype=dtype)
@@ -125,21 +124,12 @@ def _sampling() -> Iterator[Case]:
     def logits(side: Side) -> Tensor:
         return side.random(_LOGITS, _VOCABULARY, seed=60).float()
 
-    def largest(side: Side) -> Call:
-        rows = logits(side)
-        return lambda: rows.gather(1, rows.argmax(-1, keepdim=True))
-
-    def top(side: Side) -> Call:
-        rows = logits(side)
-        return lambda: rows.topk(64, dim=-1).values
-
-    def sort(side: Side) -> Call:
-        rows = logits(side)
-        return lambda: side.ops.sort_ascending(rows)
-
-    def total(side: Side) -> Call:
-        rows = side.integers(0, 9, _LOGITS, _VOCABULARY, seed=61, dtype=torch.int32)
-        return lambda: rows.cumsum(-1, dtype=torch.int32)
+    of_logits: dict[str, Callable[[Side, Tensor], Tensor]] = {
+        "argmax and gather": lambda side, rows: rows.gather(1, rows.argmax(-1, keepdim=True)),
+        "topk of 64": lambda side, rows: rows.topk(64, dim=-1).values,
+        "sort": lambda side, rows: side.ops.sort_ascending(rows),
+        "cumsum of int32": lambda side, rows: rows.abs().int().cumsum(-1, dtype=torch.int32),
+    }
 
     def count(side: Side) -> Call:
         table = side.put(torch.zeros(256 * _VOCABULARY))
@@ -159,8 +149,8 @@ def _sampling() -> Iterator[Case]:
         places = side.put(torch.arange(64)[None].repeat(_LOGITS, 1) * 2000)
         return lambda: rows.clone().scatter_add_(1, places, amounts)
 
-    rows = f"{_LOGITS} x {_VOCABULARY}"
-    for name, prepare in {"argmax and gather": largest, "topk of 64": top, "sort": sort, "cumsum of int32": total,
-                          "scatter_add_ of 64 a row": add}.items():
-        yield Case(name=f"{name}, {rows}", prepare=prepare)
+    shape = f"{_LOGITS} x {_VOCABULARY}"
+    for name, call in of_logits.items():
+        yield Case(name=f"{name}, {shape}", prepare=lambda side, call=call: partial(call, side, logits(side)))
+    yield Case(name=f"scatter_add_ of 64 a row, {shape}", prepare=add)
     yield Case(name=f"counts of tokens, 256 x {_VOCABULARY}", prepare=count)

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Every document of the attention names it for a paged cache in TND. Others are tried before weights are loaded.
-_HEAD_DIM_OF_EVERY_CANN = 128
-
-
 class NpuPlatform(Platform):
     name = "npu"
     priority = 30
@@ -116,17 +112,14 @@ class NpuPlatform(Platform):
         from npu_runner.platforms.npu.attention import NpuAttention
         from npu_runner.platforms.npu.kernels import kernels_for
 
+        # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
+        if dtype == torch.float32 and name == "auto":
+            raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
+                              "dtype to one of them")
         attention = NpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
                                  device=torch.device("npu", torch.npu.current_device()),
                                  masks_decode=npu_settings().decode_attention == "masked",
                                  kernels=kernels_for(self.fallbacks))
-        # Asked for by name, the kernel has the word: the emulation's, which the tests compare with, can do it.
-        if dtype == torch.float32 and (name == "auto" or not attention.accepts(dtype, head_dim)):
-            raise ConfigError("dtype float32: the fused attention of Ascend devices takes float16 and bfloat16; set "
-                              "dtype to one of them")
-        if dtype != torch.float32 and head_dim != _HEAD_DIM_OF_EVERY_CANN and not attention.accepts(dtype, head_dim):
-            raise ConfigError(f"head dim {head_dim}: the fused attention of CANN {cann_version() or '(unknown)'} does "
-                              "not take it over a paged cache, newer ones may; upgrade CANN, or set platform to cpu")
         self._attention = weakref.ref(attention)
         return attention
 

@@ -1,19 +1,20 @@
 """Cases of collectives: ranks, each a process with a device of its own, behind attention, eagerly and in a graph.
 
-    python -m npu_runner.platforms.npu.rank_cases RANK COUNT COLLECTIVE CAPTURED FOLDER
+    python -m npu_runner.platforms.npu.rank_cases RANK COUNT COLLECTIVE CAPTURED STORE REPORTS
 
-is one rank; rank 0 writes its output to FOLDER/output.pt. All ranks compute with the same numbers (cases.py).
+is one rank, which writes its output to the file REPORTS. All ranks compute with the same numbers (cases.py).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,9 @@ from torch import Tensor
 
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.cases import Case, Side
-from npu_runner.platforms.host import what_went_wrong
+from npu_runner.platforms.host import Host, run_program
 from npu_runner.platforms.npu.attention_cases import replay
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.processes.child import Child
 
 _ROWS, _COUNTS = 8, (2, 4, 8, 16)
 _SECONDS = 150
@@ -57,11 +57,11 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int],
 
 
 def served() -> Iterator[Case]:
-    """As many ranks as there are devices, in powers of two. No step of ours has an all_to_all, captured or not."""
+    """As many ranks as there are devices, in powers of two. No step of ours has an all_to_all."""
     for count in _COUNTS:
         if count <= torch.npu.device_count():
-            yield from (_case(name, count, is_captured=False) for name in COLLECTIVES)
-            yield from (_case(name, count, is_captured=True) for name in ("all_reduce", "all_gather"))
+            for is_captured in (False, True):
+                yield from (_case(name, count, is_captured=is_captured) for name in COLLECTIVES)
 
 
 def _case(name: str, count: int, *, is_captured: bool) -> Case:
@@ -78,30 +78,27 @@ def _case(name: str, count: int, *, is_captured: bool) -> Case:
 
 
 def _run_ranks(name: str, count: int, is_captured: bool) -> Tensor:
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{rank}.log") for rank in range(count)]
-        with ExitStack() as files:
-            ranks = [Child(f"rank {rank}", __name__, rank, count, name, int(is_captured), folder,
-                           output=files.enter_context(log.open("w"))) for rank, log in enumerate(logs)]
-            try:
-                ends = [rank.exit_status(_SECONDS) for rank in ranks]
-            finally:
-                for rank in ranks:
-                    rank.kill()
-        for number, (end, log) in enumerate(zip(ends, logs, strict=True)):
-            if (error := what_went_wrong(end, _SECONDS, log.read_text(errors="replace"))) is not None:
-                raise RuntimeError(f"rank {number}: {error}")
-        output: Tensor = torch.load(Path(folder, "output.pt"))
-        return output
+    """The output of rank 0."""
+    environment = dict(os.environ)
+    if name == "all_to_all":  # compiled, torch_npu's own operator takes the elements of a part for its rows
+        environment["NPU_RUNNER_ASCEND_CAPTURE"] = "recorded"
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as threads:
+        arguments = [str(count), name, str(int(is_captured)), f"{folder}/store"]
+        ends = list(threads.map(lambda rank: run_program(Host(environment=environment), __name__,
+                                                         [str(rank), *arguments], _SECONDS), range(count)))
+    for rank, end in enumerate(ends):
+        if end.error is not None:
+            raise RuntimeError(f"rank {rank}: {end.error}")
+    return torch.tensor(ends[0].reports[0])
 
 
 def main(arguments: list[str]) -> None:
-    rank, count, name, is_captured, folder = arguments
+    rank, count, name, is_captured, store, reports = arguments
     platform = find_platform("npu")
     assert platform.why_unavailable() is None, "the process that started this one has a device"
     platform.devices.prepare_process(int(rank), int(count))
     dist.init_process_group(
-        platform.communicators.backend, store=dist.FileStore(f"{folder}/store", int(count)), rank=int(rank),
+        platform.communicators.backend, store=dist.FileStore(store, int(count)), rank=int(rank),
         world_size=int(count), timeout=timedelta(seconds=_SECONDS),
         pg_options=platform.communicators.options(serves_graphs=is_captured == "1", is_second=False))
     platform.communicators.make(dist.group.WORLD, int(rank))
@@ -112,8 +109,8 @@ def main(arguments: list[str]) -> None:
     with torch.inference_mode():
         side = Side(platform, torch.bfloat16, int(rank))
         output = replay(16, 8, 128, num_rows=_ROWS, behind=behind, is_captured=is_captured == "1").prepare(side)()
-    if rank == "0":
-        torch.save(output.cpu(), Path(folder, "output.pt"))
+    with open(reports, "w") as file:
+        file.write(json.dumps(output.tolist()) + "\n")
     torch.npu.synchronize()
     dist.destroy_process_group()
 

@@ -86,12 +86,12 @@ def quantised(num_in: int, num_out: int, dtype: str = "bfloat16") -> Iterator[Ca
 
         return call
 
-    shape, operations = f"{num_in} to {num_out}", 2 * _TOKENS * num_in * num_out
+    shape = f"{num_in} to {num_out}"
     for layout in KERNELS["layout"]:
         yield Case(name=f"npu_quant_matmul of rows, {shape}", prepare=by_row, dtype=dtype, job="layout", kernel=layout,
-                   gives_up=INT8, num_operations=operations)
+                   gives_up=INT8)
         yield Case(name=f"npu_quant_matmul of one scale, {shape}", prepare=by_one_scale, dtype=dtype, job="layout",
-                   kernel=layout, gives_up=INT8_STATIC, num_operations=operations)
+                   kernel=layout, gives_up=INT8_STATIC)
     for kernel in KERNELS["norm"]:
         yield Case(name=f"a norm that rounds rows, {num_in}", prepare=partial(behind_norm, is_static=False),
                    dtype=dtype, job="norm", kernel=kernel, gives_up=INT8)
@@ -117,8 +117,7 @@ def grouped(num_in: int, num_out: int, dtype: str = "bfloat16") -> Iterator[Case
             continue
         by = f"in groups of {group_size}" if group_size else "by output"
         yield Case(name=f"npu_weight_quant_batchmatmul of {bits} bits {by}, {num_in} to {num_out}",
-                   prepare=partial(multiply, bits=bits, group_size=group_size), dtype=dtype, gives_up=GROUPED,
-                   num_operations=2 * _TOKENS * num_in * num_out)
+                   prepare=partial(multiply, bits=bits, group_size=group_size), dtype=dtype, gives_up=GROUPED)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -160,12 +159,10 @@ def experts(count: int, top_k: int, hidden: int, width: int, dtype: str = "bfloa
     shape = f"{top_k} of {count} experts, {hidden} to {width}"
     yield Case(name=f"npu_moe_gating_top_k_softmax_v2, {top_k} of {count} experts", prepare=route, dtype=dtype)
     for num_tokens in (_TOKENS, _FEW):
-        operations = 6 * num_tokens * top_k * hidden * width
-        yield Case(name=f"{shape}, {num_tokens} tokens", prepare=partial(run, num_tokens=num_tokens), dtype=dtype,
-                   num_operations=operations)
+        yield Case(name=f"{shape}, {num_tokens} tokens", prepare=partial(run, num_tokens=num_tokens), dtype=dtype)
         for kernel in KERNELS["experts"]:
             yield Case(name=f"int8: {shape}, {num_tokens} tokens", prepare=partial(run_int8, num_tokens=num_tokens),
-                       dtype=dtype, job="experts", kernel=kernel, gives_up=INT8_EXPERTS, num_operations=operations)
+                       dtype=dtype, job="experts", kernel=kernel, gives_up=INT8_EXPERTS)
 
 
 def row_scales(count: int, width: int) -> Iterator[Case]:
