@@ -52,7 +52,6 @@ class ModelNeeds:
     head_dim: int
     num_heads: int
     num_kv_heads: int
-    block_size: int
     num_drafts: int = 0
     """The most drafts of a row."""
     windows: tuple[int, ...] = ()

@@ -183,7 +183,7 @@ def model_needs(settings: Settings, config: ModelConfig, tp: TensorParallel, for
     return ModelNeeds(
         dtype=settings.dtype, graph_mode=settings.graph_mode, hidden_size=config.hidden_size, head_dim=config.head_dim,
         num_heads=tp.share(config.num_heads, "num_attention_heads")[1],
-        num_kv_heads=tp.kv_head_share(config.num_kv_heads)[1], block_size=settings.block_size,
+        num_kv_heads=tp.kv_head_share(config.num_kv_heads)[1],
         num_drafts=settings.speculative.num_speculative_tokens if settings.speculative else 0,
         windows=tuple(sorted(window for window in windows if window is not None and window < settings.max_model_len)),
         tower=None if vision is None else (vision.num_heads, vision.hidden_size // vision.num_heads),

@@ -23,9 +23,10 @@ from npu_runner.platforms.npu.kernels import KERNELS
 from npu_runner.platforms.step_inputs import AttentionMetadata, StepInputs
 
 Call = Callable[[], Tensor]
-Behind = Callable[[Side, int, int], tuple[Callable[[Tensor, AttentionMetadata], Tensor], Sequence[Tensor]]]
-"""(side, width, rows of a step) -> a function of attention's output (T, width) and the step's metadata, and its states,
-which begin with zeros."""
+Behind = tuple[Callable[[Tensor, AttentionMetadata], Tensor], Sequence[Tensor]]
+"""A function of attention's output (T, width) and the step's metadata, and its states, which begin with zeros."""
+MakeBehind = Callable[[Side, int, int], Behind]
+"""Of a side, the width and the rows of a step."""
 
 _TOKENS = 37
 _BLOCK_SIZE, _NUM_BLOCKS = 128, 16
@@ -41,8 +42,7 @@ class DecodeLayer(nn.Module):
     """A decoder layer's work on its cache: rotation, cache write, attention. Tokens look their heads up."""
 
     def __init__(self, side: Side, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None,
-                 num_rows: int = 3, behind: Behind | None = None):
-        """`behind`: makes what the layer does with attention's output."""
+                 num_rows: int = 3, behind: MakeBehind | None = None):
         super().__init__()
         self.side, self.window, self.head_dim = side, window, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -166,7 +166,7 @@ def attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bf
 
 
 def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16", num_rows: int = 2, *,
-           kind: str = "", behind: Behind | None = None, drafts: int = 0, is_captured: bool = True) -> Case:
+           kind: str = "", behind: MakeBehind | None = None, drafts: int = 0, is_captured: bool = True) -> Case:
     """A captured decode graph, replayed with other context lengths and blocks. Every other row's context shrinks: who
     keeps an old length reads too much, or too little. `drafts`: of each sequence; a draft is a row of the graph."""
     steps = [[(5, 200)[row % 2] + row % 40 for row in range(num_rows)],

@@ -17,13 +17,13 @@ from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED
 from npu_runner.platforms.npu import rank_cases
 from npu_runner.platforms.npu.attention_cases import attention, replay, soak, tower
+from npu_runner.platforms.npu.platform import NpuPlatform
 from npu_runner.platforms.npu.weight_cases import (
     experts,
     experts_behind,
     grouped,
     int8_behind,
     quantised,
-    row_scales,
     states,
     states_behind,
 )
@@ -42,8 +42,8 @@ def served(soak_minutes: float) -> list[Case]:
         *(case for heads in ((32, 8, 128), (16, 16, 128), (14, 2, 64), (16, 2, 256)) for case in attention(*heads)),
         *(case for head_dim in (64, 72, 80) for case in tower(16, head_dim)),
         *quantised(2048, 6144), *grouped(2048, 6144),
-        *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)), *row_scales(8, 768),
-        *(case for num_rows in (1, 8, 32) for case in _graphs(num_rows)),
+        *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)),
+        *(case for num_rows in (1, 8, NpuPlatform.defaults.max_num_seqs) for case in _graphs(num_rows)),
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
         *rank_cases.served(),
@@ -124,6 +124,9 @@ def _sampling() -> Iterator[Case]:
     def logits(side: Side) -> Tensor:
         return side.random(_LOGITS, _VOCABULARY, seed=60).float()
 
+    def prepare(call: Callable[[Side, Tensor], Tensor], side: Side) -> Call:
+        return partial(call, side, logits(side))
+
     of_logits: dict[str, Callable[[Side, Tensor], Tensor]] = {
         "argmax and gather": lambda side, rows: rows.gather(1, rows.argmax(-1, keepdim=True)),
         "topk of 64": lambda side, rows: rows.topk(64, dim=-1).values,
@@ -151,6 +154,6 @@ def _sampling() -> Iterator[Case]:
 
     shape = f"{_LOGITS} x {_VOCABULARY}"
     for name, call in of_logits.items():
-        yield Case(name=f"{name}, {shape}", prepare=lambda side, call=call: partial(call, side, logits(side)))
+        yield Case(name=f"{name}, {shape}", prepare=partial(prepare, call))
     yield Case(name=f"scatter_add_ of 64 a row, {shape}", prepare=add)
     yield Case(name=f"counts of tokens, 256 x {_VOCABULARY}", prepare=count)

@@ -23,12 +23,10 @@ from torch import Tensor
 from npu_runner.platforms import find_platform
 from npu_runner.platforms.cases import Case, Side
 from npu_runner.platforms.host import Host, run_program
-from npu_runner.platforms.npu.attention_cases import replay
-from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.npu.attention_cases import Behind, replay
 
 _ROWS, _COUNTS = 8, (2, 4, 8, 16)
 _SECONDS = 150
-Forward = Callable[[Tensor, AttentionMetadata], Tensor]
 
 
 def _all_reduce(x: Tensor) -> Tensor:
@@ -65,7 +63,7 @@ def served() -> Iterator[Case]:
 
 
 def _case(name: str, count: int, *, is_captured: bool) -> Case:
-    def expected(side: Side, width: int, num_rows: int) -> tuple[Forward, tuple[()]]:
+    def expected(side: Side, width: int, num_rows: int) -> Behind:
         return lambda x, metadata: COLLECTIVES[name][1](x, count), ()
 
     def prepare(side: Side) -> Callable[[], Tensor]:
@@ -103,7 +101,7 @@ def main(arguments: list[str]) -> None:
         pg_options=platform.communicators.options(serves_graphs=is_captured == "1", is_second=False))
     platform.communicators.make(dist.group.WORLD, int(rank))
 
-    def behind(side: Side, width: int, num_rows: int) -> tuple[Forward, tuple[()]]:
+    def behind(side: Side, width: int, num_rows: int) -> Behind:
         return lambda x, metadata: COLLECTIVES[name][0](x), ()
 
     with torch.inference_mode():

@@ -5,19 +5,19 @@ T tokens of a step, I inputs, O outputs, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch_npu
 from torch import Tensor
 
 from npu_runner.platforms.cases import Case, Side
 from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED, GroupedWeight, packed
+from npu_runner.platforms.npu.attention_cases import Behind
 from npu_runner.platforms.npu.kernels import KERNELS
 from npu_runner.platforms.quantised import (
     INT8,
@@ -32,8 +32,6 @@ from npu_runner.platforms.quantised import (
 from npu_runner.platforms.step_inputs import AttentionMetadata
 
 Call = Callable[[], Tensor]
-Behind = tuple[Callable[[Tensor, AttentionMetadata], Tensor], Sequence[Tensor]]
-"""See attention_cases.py."""
 
 _TOKENS, _FEW = 37, 3
 _EPS = 1e-6
@@ -165,31 +163,6 @@ def experts(count: int, top_k: int, hidden: int, width: int, dtype: str = "bfloa
                        dtype=dtype, job="experts", kernel=kernel, gives_up=INT8_EXPERTS)
 
 
-def row_scales(count: int, width: int) -> Iterator[Case]:
-    """CANN's document of `activation_scale` has (T,), which is called; op-plugin's has (T, 1)."""
-
-    def dequantise(side: Side, shape: tuple[int, ...]) -> Call:
-        sums = side.integers(-(2**18), 2**18, 2 * count, 2 * width, seed=46, dtype=torch.int32)
-        weight_scales = (1 + side.random(count, 2 * width, seed=47, scale=0.125).float().abs()) / 2**12
-        scales = (1 + side.random(2 * count, seed=48, scale=0.25).float().abs()) / 64
-        counts = side.put(torch.full((count,), 2))
-        if side.device.type == "cpu":
-            both = sums * weight_scales.repeat_interleave(2, 0) * scales[:, None]
-            return lambda: F.silu(both[:, :width]) * both[:, width:]
-
-        def call() -> Tensor:
-            values, found = torch_npu.npu_dequant_swiglu_quant(
-                sums, weight_scale=weight_scales, activation_scale=scales.view(shape), group_index=counts,
-                activate_left=True, quant_mode=1)
-            return values.float() * found[:, None]
-
-        return call
-
-    for shape in ((-1,), (-1, 1)):
-        yield Case(name=f"npu_dequant_swiglu_quant, {width}, activation_scale in {len(shape)} dims",
-                   prepare=partial(dequantise, shape=shape))
-
-
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
@@ -264,19 +237,20 @@ def experts_behind(side: Side, width: int, num_rows: int) -> Behind:
 
 
 def states_behind(side: Side, width: int, num_rows: int) -> Behind:
-    """The convolution and the gated delta rule; both leave states for the next step."""
+    """The convolution and the gated delta rule; both leave states for the next step. Queries are keys: the products of
+    others are so small that rounding decides them."""
     shape = GatedDeltaShape(num_k_heads=width // 512, num_v_heads=width // 256, head_k_dim=128, head_v_dim=128,
                             conv_kernel_size=4)
-    backend = side.platform.make_gated_delta(shape, side.dtype)
+    backend, key_size = side.platform.make_gated_delta(shape, side.dtype), shape.key_size
     taps, rate, bias = (side.random(*size, seed=seed) for seed, size in (
-        (51, (shape.num_channels, 4)), (56, (shape.num_v_heads,)), (57, (shape.num_v_heads,))))
-    rate, bias = -rate.float().exp(), bias.float()
+        (51, (shape.num_channels - key_size, 4)), (56, (shape.num_v_heads,)), (57, (shape.num_v_heads,))))
+    taps, rate, bias = torch.cat((taps[:key_size], taps)), -rate.float().exp(), bias.float()
     conv = side.put(torch.zeros(num_rows, *shape.conv_state_shape, dtype=side.dtype))
     state = side.put(torch.zeros(num_rows, *shape.state_shape))
 
     def forward(x: Tensor, metadata: AttentionMetadata) -> Tensor:
-        gates = x[:, : shape.num_v_heads]
-        qkv = backend.convolve(x[:, : shape.num_channels].contiguous(), taps, conv, metadata)
+        gates, channels = x[:, : shape.num_v_heads], x[:, : shape.num_channels - key_size]
+        qkv = backend.convolve(torch.cat((channels[:, :key_size], channels), dim=1), taps, conv, metadata)
         return backend.delta_rule(qkv, gates, gates, rate, bias, state, metadata).flatten(1)
 
     return forward, (conv, state)

@@ -111,7 +111,7 @@ def changed_kernel(table: str, name: str, change: Change) -> Iterator[None]:
 def asked(num_heads: int = 4, num_kv_heads: int = 2, **changes: Any) -> dict[str, Any]:
     from npu_runner.platforms.platform import ModelNeeds
 
-    needs = ModelNeeds(dtype="bfloat16", graph_mode="reduce-overhead", hidden_size=128, head_dim=128, block_size=128,
+    needs = ModelNeeds(dtype="bfloat16", graph_mode="reduce-overhead", hidden_size=128, head_dim=128,
                        num_heads=num_heads, num_kv_heads=num_kv_heads, mlp_width=256, tower=(2, 72),
                        forms=("int8", "int8_static", "grouped"))
     return dataclasses.asdict(dataclasses.replace(needs, **changes))
