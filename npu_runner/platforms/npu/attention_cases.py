@@ -26,7 +26,7 @@ Call = Callable[[], Tensor]
 Behind = tuple[Callable[[Tensor, AttentionMetadata], Tensor], Sequence[Tensor]]
 """A function of attention's output (T, width) and the step's metadata, and its states, which begin with zeros."""
 MakeBehind = Callable[[Side, int, int], Behind]
-"""Of a side, the width and the rows of a step."""
+"""Makes them for a side, the width and the rows of a step."""
 
 _TOKENS = 37
 _BLOCK_SIZE, _NUM_BLOCKS = 128, 16

@@ -237,8 +237,8 @@ def experts_behind(side: Side, width: int, num_rows: int) -> Behind:
 
 
 def states_behind(side: Side, width: int, num_rows: int) -> Behind:
-    """The convolution and the gated delta rule; both leave states for the next step. Queries are keys: the products of
-    others are so small that rounding decides them."""
+    """The convolution and the gated delta rule; both leave states for the next step. Queries are keys: outputs
+    of others are nearly zero, and rounding decides them."""
     shape = GatedDeltaShape(num_k_heads=width // 512, num_v_heads=width // 256, head_k_dim=128, head_v_dim=128,
                             conv_kernel_size=4)
     backend, key_size = side.platform.make_gated_delta(shape, side.dtype), shape.key_size
