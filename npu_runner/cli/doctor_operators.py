@@ -28,7 +28,7 @@ def run(examination: Examination, only: Sequence[str], minutes: float, soak_minu
 
     Raises ConfigError for a platform that has no such cases, and for a folder that cannot be written.
     """
-    if not examination.operator_cases:
+    if examination.operator_cases is None:
         raise ConfigError(f"--operators: platform {examination.platform.name} has no list of operators; leave it out")
     logs = out / "logs"
     try:
@@ -44,10 +44,12 @@ def run(examination: Examination, only: Sequence[str], minutes: float, soak_minu
             print(f"{check.status:8} {check.name}: {check.found}", flush=True)
     end, name = time.monotonic() + 60 * (minutes + soak_minutes), examination.platform.name
     findings: list[Finding] = []
+    alone, graphs_and_ranks = examination.operator_cases
     parts: list[tuple[str, object, Sequence[str]]] = [
-        (examination.operator_cases, 0.0, only), (doctor_layers.SOURCE, doctor_layers.cases(examination), only)]
+        (alone, None, only), (doctor_layers.SOURCE, doctor_layers.cases(examination), only),
+        (graphs_and_ranks, 0.0, only)]
     if soak_minutes:
-        parts.append((examination.operator_cases, soak_minutes, ["replays with changing lengths"]))
+        parts.append((graphs_and_ranks, soak_minutes, ["replays with changing lengths"]))
     for source, asked, words in parts:
         findings += run_cases(host, name, source, asked, max(1.0, end - time.monotonic()),
                               lambda finding: print(_line(finding), flush=True), words)
@@ -62,7 +64,7 @@ def run(examination: Examination, only: Sequence[str], minutes: float, soak_minu
                   for each in findings]}, indent=1))
     (out / "operators.txt").write_text("\n".join([
         f"npu-runner {__version__}, operators of platform {name}: {summary}", "",
-        *("; ".join(filter(None, (_line(each), remedies.get(each.case))))
+        *("; ".join(filter(None, (_line(each), remedies.get(each.case), *([] if each.is_right else _logs(logs, each)))))
           for each in sorted(findings, key=lambda each: _ORDER.index(each.verdict))), "",
         *("; ".join(filter(None, (f"{check.status:8} {check.name}: {check.found}", check.remedy))) for check in checks),
         ""]))

@@ -49,8 +49,9 @@ class Examination:
     checks_layers = False
     """Layers of real shapes are compared with the CPU's."""
     if_wrong = "report it with this output"
-    operator_cases = ""
-    """The function that lists the cases of its operators, as "module:name"; "": it has no such list."""
+    operator_cases: tuple[str, str] | None = None
+    """The functions that list cases of its operators, as "module:name": each by itself, and graphs and ranks. None: it
+    has no such lists."""
     log_variable = ""
     """The variable that names the folder of the vendor's log; "": there is none."""
     reports: Mapping[str, tuple[str, ...]] = MappingProxyType({})

@@ -185,6 +185,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "old lengths": {"graphs": ""}, "a replay that fails": {"graphs": ""},
     "values before keys, first choice": {"cache_write": "_npu_reshape_and_cache"},
     "images see each other, first choice": {"vision": "npu_fusion_attention"},
+    "a window of another scale": {"window": "gathered blocks"},
 }
 
 

@@ -134,6 +134,7 @@ for number, (verdict, message) in enumerate(json.loads(sys.argv[2])):
     path = Path(sys.argv[1], str(number))
     _keep((right, replace(right, verdict=verdict, message=message)), path)
     print(path.exists())
+_keep((right,), Path(sys.argv[1], "0", "below a file"))
 """
 
 
@@ -149,6 +150,8 @@ def test_what_may_not_fail_again_is_not_kept(tmp_path: Path) -> None:
     done = run_python(["-c", KEPT, str(tmp_path), json.dumps(list(findings))], forked=True)
     assert done.stdout.split() == [str(is_kept) for is_kept in findings.values()], done.stderr
     assert done.stderr.count("compared again at the next start, as this may not come again: c") == 6
+    assert "0/below a file cannot be written" in done.stderr
+    assert "operators are compared again at the next start" in done.stderr.splitlines()[-1]
 
 
 TITLES = """
@@ -156,9 +159,9 @@ import json
 from npu_runner.cli import layer_cases
 from npu_runner.platforms import find_platform
 assert find_platform("npu").why_unavailable() is None
-from npu_runner.platforms.npu.cases import served
+from npu_runner.platforms.npu.cases import graphs_and_ranks, operators
 layers = layer_cases.served({"bfloat16": [*layer_cases._MIXERS, "tower layer, 16 heads of 72"]})
-print(json.dumps([case.title for case in (*served(20.0), *layers)]))
+print(json.dumps([case.title for case in (*operators(None), *graphs_and_ranks(20.0), *layers)]))
 """
 
 

@@ -68,10 +68,10 @@ class DecodeLayer(nn.Module):
         x = attend(q, self.k_cache, self.v_cache, metadata, self.head_dim**-0.5, window=self.window).flatten(1)
         return x if self.behind is None or is_prefill else self.behind(x, metadata)
 
-    def step(self, done_lens: Sequence[int], new_lens: Sequence[int], seed: int = 11, *,
-             is_draft: bool = False) -> Tensor:
+    def step(self, done_lens: Sequence[int], new_lens: Sequence[int], seed: int = 11, *, is_draft: bool = False,
+             shift: int = 0) -> Tensor:
         """An eager step that adds tokens to contexts. `is_draft`: its several tokens a sequence are drafts."""
-        inputs, context_lens, tables = step_inputs(self.side, done_lens, new_lens, seed, is_draft=is_draft)
+        inputs, context_lens, tables = step_inputs(self.side, done_lens, new_lens, seed, is_draft=is_draft, shift=shift)
         is_prefill = max(new_lens) > 1 and not is_draft
         if is_prefill:
             plan = self.attention.plan_prefill(list(new_lens), context_lens, tables, self.side.device)
@@ -82,10 +82,11 @@ class DecodeLayer(nn.Module):
 
 
 def step_inputs(side: Side, done_lens: Sequence[int], new_lens: Sequence[int], seed: int, *,
-                is_draft: bool = False) -> tuple[StepInputs, list[int], np.ndarray]:
-    """Inputs of a step, its context lengths and its block tables; blocks are out of order and never block 0."""
+                is_draft: bool = False, shift: int = 0) -> tuple[StepInputs, list[int], np.ndarray]:
+    """Inputs of a step, its context lengths and its block tables; blocks are out of order and never block 0. `shift`
+    gives rows blocks that were other rows'."""
     num_rows = len(new_lens)
-    tables = np.arange(2 * num_rows, 0, -1, dtype=np.int32).reshape(num_rows, 2)
+    tables = np.roll(np.arange(2 * num_rows, 0, -1, dtype=np.int32), shift).reshape(num_rows, 2)
     context_lens = [done + new for done, new in zip(done_lens, new_lens, strict=True)]
     places = [np.arange(done, length) for done, length in zip(done_lens, context_lens, strict=True)]
     slots = np.concatenate([tables[row, place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE
@@ -177,7 +178,7 @@ def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloa
         layer = DecodeLayer(side, num_heads, num_kv_heads, head_dim, num_rows=num_rows, behind=behind)
         layer.step([0] * num_rows, [256] * num_rows, seed=26)  # contexts of any length below
         if side.platform.name != "npu" or not is_captured:
-            return lambda: torch.cat([layer.step(lens, new_lens, 27 + step, is_draft=drafts > 0)
+            return lambda: torch.cat([layer.step(lens, new_lens, 27 + step, is_draft=drafts > 0, shift=step)
                                       for step, lens in enumerate(steps)])
         compiler = side.platform.make_graph_compiler(GraphSettings(mode="reduce-overhead", identity={}, cache_dir=None))
         graph = compiler.compile(layer.forward, num_tokens)
@@ -189,7 +190,7 @@ def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloa
             for each in layer.states:
                 each.zero_()
             for step, lens in enumerate(steps):
-                inputs, _, _ = step_inputs(side, lens, new_lens, 27 + step, is_draft=drafts > 0)
+                inputs, _, _ = step_inputs(side, lens, new_lens, 27 + step, is_draft=drafts > 0, shift=step)
                 for old, new in zip(kept, inputs, strict=True):
                     old.copy_(new)
                 side.platform.memory.synchronize()
@@ -219,13 +220,13 @@ def soak(minutes: float, num_rows: int = 8) -> Case:
             end, number, num_wrong = time.monotonic() + 60 * minutes, 0, 0
             while time.monotonic() < end:
                 lens = random.integers(1, 250, num_rows).tolist()
-                inputs, context_lens, _ = step_inputs(side, lens, [1] * num_rows, number)
+                inputs, context_lens, _ = step_inputs(side, lens, [1] * num_rows, number, shift=number)
                 for old, new in zip(kept, inputs, strict=True):
                     old.copy_(new)
                 compiler.before_replay(num_rows, context_lens)
                 found = graph(kept).clone()
                 if number % _COMPARED == 0:
-                    expected = layer.step(lens, [1] * num_rows, number)
+                    expected = layer.step(lens, [1] * num_rows, number, shift=number)
                     num_wrong += float(distances(found, expected).max()) > BOUNDS["bfloat16"]
                 number += 1
             return side.put(torch.full((1, 1), num_wrong, dtype=torch.int32))

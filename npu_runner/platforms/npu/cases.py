@@ -35,17 +35,23 @@ _TOKENS, _LOGITS, _VOCABULARY = 37, 9, 151_936
 _EPS = 1e-6
 
 
-def served(soak_minutes: float) -> list[Case]:
-    """The doctor's: shapes of models in use, then narrow ones, graphs, ranks; last, replays for so long."""
+def operators(asked: None) -> list[Case]:
+    """The doctor's, each by itself: shapes of models in use, then narrow ones."""
     return [
         *(case for dtype in ("bfloat16", "float16") for case in _of_every_model(dtype)),
         *(case for heads in ((32, 8, 128), (16, 16, 128), (14, 2, 64), (16, 2, 256)) for case in attention(*heads)),
         *(case for head_dim in (64, 72, 80) for case in tower(16, head_dim)),
         *quantised(2048, 6144), *grouped(2048, 6144),
         *(case for width in (768, 64, 96, 48) for case in experts(8, 4, 1024, width)),
-        *(case for num_rows in (1, 8, NpuPlatform.defaults.max_num_seqs) for case in _graphs(num_rows)),
         *states(GatedDeltaShape(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel_size=4)),
         *_sampling(),
+    ]
+
+
+def graphs_and_ranks(soak_minutes: float) -> list[Case]:
+    """The doctor's, which take longer: captured graphs, collectives; last, replays for so long."""
+    return [
+        *(case for num_rows in (1, 8, NpuPlatform.defaults.max_num_seqs) for case in _graphs(num_rows)),
         *rank_cases.served(),
         *([soak(soak_minutes)] if soak_minutes else []),
     ]

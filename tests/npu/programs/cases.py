@@ -157,6 +157,9 @@ def main() -> None:
         with (changed_kernel(*FIRST_KERNELS["values before keys, first choice"]),
               changed_kernel("CACHE_WRITES", "_npu_reshape_and_cache", lambda good: _lacks_nnal)):
             said["no NNAL"] = chosen("cache write")
+        with changed("NpuAttention", "_attend_in_window", lambda good: lambda self, *given: good(
+                self, *given[:4], given[4] if self._gathers_windows else 2 * given[4], given[5])):
+            said["a window of another scale"] = chosen("window", windows=(100,))
         said["equal heads"] = chosen("paged cache", num_heads=2)
         said["too many heads"] = chosen("rotary", num_heads=72, num_kv_heads=8)
     print(json.dumps(said))

@@ -29,7 +29,7 @@ class NpuExamination(Examination):
     checks_layers = True
     if_wrong = "compare torch, torch_npu and CANN with the version table, and report it with this output"
     needs = ("devices",)
-    operator_cases = "npu_runner.platforms.npu.cases:served"
+    operator_cases = ("npu_runner.platforms.npu.cases:operators", "npu_runner.platforms.npu.cases:graphs_and_ranks")
     log_variable = "ASCEND_PROCESS_LOG_PATH"
     reports = MappingProxyType({"npu-smi": ("npu-smi", "info"), "health": ("npu-smi", "info", "-t", "health")})
 
