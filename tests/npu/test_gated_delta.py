@@ -22,5 +22,5 @@ def test_prompts_decoding_and_captured_steps(cann_version: str, more: dict[str, 
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stderr[-4000:]
     results = json.loads(lines[0].removeprefix("RESULTS "))
-    assert len(results) == 7
+    assert len(results) == 6
     assert {name: text for name, text in results.items() if text != "ok"} == {}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.npu
 DOCTOR = ["-m", "npu_runner", "doctor", "--platform", "npu", "--operators"]
 # All but larger graphs, ranks and most layers, which take the emulation a minute.
 ONLY = ("npu_", "linear", "cache", "window", "attention of", "tower", "norm", "of 8 experts", "Gated DeltaNet, ",
-        "rule", "x 151936", "graph of 1 rows")
+        "rule", "x 151936", "graph of 1 rows, int8", "graph of 1 rows, states")
 KERNELS = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_fused_infer_attention_score",
            "npu_fusion_attention", "gathered blocks", "NZ", "ND", "npu_add_rms_norm_quant", "two operators",
            "npu_grouped_matmul_swiglu_quant_v2", "npu_dequant_swiglu_quant", "three operators")
