@@ -31,6 +31,8 @@ class AttentionBackend(Contract, ABC):
     pads_with_real_rows: bool = False
     """Padded rows of a decode graph read what a real row reads. Short ones would slow down a kernel that depends on the
     shortest context. Each still writes to a slot of its own in the null block."""
+    groups_drafts: bool = False
+    """`decode` reads keys and values once for all tokens of a sequence, where a step has `StepInputs.sequences`."""
     windows: tuple[int | None, ...] = (None,)
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 
@@ -127,3 +129,31 @@ def ends_of_tokens(query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -
     """int32 (T,): tokens of its sequence up to each of the step's, itself included."""
     spans = zip(query_lens_B, context_lens_B, strict=True)
     return np.concatenate([np.arange(end - num + 1, end + 1, dtype=np.int32) for num, end in spans])
+
+
+def sequences_of_tokens(runs_T: np.ndarray, ends_T: np.ndarray, num_tokens: int | None = None,
+                        num_sequences: int = 0) -> np.ndarray:
+    """int32 (3, S), StepInputs.sequences of a step with these `runs` and `ends_of_tokens`: of each sequence a row of
+    the block tables, the running total of tokens up to its end, and its context length.
+
+    Graphs have a fixed number of both, `num_tokens` and `num_sequences` (at least two more than sequences), and no
+    sequence without tokens, which some kernels compute slowly. So as many tokens of padding as sequences are put before
+    the step's; they and those behind the step's are sequences of one token, and the first and the last of all have the
+    rest. The first has two or more.
+    """
+    firsts_B = np.flatnonzero(runs_T > 0)
+    queries_B = runs_T[firsts_B]
+    lasts_B = firsts_B + queries_B - 1
+    if num_tokens is None:
+        return np.stack([lasts_B, lasts_B + 1, ends_T[lasts_B]]).astype(np.int32)
+    num_behind = min(num_tokens - len(runs_T), num_sequences - len(firsts_B) - 1)
+    first = num_sequences - len(firsts_B) - num_behind
+    assert first > 0, f"{len(firsts_B)} sequences and padding in {num_sequences}"
+    step = slice(first, first + len(firsts_B))
+    queries_S, rows_S = np.ones(num_sequences, dtype=np.int32), np.full(num_sequences, num_tokens - 1)
+    queries_S[0], queries_S[step], rows_S[step] = num_sequences - first + 1, queries_B, lasts_B
+    if num_behind:
+        queries_S[-1] = num_tokens - len(runs_T) - num_behind + 1
+    lens_S = queries_S.copy()
+    lens_S[step] = ends_T[lasts_B]
+    return np.stack([rows_S, queries_S.cumsum(), lens_S]).astype(np.int32)

@@ -36,6 +36,18 @@ class DecodeStep(nn.Module):
         return self.model.compute_logits(hidden_BD)
 
 
+class TogetherStep(nn.Module):
+    """Another step whose inputs have `sequences`: a graph of its own."""
+
+    def __init__(self, step: DecodeStep):
+        super().__init__()
+        self.step = step
+
+    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
+        logits_BV: Tensor = self.step(inputs, plan, state_plan)
+        return logits_BV
+
+
 class DraftedDecodeStep(DecodeStep):
     """A step of a model with states, whose plan for these is part of it: a row is a token, and several may follow one
     another in a sequence."""

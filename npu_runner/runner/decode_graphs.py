@@ -118,7 +118,8 @@ def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
         max_padding = None if most_rows else steps.states.plan.num_padding
     sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
     return DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
-                         tables=steps.tables, max_padding=max_padding)
+                         tables=steps.tables, max_padding=max_padding,
+                         groups_drafts=steps.drafted_graph_step is not None and steps.attention.groups_drafts)
 
 
 def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
@@ -137,12 +138,14 @@ def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
 def _dummy_drafts(parts: DecodeParts, most: int, below: int) -> ScheduledBatch | None:
     """The largest step with drafts of up to `most` tokens, and more than `below`, if there is one."""
     speculative, max_num_seqs = parts.settings.speculative, parts.settings.max_num_seqs
+    spares = parts.steps.states.draft_slots if parts.steps.states is not None else None
     if speculative is None:
         return None
     for num_tokens in range(most, below, -1):
         num_rows = speculative.rows_for(num_tokens, max_num_seqs)
-        if num_rows is not None:
-            return dummy_drafts(num_tokens, num_rows)
+        fewest = num_tokens - len(spares) if spares is not None else 0
+        if num_rows is not None and fewest <= max_num_seqs:
+            return dummy_drafts(num_tokens, max(num_rows, fewest), spares)
     return None
 
 
