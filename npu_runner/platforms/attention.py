@@ -131,29 +131,27 @@ def ends_of_tokens(query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -
     return np.concatenate([np.arange(end - num + 1, end + 1, dtype=np.int32) for num, end in spans])
 
 
-def sequences_of_tokens(runs_T: np.ndarray, ends_T: np.ndarray, num_tokens: int | None = None,
-                        num_sequences: int = 0) -> np.ndarray:
-    """int32 (3, S), StepInputs.sequences of a step with these `runs` and `ends_of_tokens`: of each sequence a row of
-    the block tables, the running total of tokens up to its end, and its context length.
+def sequences_of_tokens(query_lens_B: Sequence[int] | np.ndarray, context_lens_B: Sequence[int] | np.ndarray,
+                        num_tokens: int | None = None, num_sequences: int = 0) -> np.ndarray:
+    """int32 (3, S), `StepInputs.sequences`: for each sequence the row of its block table, the running total of tokens
+    up to its end, and its context length.
 
-    Graphs have a fixed number of both, `num_tokens` and `num_sequences` (at least two more than sequences), and no
-    sequence without tokens, which some kernels compute slowly. So as many tokens of padding as sequences are put before
-    the step's; they and those behind the step's are sequences of one token, and the first and the last of all have the
-    rest. The first has two or more.
+    A graph has fixed numbers of tokens and of sequences, at least two more than the step's. None is empty: some kernels
+    need long for these. So the graph has `num_sequences` tokens of padding before the step's. These, and those behind
+    it, are sequences of one token; the first of all has two or more, and the last one the rest.
     """
-    firsts_B = np.flatnonzero(runs_T > 0)
-    queries_B = runs_T[firsts_B]
-    lasts_B = firsts_B + queries_B - 1
+    queries_B = np.asarray(query_lens_B, dtype=np.int32)
+    ends_B = queries_B.cumsum(dtype=np.int32)
     if num_tokens is None:
-        return np.stack([lasts_B, lasts_B + 1, ends_T[lasts_B]]).astype(np.int32)
-    num_behind = min(num_tokens - len(runs_T), num_sequences - len(firsts_B) - 1)
-    first = num_sequences - len(firsts_B) - num_behind
-    assert first > 0, f"{len(firsts_B)} sequences and padding in {num_sequences}"
-    step = slice(first, first + len(firsts_B))
-    queries_S, rows_S = np.ones(num_sequences, dtype=np.int32), np.full(num_sequences, num_tokens - 1)
-    queries_S[0], queries_S[step], rows_S[step] = num_sequences - first + 1, queries_B, lasts_B
+        return np.stack([ends_B - 1, ends_B, context_lens_B]).astype(np.int32)
+    num_left = num_tokens - int(ends_B[-1])
+    num_behind = min(num_left, num_sequences - len(queries_B) - 1)
+    first = num_sequences - len(queries_B) - num_behind
+    step = slice(first, first + len(queries_B))
+    rows_S, queries_S = np.full(num_sequences, num_tokens - 1), np.ones(num_sequences, dtype=np.int32)
+    rows_S[step], queries_S[step], queries_S[0] = ends_B - 1, queries_B, num_sequences - first + 1
     if num_behind:
-        queries_S[-1] = num_tokens - len(runs_T) - num_behind + 1
+        queries_S[-1] += num_left - num_behind
     lens_S = queries_S.copy()
-    lens_S[step] = ends_T[lasts_B]
+    lens_S[step] = context_lens_B
     return np.stack([rows_S, queries_S.cumsum(), lens_S]).astype(np.int32)

@@ -22,6 +22,7 @@ from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.block_tables import BlockTables
+from npu_runner.runner.decode_forward import TogetherStep
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.step_arrays import padding, plan_layout, step_arrays, to_device, views
 from npu_runner.runner.votes import Votes
@@ -90,16 +91,15 @@ class DecodeBuckets:
     """All buckets that could be compiled. `find` gives None for a batch that must run eagerly."""
 
     def __init__(self, sizes: tuple[int, ...], compiler: GraphCompiler, *, block_size: int, last_tokens: Tensor,
-                 tables: BlockTables, max_padding: int | None = None, groups_drafts: bool = False):
+                 tables: BlockTables, max_padding: int | None = None):
         """last_tokens: int32 on the device, by slot, padding's included. max_padding: batches that would be padded with
-        more rows run eagerly; None: any number of rows is padded. `groups_drafts` as in AttentionBackend."""
+        more rows run eagerly; None: any number of rows is padded."""
         self.sizes = sizes
         self.compiler = compiler
         self.block_size = block_size
         self.last_tokens = last_tokens
         self.tables = tables
         self.max_padding = max_padding
-        self.groups_drafts = groups_drafts
         self._buckets: dict[int, Bucket] = {}
         self._refused: tuple[int, str] | None = None
         self._told: set[int] = set()
@@ -182,7 +182,7 @@ class DecodeBuckets:
         step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
         arrays = step_arrays(step, uniforms, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
-        if self.groups_drafts:
+        if isinstance(getattr(forwards.drafted, "__self__", None), TogetherStep):
             num_sequences = min(size, self.tables.null_slot) + 2
             arrays["sequences"] = np.zeros((3, num_sequences), dtype=self.compiler.context_lens_dtype)
         beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
@@ -226,8 +226,9 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, b
     """
     count, sequences_3S = len(arrays["context_lens"]), bucket.host.get("sequences")
     if sequences_3S is not None and "runs" in arrays:
-        sequences_3S[:] = sequences_of_tokens(arrays["runs"], arrays["context_lens"], bucket.batch_size,
-                                              sequences_3S.shape[1])
+        queries_B = arrays["runs"][arrays["runs"] > 0]
+        sequences_3S[:] = sequences_of_tokens(queries_B, arrays["context_lens"][queries_B.cumsum() - 1],
+                                              bucket.batch_size, sequences_3S.shape[1])
     pad_arrays(bucket, arrays, block_size, max_num_seqs, num_states)
     table_slots_B = np.full(bucket.batch_size, max_num_seqs, dtype=np.int32)
     table_slots_B[:count] = slots

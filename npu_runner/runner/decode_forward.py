@@ -37,15 +37,14 @@ class DecodeStep(nn.Module):
 
 
 class TogetherStep(nn.Module):
-    """Another step whose inputs have `sequences`: a graph of its own."""
+    """Another step, as the graph of inputs with `sequences`."""
 
     def __init__(self, step: DecodeStep):
         super().__init__()
         self.step = step
 
-    def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
-        logits_BV: Tensor = self.step(inputs, plan, state_plan)
-        return logits_BV
+    def forward(self, inputs: StepInputs, plan: Any = None) -> Any:
+        return self.step(inputs, plan)
 
 
 class DraftedDecodeStep(DecodeStep):

@@ -118,8 +118,7 @@ def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
         max_padding = None if most_rows else steps.states.plan.num_padding
     sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
     return DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
-                         tables=steps.tables, max_padding=max_padding,
-                         groups_drafts=steps.drafted_graph_step is not None and steps.attention.groups_drafts)
+                         tables=steps.tables, max_padding=max_padding)
 
 
 def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
@@ -283,7 +282,9 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
 
     # One after the other: each must begin with the same states.
     expected = last_of(run_eagerly)
-    pairs = zip(last_of(run_graphs), expected, strict=True)
+    pairs = [*zip(last_of(run_graphs), expected, strict=True)]
+    if (drafted := bucket.drafted) is not None:
+        pairs += zip(last_of(lambda padded: [drafted(bucket.inputs).clone()]), expected, strict=False)
     return all(_is_close(found, theirs, _TOLERANCE[parts.dtype]) for found, theirs in pairs)
 
 

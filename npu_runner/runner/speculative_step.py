@@ -127,10 +127,9 @@ class SpeculativeStepRunner(StepRunner):
 
     @property
     def drafted_graph_step(self) -> nn.Module | None:
-        if not self.graphs_accept_drafts:
-            return None
-        return self._drafted_step if self._has_rings else (
-            TogetherStep(self.graph_step) if self.attention.groups_drafts else None)
+        if self._has_rings or not self.graphs_accept_drafts:
+            return self._drafted_step if self.graphs_accept_drafts else None
+        return TogetherStep(self.graph_step) if self.attention.groups_drafts else None
 
     @property
     def _drafted_step(self) -> DecodeStep:
@@ -161,7 +160,7 @@ class SpeculativeStepRunner(StepRunner):
             return self._prepare_graph(batch, number, bucket, arrays, batch.slots_B[rows_T])
         arrays |= {"tokens": batch.token_ids_T, "rows": rows_T.astype(np.int32)}
         if self.attention.groups_drafts:
-            arrays["sequences"] = sequences_of_tokens(arrays["runs"], arrays["context_lens"])
+            arrays["sequences"] = sequences_of_tokens(query_lens, context_lens)
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
         tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
         tables_BW = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)

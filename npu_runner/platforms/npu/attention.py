@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _BAND, _FULL = 3, 4, 0
-# Padding has as many keys as queries, while graphs are traced up to 3 more; its queries are up to as many as tokens.
+# A sequence of padding has as many keys as queries: at most one more than the graph's tokens, and three in a trace.
 _MOST_KEYS_BEHIND = 3
 
 

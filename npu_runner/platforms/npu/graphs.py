@@ -91,7 +91,8 @@ class _AclGraph:
         self._attention = attention
         self._batch_size = batch_size
         self._forward = forward
-        self._context_lens, self._sequences_3S = [_LEAST_TRACED] * batch_size, np.zeros((3, 0), dtype=np.int32)
+        self._context_lens = [_LEAST_TRACED] * batch_size
+        self._sequences_3S: np.ndarray | None = None
 
         # dynamo takes every integer for a constant until it sees it change. What only reads the lengths shows it the
         # first ones, without a trace of the model; in the trace behind it they are symbols.
@@ -141,7 +142,7 @@ class _AclGraph:
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
             # Kernels of these shapes are loaded, and communicators made, outside of the capture.
-            lengths = self._lengths(inputs)
+            lengths = self._traced_lengths(inputs, _LEAST_TRACED)
             self._backend.num_symbols = sum(map(len, lengths)) - (inputs.sequences is not None)
             self._forward(inputs, self._attention.graph_plan(lengths))
             torch.npu.synchronize()
