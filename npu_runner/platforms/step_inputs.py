@@ -43,7 +43,8 @@ class StepInputs(NamedTuple):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
         """Select the fields from `tensors`, by name; `sequences` may be missing."""
-        return cls(*(tensors[name] for name in cls._fields[:-1]), sequences=tensors.get("sequences"))
+        found = cls(*(tensors[name] for name in cls._fields[:-1]))
+        return found._replace(sequences=tensors.get("sequences"))
 
     def given(self) -> list[Tensor]:
         """The fields that are not None, in order."""

@@ -186,9 +186,11 @@ class DecodeBuckets:
             num_sequences = min(size, self.tables.null_slot) + 2
             arrays["sequences"] = np.zeros((3, num_sequences), dtype=self.compiler.context_lens_dtype)
         beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
-        *buffers, inputs = make_buffers(arrays, beside, size)
-        return Bucket(size, *buffers, inputs._replace(sequences=None),
-                      *self._compile(size, forwards, inputs.sequences))
+        buffers = make_buffers(arrays, beside, size)
+        inputs = buffers[-1]
+        bucket = Bucket(size, *buffers, *self._compile(size, forwards, inputs.sequences))
+        bucket.inputs = inputs._replace(sequences=None)
+        return bucket
 
 
 def _run_together(graph: DecodeForward, sequences: Tensor, inputs: StepInputs) -> Tensor:

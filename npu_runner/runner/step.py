@@ -290,8 +290,8 @@ class StepRunner:
         slots_B = padded["table_slots"]
         news = self.tables.news(new_blocks_N3, slots_B)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
-        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(),
-                                            padded.get("sequences"))
+        sequences = [padded["sequences"]] if "sequences" in padded else []
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(), *sequences)
         return padded
 
     def launch(self, step: PreparedStep) -> Launched:

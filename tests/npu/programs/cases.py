@@ -68,8 +68,8 @@ MATMULS: dict[str, tuple[str, str, Change]] = {
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
-    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens: good(
-        self, size, [6, 201])),
+    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, *rest: good(
+        self, size, [6, 201], *rest)),
     "a replay that fails": ("_AclGraph", "__call__", lambda good: _fail),
 }
 # Changes that steps with drafts notice.
