@@ -31,6 +31,8 @@ class AttentionBackend(Contract, ABC):
     pads_with_real_rows: bool = False
     """Padded rows of a decode graph read what a real row reads. Short ones would slow down a kernel that depends on the
     shortest context. Each still writes to a slot of its own in the null block."""
+    groups_drafts: bool = False
+    """`decode` reads keys and values once for all tokens of a sequence, where a step has `StepInputs.sequences`."""
     windows: tuple[int | None, ...] = (None,)
     """The sliding windows of the model's layers, each once; None: some layer sees all. Steps are planned for these."""
 
@@ -127,3 +129,29 @@ def ends_of_tokens(query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -
     """int32 (T,): tokens of its sequence up to each of the step's, itself included."""
     spans = zip(query_lens_B, context_lens_B, strict=True)
     return np.concatenate([np.arange(end - num + 1, end + 1, dtype=np.int32) for num, end in spans])
+
+
+def sequences_of_tokens(query_lens_B: Sequence[int] | np.ndarray, context_lens_B: Sequence[int] | np.ndarray,
+                        num_tokens: int | None = None, num_sequences: int = 0) -> np.ndarray:
+    """int32 (3, S), `StepInputs.sequences`: for each sequence the row of its block table, the running total of tokens
+    up to its end, and its context length.
+
+    A graph has fixed numbers of tokens and of sequences, at least two more than the step's. None is empty: some kernels
+    need long for these. So the graph has `num_sequences` tokens of padding before the step's. These, and those behind
+    it, are sequences of one token; the first of all has two or more, and the last one the rest.
+    """
+    queries_B = np.asarray(query_lens_B, dtype=np.int32)
+    ends_B = queries_B.cumsum(dtype=np.int32)
+    if num_tokens is None:
+        return np.stack([ends_B - 1, ends_B, context_lens_B]).astype(np.int32)
+    num_left = num_tokens - int(ends_B[-1])
+    num_behind = min(num_left, num_sequences - len(queries_B) - 1)
+    first = num_sequences - len(queries_B) - num_behind
+    step = slice(first, first + len(queries_B))
+    rows_S, queries_S = np.full(num_sequences, num_tokens - 1), np.ones(num_sequences, dtype=np.int32)
+    rows_S[step], queries_S[step], queries_S[0] = ends_B - 1, queries_B, num_sequences - first + 1
+    if num_behind:
+        queries_S[-1] += num_left - num_behind
+    lens_S = queries_S.copy()
+    lens_S[step] = context_lens_B
+    return np.stack([rows_S, queries_S.cumsum(), lens_S]).astype(np.int32)

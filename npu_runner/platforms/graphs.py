@@ -72,8 +72,10 @@ class GraphCompiler(Contract, ABC):
         """Delete the kept graphs of this batch size, because their answers differ."""
         return None
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
-        """Give the graphs of this batch size the lengths of the next step, padding included; most need none.
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      sequences_3S: np.ndarray | None = None) -> None:
+        """Give the graphs of this batch size the lengths of the next step, padding included; most need none. Those that
+        have `StepInputs.sequences` get them here, too.
 
         Called before the first run, too.
         """

@@ -37,11 +37,18 @@ class StepInputs(NamedTuple):
     runs: Tensor
     """(B,) of a decode step: how many tokens its sequence has, at the first of them; at another one minus its place
     among them. All 1 without drafts. Read where layers keep a state, and steps with drafts run in graphs."""
+    sequences: Tensor | None = None
+    """(3, S) of a step whose tokens attend together with their sequence's others (`sequences_of_tokens`), else None."""
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StepInputs:
-        """Select the fields from `tensors`, by name."""
-        return cls(*(tensors[name] for name in cls._fields))
+        """Select the fields from `tensors`, by name; `sequences` may be missing."""
+        found = cls(*(tensors[name] for name in cls._fields[:-1]))
+        return found._replace(sequences=tensors.get("sequences"))
+
+    def given(self) -> list[Tensor]:
+        """The fields that are not None, in order."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class AttentionMetadata:
     state_plan: Any = None
     ends: PromptEnds | None = None
     """In the last layer of a prefill of which only these are read: what comes behind attention has their rows alone."""
+    sequences_3S: Tensor | None = None
+    """`StepInputs.sequences`."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """Results that a backend derives from this step's tensors in one layer and reuses in the next, by names of its own.
     """
@@ -80,7 +89,7 @@ class AttentionMetadata:
     def from_inputs(cls, inputs: StepInputs, plan: Any, *, is_prefill: bool, state_plan: Any = None,
                     ends: PromptEnds | None = None) -> AttentionMetadata:
         return cls(is_prefill, inputs.slot_mapping, inputs.context_lens, inputs.block_tables, plan,
-                   inputs.state_slots, state_plan, ends)
+                   inputs.state_slots, state_plan, ends, inputs.sequences)
 
     def of_ends(self, x: Tensor) -> Tensor:
         """The rows of `x` (T, ...) at the ends, (B, ...); all rows if there are no ends."""

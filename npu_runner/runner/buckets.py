@@ -6,6 +6,7 @@ Knows nothing of the model; it is given the decode forward and a compiler.
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_runner.platforms.attention import sequences_of_tokens
 from npu_runner.platforms.devices import Memory
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.runner.block_tables import BlockTables
+from npu_runner.runner.decode_forward import TogetherStep
 from npu_runner.runner.dummy import dummy_decode
 from npu_runner.runner.step_arrays import padding, plan_layout, step_arrays, to_device, views
 from npu_runner.runner.votes import Votes
@@ -126,7 +129,8 @@ class DecodeBuckets:
                 else:
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
                     compiler.discard(size)
-                    bucket.forward, bucket.behind, bucket.drafted = self._compile(size, forwards)
+                    bucket.forward, bucket.behind, bucket.drafted = self._compile(
+                        size, forwards, bucket.tensors.get("sequences"))
                     warm_up(size)
             except GraphResourceError as full:
                 del self._buckets[size]
@@ -163,9 +167,12 @@ class DecodeBuckets:
             text += f" (kept from an earlier run: {', '.join(map(str, sorted(self._kept)))})"
         return f"{text} (stopped at {self._refused[0]}: {self._refused[1]})" if self._refused else text
 
-    def _compile(self, size: int, forwards: Forwards) -> Forwards:
-        """More rows than there are sequences have drafts: no plain step has these."""
+    def _compile(self, size: int, forwards: Forwards, sequences: Tensor | None) -> Forwards:
+        """More rows than there are sequences have drafts: no plain step has these. `sequences`: the buffer that the
+        graph of steps with drafts alone reads."""
         behind, drafted = (each and self.compiler.compile(each, size) for each in forwards[1:])
+        if drafted is not None and sequences is not None:
+            drafted = functools.partial(_run_together, drafted, sequences)
         if drafted is not None and size > self.tables.null_slot:
             return Forwards(drafted, behind, drafted)
         return Forwards(self.compiler.compile(forwards.forward, size), behind, drafted)
@@ -175,8 +182,19 @@ class DecodeBuckets:
         step.slots_B %= self.tables.null_slot  # more rows than that are tokens of fewer sequences
         arrays = step_arrays(step, uniforms, 0, self.block_size, self.tables.on_host_SW)
         arrays["context_lens"] = arrays["context_lens"].astype(self.compiler.context_lens_dtype)
+        if isinstance(getattr(forwards.drafted, "__self__", None), TogetherStep):
+            num_sequences = min(size, self.tables.null_slot) + 2
+            arrays["sequences"] = np.zeros((3, num_sequences), dtype=self.compiler.context_lens_dtype)
         beside = {"tokens": self.last_tokens, "block_tables": self.tables.rows_RW[:size]}
-        return Bucket(size, *make_buffers(arrays, beside, size), *self._compile(size, forwards))
+        buffers = make_buffers(arrays, beside, size)
+        inputs = buffers[-1]
+        bucket = Bucket(size, *buffers, *self._compile(size, forwards, inputs.sequences))
+        bucket.inputs = inputs._replace(sequences=None)
+        return bucket
+
+
+def _run_together(graph: DecodeForward, sequences: Tensor, inputs: StepInputs) -> Tensor:
+    return graph(inputs._replace(sequences=sequences))
 
 
 def make_buffers(arrays: dict[str, np.ndarray], beside: dict[str, Tensor], num_rows: int) -> tuple[
@@ -208,7 +226,11 @@ def pad_into(bucket: Bucket, arrays: dict[str, np.ndarray], slots: np.ndarray, b
     `table_slots` with them: whose block table each row is to have, the null slot's (`max_num_seqs`) for padded ones.
     With `repeats_a_row` these read what the shortest real one reads (`AttentionBackend.pads_with_real_rows`).
     """
-    count = len(arrays["context_lens"])
+    count, sequences_3S = len(arrays["context_lens"]), bucket.host.get("sequences")
+    if sequences_3S is not None and "runs" in arrays:
+        queries_B = arrays["runs"][arrays["runs"] > 0]
+        sequences_3S[:] = sequences_of_tokens(queries_B, arrays["context_lens"][queries_B.cumsum() - 1],
+                                              bucket.batch_size, sequences_3S.shape[1])
     pad_arrays(bucket, arrays, block_size, max_num_seqs, num_states)
     table_slots_B = np.full(bucket.batch_size, max_num_seqs, dtype=np.int32)
     table_slots_B[:count] = slots

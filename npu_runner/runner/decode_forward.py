@@ -36,6 +36,17 @@ class DecodeStep(nn.Module):
         return self.model.compute_logits(hidden_BD)
 
 
+class TogetherStep(nn.Module):
+    """Another step, as the graph of inputs with `sequences`."""
+
+    def __init__(self, step: DecodeStep):
+        super().__init__()
+        self.step = step
+
+    def forward(self, inputs: StepInputs, plan: Any = None) -> Any:
+        return self.step(inputs, plan)
+
+
 class DraftedDecodeStep(DecodeStep):
     """A step of a model with states, whose plan for these is part of it: a row is a token, and several may follow one
     another in a sequence."""

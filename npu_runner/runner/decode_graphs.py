@@ -137,12 +137,14 @@ def _warm_up(parts: DecodeParts, bucket: Bucket, below: int) -> None:
 def _dummy_drafts(parts: DecodeParts, most: int, below: int) -> ScheduledBatch | None:
     """The largest step with drafts of up to `most` tokens, and more than `below`, if there is one."""
     speculative, max_num_seqs = parts.settings.speculative, parts.settings.max_num_seqs
+    spares = parts.steps.states.draft_slots if parts.steps.states is not None else None
     if speculative is None:
         return None
     for num_tokens in range(most, below, -1):
         num_rows = speculative.rows_for(num_tokens, max_num_seqs)
-        if num_rows is not None:
-            return dummy_drafts(num_tokens, num_rows)
+        fewest = num_tokens - len(spares) if spares is not None else 0
+        if num_rows is not None and fewest <= max_num_seqs:
+            return dummy_drafts(num_tokens, max(num_rows, fewest), spares)
     return None
 
 
@@ -280,7 +282,9 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
 
     # One after the other: each must begin with the same states.
     expected = last_of(run_eagerly)
-    pairs = zip(last_of(run_graphs), expected, strict=True)
+    pairs = [*zip(last_of(run_graphs), expected, strict=True)]
+    if (drafted := bucket.drafted) is not None:
+        pairs += zip(last_of(lambda padded: [drafted(bucket.inputs).clone()]), expected, strict=False)
     return all(_is_close(found, theirs, _TOLERANCE[parts.dtype]) for found, theirs in pairs)
 
 

@@ -83,22 +83,22 @@ def dummy_rows(num_rows: int, context_len: int, max_num_seqs: int, spares: range
         num_rows = min(num_rows, max_num_seqs + len(spares))
     if num_rows <= max_num_seqs:
         return dummy_decode(num_rows, context_len)
-    step = dummy_drafts(num_rows, max_num_seqs)
-    if spares is not None:
-        state_slots_T = spares.start + np.cumsum(step.positions > 0, dtype=np.int32) - 1
-        state_slots_T[step.positions == 0] = np.arange(max_num_seqs)
-        step.state_slots = state_slots_T
-    return step
+    return dummy_drafts(num_rows, max_num_seqs, spares)
 
 
-def dummy_drafts(num_tokens: int, batch_size: int) -> ScheduledBatch:
-    """A step of `batch_size` sequences and their drafts, with `num_tokens` tokens in all."""
+def dummy_drafts(num_tokens: int, batch_size: int, spares: range | None = None) -> ScheduledBatch:
+    """A step of `batch_size` sequences and their drafts, with `num_tokens` tokens in all. `spares`: state slots of the
+    drafts, where they leave states."""
     query_lens = np.full(batch_size, num_tokens // batch_size, dtype=np.int32)
     query_lens[: num_tokens % batch_size] += 1
     places_T = np.concatenate([np.arange(length, dtype=np.int32) for length in query_lens])
-    return replace(
+    step = replace(
         dummy_decode(batch_size, 1), token_ids_T=np.zeros(num_tokens, dtype=np.int32), query_lens_B=query_lens,
         positions=places_T, context_lens_B=query_lens)
+    if spares is not None:
+        step.state_slots = spares.start + np.cumsum(places_T > 0, dtype=np.int32) - 1
+        step.state_slots[places_T == 0] = np.arange(batch_size)
+    return step
 
 
 def _slices(images: Sequence[ImageInput], num_tokens: int) -> list[ImageSlice]:

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
-from npu_runner.platforms.attention import ends_of_tokens
+from npu_runner.platforms.attention import ends_of_tokens, sequences_of_tokens
 from npu_runner.platforms.step_inputs import StepInputs
 from npu_runner.request.speculative import SpeculativeConfig
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
 from npu_runner.runner.buckets import Bucket
-from npu_runner.runner.decode_forward import DecodeStep, DraftedDecodeStep
+from npu_runner.runner.decode_forward import DecodeStep, DraftedDecodeStep, TogetherStep
 from npu_runner.runner.step import Launched, PreparedStep, StepRunner, StepUnderWay
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
 from npu_runner.sampling.sampler import HostSample, Sampler, SamplerOutput
@@ -126,8 +126,10 @@ class SpeculativeStepRunner(StepRunner):
         return self._drafted_step
 
     @property
-    def drafted_graph_step(self) -> DecodeStep | None:
-        return self._drafted_step if self._has_rings and self.graphs_accept_drafts else None
+    def drafted_graph_step(self) -> nn.Module | None:
+        if self._has_rings or not self.graphs_accept_drafts:
+            return self._drafted_step if self.graphs_accept_drafts else None
+        return TogetherStep(self.graph_step) if self.attention.groups_drafts else None
 
     @property
     def _drafted_step(self) -> DecodeStep:
@@ -157,6 +159,8 @@ class SpeculativeStepRunner(StepRunner):
                 arrays["state_slots"] = arrays["token_slots"]  # a slot for each token, which none has
             return self._prepare_graph(batch, number, bucket, arrays, batch.slots_B[rows_T])
         arrays |= {"tokens": batch.token_ids_T, "rows": rows_T.astype(np.int32)}
+        if self.attention.groups_drafts:
+            arrays["sequences"] = sequences_of_tokens(query_lens, context_lens)
         news = self.tables.news(batch.new_blocks_N3, batch.slots_B)
         tensors = to_device(self.platform.memory, {**arrays, "table_news": news.flat}, self.device)
         tables_BW = self.tables.write(tensors["table_news"], news.num_entries, batch.slots_B)

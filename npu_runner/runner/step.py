@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import EngineDeadError
@@ -155,7 +155,7 @@ class StepRunner:
         return self.decode_step
 
     @property
-    def drafted_graph_step(self) -> DecodeStep | None:
+    def drafted_graph_step(self) -> nn.Module | None:
         """The module that graphs of steps with drafts record, where it is another one."""
         return None
 
@@ -290,7 +290,8 @@ class StepRunner:
         slots_B = padded["table_slots"]
         news = self.tables.news(new_blocks_N3, slots_B)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_B)
-        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist())
+        sequences = [padded["sequences"]] if "sequences" in padded else []
+        self.buckets.compiler.before_replay(bucket.batch_size, padded["context_lens"].tolist(), *sequences)
         return padded
 
     def launch(self, step: PreparedStep) -> Launched:

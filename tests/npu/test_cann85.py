@@ -183,6 +183,8 @@ CHOICES: dict[str, dict[str, str]] = {
     "rows by their squares": {"int8": ""}, "a norm by another scale": {"int8": ""}, "no such operator": {"int8": ""},
     "the bias twice": {"int8_static": ""}, "an offset that is lost": {"int8_static": ""},
     "old lengths": {"graphs": ""}, "a replay that fails": {"graphs": ""},
+    "nothing, drafted": {}, "another row's blocks": {"drafts": "one query a row"},
+    "an old split": {"drafts": "one query a row"}, "replays with drafts that fail": {"graphs": ""},
     "values before keys, first choice": {"cache_write": "_npu_reshape_and_cache"},
     "images see each other, first choice": {"vision": "npu_fusion_attention"},
     "a window of another scale": {"window": "gathered blocks"},

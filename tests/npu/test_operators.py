@@ -24,8 +24,9 @@ DOCTOR = ["-m", "npu_runner", "doctor", "--platform", "npu", "--operators"]
 ONLY = ("npu_", "linear", "cache", "window", "attention of", "tower", "norm", "of 8 experts", "Gated DeltaNet, ",
         "rule", "x 151936", "graph of 1 rows, int8", "graph of 1 rows, states")
 KERNELS = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_fused_infer_attention_score",
-           "npu_fusion_attention", "gathered blocks", "NZ", "ND", "npu_add_rms_norm_quant", "two operators",
-           "npu_grouped_matmul_swiglu_quant_v2", "npu_dequant_swiglu_quant", "three operators")
+           "npu_fusion_attention", "gathered blocks", "queries of a row together", "one query a row", "NZ", "ND",
+           "npu_add_rms_norm_quant", "two operators", "npu_grouped_matmul_swiglu_quant_v2", "npu_dequant_swiglu_quant",
+           "three operators")
 
 
 def test_every_operator_is_right_and_a_report_says_so(tmp_path: Path) -> None:

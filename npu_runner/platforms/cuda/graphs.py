@@ -80,8 +80,8 @@ class _CapturedDecode:
             self._inputs = inputs
         assert self._inputs is not None, "captured graphs have inputs"
         assert self._output is not None, "captured graphs have an output"
-        moved = [name for name, new, captured in zip(StepInputs._fields, inputs, self._inputs, strict=True)
-                 if new.data_ptr() != captured.data_ptr()]
+        pairs = zip(StepInputs._fields, inputs.given(), self._inputs.given(), strict=False)
+        moved = [name for name, new, captured in pairs if new.data_ptr() != captured.data_ptr()]
         assert not moved, f"a graph replays over its own buffers only; others came for {', '.join(moved)}"
         self._graph.replay()
         return self._output

@@ -10,6 +10,11 @@ Sliding windows: prefill uses sparse mode 4, a band. By its documents, that mode
 token long. So decode gets a table that begins with the window's first block, lengths that count from there, and a mask
 for tokens of that block before the window (WindowDecode). A step reads the window and less than a block more. V blocks
 that a window may touch, L = V * S.
+
+A step with drafts gives the kernel all queries of a sequence together, so that it reads keys and values once: TND,
+sparse mode 3, running totals. Layers with a window take each token as a row of its own, as does everything where
+`kernels` say so. A captured step has a fixed number of sequences, none of them empty, so the queries have some of
+padding before them (platforms/attention.py).
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _BAND, _FULL = 3, 4, 0
+# A sequence of padding has as many keys as queries: at most one more than the graph's tokens, and three in a trace.
+_MOST_KEYS_BEHIND = 3
 
 
 class HostLengths(NamedTuple):
@@ -37,12 +44,14 @@ class HostLengths(NamedTuple):
 
     seen_lens: by sliding window, if some context is longer: lengths of the contexts from the window's first block on.
     calls: records the window of each call; None records nothing.
+    num_ahead: queries of padding before the step's.
     """
 
     query_totals: list[int]
     context_lens: list[int]
     seen_lens: dict[int, list[int]] = {}  # noqa: RUF012 - read-only
     calls: list[int | None] | None = None
+    num_ahead: int = 0
 
 
 class DeviceLengths(NamedTuple):
@@ -50,6 +59,7 @@ class DeviceLengths(NamedTuple):
 
     query_totals_B: Tensor
     context_lens_B: Tensor
+    num_ahead: int = 0
 
 
 def _kernel(plan: HostLengths | DeviceLengths) -> Any:
@@ -67,6 +77,7 @@ class NpuAttention(AttentionBackend):
         self._write_cache = CACHE_WRITES[kernels["cache_write"]]
         self._attend_images = VISION_ATTENTIONS[kernels["vision"]]
         self._gathers_windows = kernels["window"] != FIRST_CHOICES["window"]
+        self._groups_drafts = masks_decode and kernels["drafts"] == FIRST_CHOICES["drafts"]
         self.masks_decode = masks_decode
         self.pads_with_real_rows = not masks_decode
         self.num_heads = num_heads
@@ -74,6 +85,10 @@ class NpuAttention(AttentionBackend):
         self.block_size = block_size
         self._windows: dict[int | None, WindowDecode | None] = {None: None}
         self.mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu(1).to(device)
+
+    @property
+    def groups_drafts(self) -> bool:  # type: ignore[override]
+        return self._groups_drafts and None in self._windows
 
     @property
     def windows(self) -> tuple[int | None, ...]:  # type: ignore[override]
@@ -90,27 +105,34 @@ class NpuAttention(AttentionBackend):
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
                     query_lens_B: Sequence[int] | None = None) -> HostLengths:
+        totals, ends = list(range(1, len(context_lens_B) + 1)), list(context_lens_B)
         if query_lens_B is not None:
-            context_lens_B = ends_of_tokens(query_lens_B, context_lens_B).tolist()
-        return HostLengths(list(range(1, len(context_lens_B) + 1)), list(context_lens_B),
-                           self._outgrown(context_lens_B))
+            ends = ends_of_tokens(query_lens_B, context_lens_B).tolist()
+            if self.groups_drafts:
+                return HostLengths(list(accumulate(query_lens_B)), list(context_lens_B), self._outgrown(ends))
+            totals = list(range(1, len(ends) + 1))
+        return HostLengths(totals, ends, self._outgrown(ends))
 
     def _outgrown(self, context_lens_B: Sequence[int]) -> dict[int, list[int]]:
         longest = max(context_lens_B)
         return {window: seen_lens(context_lens_B, window, self.block_size) for window in self.windows
                 if window is not None and window < longest}
 
-    def lengths_by_window(self, context_lens_B: Sequence[int]) -> list[list[int]]:
-        """The lengths for a decode graph's attention calls, for each of `windows`."""
-        return [list(context_lens_B) if window is None else seen_lens(context_lens_B, window, self.block_size)
-                for window in self.windows]
+    def lengths_by_window(self, context_lens_B: Sequence[int],
+                          sequences_3S: np.ndarray | None = None) -> list[list[int]]:
+        """The lengths for a decode graph's attention calls, for each of `windows`; at the end, with `sequences_3S`,
+        their running totals."""
+        whole, *totals = [list(context_lens_B)] if sequences_3S is None else sequences_3S[:0:-1].tolist()
+        return [*(whole if window is None else seen_lens(context_lens_B, window, self.block_size)
+                  for window in self.windows), *totals]
 
     def graph_plan(self, lengths: Sequence[list[int]], calls: list[int | None] | None = None) -> HostLengths:
         """The plan of a decode graph, given what `lengths_by_window` gave: every window counts as outgrown."""
-        by_window = dict(zip(self.windows, lengths, strict=True))
-        totals = list(range(1, len(lengths[0]) + 1))
+        is_grouped = len(lengths) > len(self.windows)
+        by_window = dict(zip(self.windows, lengths, strict=not is_grouped))
+        totals = lengths[-1] if is_grouped else list(range(1, len(lengths[0]) + 1))
         seen = {window: lens for window, lens in by_window.items() if window is not None}
-        return HostLengths(totals, by_window.get(None, []), seen, calls)
+        return HostLengths(totals, by_window.get(None, []), seen, calls, len(totals) if is_grouped else 0)
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         # The kernels take no strided input: v is a slice of the qkv matmul and costs a copy. The caches go in as they
@@ -156,11 +178,30 @@ class NpuAttention(AttentionBackend):
             query_totals, context_lens = plan.query_totals, plan.context_lens
         mode = _FULL if not is_masked else _CAUSAL if window is None else _BAND
         band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
-        return _kernel(plan)(
-            q_TNH.contiguous(), k_cache.flatten(2), v_cache.flatten(2), atten_mask=self.mask if is_masked else None,
-            block_table=metadata.block_tables_BW, input_layout="TND", block_size=self.block_size,
-            actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens, num_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=mode, **band)[0]
+        tables_BW, ahead = metadata.block_tables_BW, None
+        if metadata.sequences_3S is not None:
+            tables_BW, ahead = self._of_sequences(q_TNH, metadata, metadata.sequences_3S)
+        out_TNH = _kernel(plan)(
+            q_TNH.contiguous() if ahead is None else torch.cat((ahead, q_TNH)), k_cache.flatten(2), v_cache.flatten(2),
+            atten_mask=self.mask if is_masked else None, block_table=tables_BW, input_layout="TND",
+            block_size=self.block_size, actual_seq_lengths=query_totals, actual_seq_lengths_kv=context_lens,
+            num_heads=self.num_heads, num_key_value_heads=self.num_kv_heads, scale=scale, sparse_mode=mode, **band)[0]
+        return out_TNH if ahead is None else out_TNH[len(ahead) :]
+
+    def _of_sequences(self, q_TNH: Tensor, metadata: AttentionMetadata,
+                      sequences_3S: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The block tables of sequences, and a graph's queries before the step's; made in a step's first layer."""
+        num_ahead = metadata.plan.num_ahead
+        if "sequences" not in metadata.derived:
+            tables_SW = metadata.block_tables_BW.index_select(0, sequences_3S[0])
+            # Padding has a key for each of its queries, also where no context may be as long.
+            num_missing = -(-(len(q_TNH) + _MOST_KEYS_BEHIND) // self.block_size) - tables_SW.shape[1]
+            if num_ahead and num_missing > 0:
+                tables_SW = torch.cat((tables_SW, tables_SW.new_zeros(len(tables_SW), num_missing)), dim=1)
+            ahead = q_TNH.new_zeros(num_ahead, *q_TNH.shape[1:]) if num_ahead else None
+            metadata.derived["sequences"] = tables_SW, ahead
+        tables_SW, ahead = metadata.derived["sequences"]
+        return tables_SW, ahead
 
     def _attend_in_window(self, q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata,
                           scale: float, window: int) -> Tensor:

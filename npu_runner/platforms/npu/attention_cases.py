@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npu_runner.platforms.attention import tower_head_dim
+from npu_runner.platforms.attention import sequences_of_tokens, tower_head_dim
 from npu_runner.platforms.cases import BOUNDS, Case, Side, distances
 from npu_runner.platforms.graphs import GraphSettings
 from npu_runner.platforms.npu.kernels import KERNELS
@@ -72,6 +72,9 @@ class DecodeLayer(nn.Module):
              shift: int = 0) -> Tensor:
         """An eager step that adds tokens to contexts. `is_draft`: its several tokens a sequence are drafts."""
         inputs, context_lens, tables = step_inputs(self.side, done_lens, new_lens, seed, is_draft=is_draft, shift=shift)
+        if is_draft and self.attention.groups_drafts:
+            sequences = torch.from_numpy(sequences_of_tokens(new_lens, context_lens))
+            inputs = inputs._replace(sequences=self.side.put(sequences))
         is_prefill = max(new_lens) > 1 and not is_draft
         if is_prefill:
             plan = self.attention.plan_prefill(list(new_lens), context_lens, tables, self.side.device)
@@ -162,39 +165,54 @@ def attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bf
         for kernel in KERNELS["window"]:
             yield Case(name=f"attention in a window of {window}, {heads}", prepare=partial(attend, window=window),
                        dtype=dtype, job="window", kernel=kernel, num_launches=_STEP)
-    if drafts:
-        yield Case(name=f"attention of {drafts} drafts, {heads}", prepare=verify, dtype=dtype, num_launches=_STEP)
+    for kernel in KERNELS["drafts"] if drafts else ():
+        yield Case(name=f"attention of {drafts} drafts, {heads}", prepare=verify, dtype=dtype, job="drafts",
+                   kernel=kernel, num_launches=_STEP)
 
 
 def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16", num_rows: int = 2, *,
-           kind: str = "", behind: MakeBehind | None = None, drafts: int = 0, is_captured: bool = True) -> Case:
+           kind: str = "", behind: MakeBehind | None = None, drafts: int = 0, kernel: str = "",
+           is_captured: bool = True) -> Case:
     """A captured decode graph, replayed with other context lengths and blocks. Every other row's context shrinks: who
-    keeps an old length reads too much, or too little. `drafts`: of each sequence; a draft is a row of the graph."""
-    steps = [[(5, 200)[row % 2] + row % 40 for row in range(num_rows)],
-             [(131, 7)[row % 2] + row % 40 for row in range(num_rows)]]
-    new_lens, num_tokens = [1 + drafts] * num_rows, (1 + drafts) * num_rows
+    keeps an old length reads too much, or too little. `drafts`: of each sequence, by this `kernel`; in the second step
+    the first sequence has those of the last one, too."""
+    steps = [([(5, 200)[row % 2] + row % 40 for row in range(num_rows)], [1 + drafts] * num_rows),
+             ([(131, 7)[row % 2] + row % 40 for row in range(num_rows)],
+              [1 + drafts] * num_rows)]
+    if num_rows > 1:
+        steps[1][1][0], steps[1][1][-1] = 1 + 2 * drafts, 1
+    num_tokens, is_draft = (1 + drafts) * num_rows, drafts > 0
+    kind = kind or (f"{drafts} drafts" if drafts else "")
 
     def prepare(side: Side) -> Call:
         layer = DecodeLayer(side, num_heads, num_kv_heads, head_dim, num_rows=num_rows, behind=behind)
         layer.step([0] * num_rows, [256] * num_rows, seed=26)  # contexts of any length below
         if side.platform.name != "npu" or not is_captured:
-            return lambda: torch.cat([layer.step(lens, new_lens, 27 + step, is_draft=drafts > 0, shift=step)
+            return lambda: torch.cat([layer.step(*lens, 27 + step, is_draft=is_draft, shift=step)
                                       for step, lens in enumerate(steps)])
         compiler = side.platform.make_graph_compiler(GraphSettings(mode="reduce-overhead", identity={}, cache_dir=None))
         graph = compiler.compile(layer.forward, num_tokens)
-        kept = step_inputs(side, steps[0], new_lens, 27, is_draft=drafts > 0)[0]
+        def padded(number: int) -> tuple[StepInputs, np.ndarray | None]:
+            inputs, context_lens, _ = step_inputs(side, *steps[number], 27 + number, is_draft=is_draft, shift=number)
+            if not (is_draft and layer.attention.groups_drafts):
+                return inputs, None
+            sequences = sequences_of_tokens(steps[number][1], context_lens, num_tokens, num_rows + 2)
+            return inputs._replace(sequences=side.put(torch.from_numpy(sequences))), sequences
+
+        kept, *sequences = padded(0)
+        compiler.before_replay(num_tokens, kept.context_lens.tolist(), *sequences)
         graph(kept)  # captures
 
         def call() -> Tensor:
             found = []
             for each in layer.states:
                 each.zero_()
-            for step, lens in enumerate(steps):
-                inputs, _, _ = step_inputs(side, lens, new_lens, 27 + step, is_draft=drafts > 0, shift=step)
-                for old, new in zip(kept, inputs, strict=True):
+            for number in range(len(steps)):
+                inputs, *sequences = padded(number)
+                for old, new in zip(kept.given(), inputs.given(), strict=True):
                     old.copy_(new)
                 side.platform.memory.synchronize()
-                compiler.before_replay(num_tokens, inputs.context_lens.tolist())
+                compiler.before_replay(num_tokens, inputs.context_lens.tolist(), *sequences)
                 found.append(graph(kept).clone())
             return torch.cat(found)
 
@@ -202,7 +220,7 @@ def replay(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloa
 
     name = f"a captured graph of {num_tokens} rows{kind and f', {kind}'}, replayed with other context lengths"
     return Case(name=f"{name}, {num_heads}/{num_kv_heads} heads of {head_dim}", prepare=prepare, dtype=dtype,
-                gives_up="graphs", num_launches=_STEP)
+                job="drafts" if drafts else "", kernel=kernel, gives_up="graphs", num_launches=_STEP)
 
 
 def soak(minutes: float, num_rows: int = 8) -> Case:
@@ -221,7 +239,7 @@ def soak(minutes: float, num_rows: int = 8) -> Case:
             while time.monotonic() < end:
                 lens = random.integers(1, 250, num_rows).tolist()
                 inputs, context_lens, _ = step_inputs(side, lens, [1] * num_rows, number, shift=number)
-                for old, new in zip(kept, inputs, strict=True):
+                for old, new in zip(kept.given(), inputs.given(), strict=True):
                     old.copy_(new)
                 compiler.before_replay(num_rows, context_lens)
                 found = graph(kept).clone()

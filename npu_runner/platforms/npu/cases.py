@@ -17,6 +17,7 @@ from npu_runner.platforms.gated_delta import GatedDeltaShape
 from npu_runner.platforms.grouped import GROUPED
 from npu_runner.platforms.npu import rank_cases
 from npu_runner.platforms.npu.attention_cases import attention, replay, soak, tower
+from npu_runner.platforms.npu.kernels import KERNELS
 from npu_runner.platforms.npu.platform import NpuPlatform
 from npu_runner.platforms.npu.weight_cases import (
     experts,
@@ -62,7 +63,11 @@ def _graphs(num_rows: int) -> Iterator[Case]:
     yield replay(*heads, num_rows=num_rows)
     for kind, behind in {"int8": int8_behind, "experts": experts_behind, "states": states_behind}.items():
         yield replay(*heads, num_rows=num_rows, kind=kind, behind=behind)
-    yield replay(*heads, num_rows=num_rows, kind="3 drafts", drafts=3)
+    yield from _drafts(*heads, num_rows=num_rows, drafts=3)
+
+
+def _drafts(*shape: Any, drafts: int, **asked: Any) -> list[Case]:
+    return [replay(*shape, drafts=drafts, kernel=kernel, **asked) for kernel in KERNELS["drafts"] if drafts]
 
 
 def of_model(asked: dict[str, Any]) -> list[Case]:
@@ -86,6 +91,7 @@ def of_model(asked: dict[str, Any]) -> list[Case]:
         found += states(needs.states, dtype)
     if needs.graph_mode == "reduce-overhead":
         found.append(replay(*heads, dtype))
+        found += _drafts(*heads, dtype, drafts=needs.num_drafts)
     return found
 
 

@@ -138,13 +138,13 @@ class _KeptGraph:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if self._is_ready:
-            return self._decode(*inputs)
+            return self._decode(*inputs.given())
         with self.folder.locked():
             was_whole = self.folder.is_whole()
             if not was_whole:
                 self.folder.clear()
             with ResourceErrors():
-                output = self._decode(*inputs)
+                output = self._decode(*inputs.given())
                 torch.npu.synchronize()
             # torchair compiles anew, with a word in its log only, when it cannot read what it finds.
             self.was_loaded = was_whole and self.folder.is_whole()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError, Recorder
@@ -36,8 +37,9 @@ class LimitedGraphCompiler(GraphCompiler):
     def discard(self, batch_size: int) -> None:
         self._compiler.discard(batch_size)
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
-        self._compiler.before_replay(batch_size, context_lens_B)
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      sequences_3S: np.ndarray | None = None) -> None:
+        self._compiler.before_replay(batch_size, context_lens_B, sequences_3S)
 
     def recorder(self) -> Recorder | None:
         return self._compiler.recorder()

@@ -57,9 +57,10 @@ class AclGraphCompiler(GraphCompiler):
         self._graphs.setdefault(batch_size, []).append(graph)
         return graph
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      sequences_3S: np.ndarray | None = None) -> None:
         for graph in self._graphs[batch_size]:
-            graph.set_context_lens(context_lens_B)
+            graph.set_context_lens(context_lens_B, sequences_3S)
 
     def release(self) -> None:
         for graph in itertools.chain(*self._graphs.values()):
@@ -90,7 +91,8 @@ class _AclGraph:
         self._attention = attention
         self._batch_size = batch_size
         self._forward = forward
-        self._lengths = attention.lengths_by_window([_LEAST_TRACED] * batch_size)
+        self._context_lens = [_LEAST_TRACED] * batch_size
+        self._sequences_3S: np.ndarray | None = None
 
         # dynamo takes every integer for a constant until it sees it change. What only reads the lengths shows it the
         # first ones, without a trace of the model; in the trace behind it they are symbols.
@@ -99,7 +101,7 @@ class _AclGraph:
                 return sum([length for of_window in lengths for length in of_window])
             return forward(inputs, attention.graph_plan(lengths))
 
-        self._backend = _Counted(backend, batch_size, num_symbols=batch_size * len(self._lengths))
+        self._backend = _Counted(backend, batch_size)
         # Dynamo remembers changed values by the code's name, also for the next engine of this process.
         name = f"decode_{batch_size}_of_graph_{next(_graph_numbers)}"
         traced = own_code(decode, name)
@@ -107,28 +109,45 @@ class _AclGraph:
         self._decode = torch.compile(traced, fullgraph=True, backend=self._backend)
         self._is_captured = False
 
-    def set_context_lens(self, context_lens_B: Sequence[int]) -> None:
+    def set_context_lens(self, context_lens_B: Sequence[int], sequences_3S: np.ndarray | None) -> None:
         assert len(context_lens_B) == self._batch_size, "padding has lengths, too"
-        self._lengths = self._attention.lengths_by_window([max(_LEAST_TRACED, length) for length in context_lens_B])
+        self._context_lens = [max(_LEAST_TRACED, length) for length in context_lens_B]
+        if sequences_3S is not None:
+            self._sequences_3S = np.maximum(sequences_3S, [[0], [0], [_LEAST_TRACED]])
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if not self._is_captured:
             self._capture(inputs)
-        return self._decode(inputs, self._lengths, False)
+        return self._decode(inputs, self._lengths(inputs), False)
+
+    def _lengths(self, inputs: StepInputs) -> list[list[int]]:
+        is_grouped = inputs.sequences is not None
+        return self._attention.lengths_by_window(self._context_lens, self._sequences_3S if is_grouped else None)
+
+    def _traced_lengths(self, inputs: StepInputs, length: int) -> list[list[int]]:
+        """With another `length` all lengths and totals are other ones but the last total, a constant of the graph."""
+        sequences_3S, num_rows = None, self._batch_size
+        if inputs.sequences is not None:
+            totals_S = np.arange(inputs.sequences.shape[1]) + length
+            totals_S[-1] = num_rows + len(totals_S)
+            sequences_3S = np.stack([totals_S, totals_S, np.full_like(totals_S, num_rows + length)])
+        return self._attention.lengths_by_window([length] * num_rows, sequences_3S)
 
     def _capture(self, inputs: StepInputs) -> None:
         num_rows = self._batch_size
         # torchair compares where an input's storage begins with where its values do, and copies those for which the two
         # differ onto themselves at each replay: all but the first of a bucket's, which share one storage.
-        for tensor in inputs:
+        for tensor in inputs.given():
             torch._dynamo.mark_static_address(tensor)
         # Lengths that happen to be equal while they are traced must not become one symbol.
         with ResourceErrors(), torch.fx.experimental._config.patch(use_duck_shape=False), _in_place_operators():
             # Kernels of these shapes are loaded, and communicators made, outside of the capture.
-            self._forward(inputs, self._attention.graph_plan(self._lengths))
+            lengths = self._traced_lengths(inputs, _LEAST_TRACED)
+            self._backend.num_symbols = sum(map(len, lengths)) - (inputs.sequences is not None)
+            self._forward(inputs, self._attention.graph_plan(lengths))
             torch.npu.synchronize()
             for length, only_reads in ((_LEAST_TRACED, True), (_LEAST_TRACED + 1, False)):
-                self._decode(inputs, self._attention.lengths_by_window([length] * num_rows), only_reads)
+                self._decode(inputs, self._traced_lengths(inputs, length), only_reads)
             torch.npu.synchronize()
         assert self._backend.num_compiled == 1, f"{self._backend.num_compiled} graphs for {num_rows} sequences"
         self._is_captured = True
@@ -178,7 +197,10 @@ class GraphEngineDecode(torch.nn.Module):
     def decode(self, *tensors: Tensor) -> Tensor:
         """The forward over the tensors of a StepInputs, with lengths in int64 as attention needs them."""
         inputs = StepInputs(*tensors)
-        return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens))
+        if inputs.sequences is None:
+            return self.step(inputs, DeviceLengths(self.query_totals_B, inputs.context_lens))
+        _, totals_S, lens_S = inputs.sequences
+        return self.step(inputs, DeviceLengths(totals_S, lens_S, len(totals_S)))
 
 
 def graph_engine_config() -> Any:
@@ -209,9 +231,9 @@ class _FirstCall:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if self._is_compiled:
-            return self._decode(*inputs)
+            return self._decode(*inputs.given())
         with ResourceErrors():
-            output = self._decode(*inputs)
+            output = self._decode(*inputs.given())
             torch.npu.synchronize()
         self._is_compiled = True
         return output
@@ -223,15 +245,14 @@ class _Counted:
     `num_symbols`: how many integers of a graph are symbolic, at least.
     """
 
-    def __init__(self, backend: Callable[..., Any], batch_size: int, num_symbols: int = 0):
-        self.num_compiled = 0
+    def __init__(self, backend: Callable[..., Any], batch_size: int):
+        self.num_compiled = self.num_symbols = 0
         self._backend = backend
         self._batch_size = batch_size
-        self._num_symbols = num_symbols
 
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
         found = sum(isinstance(value, torch.SymInt) for value in inputs)
-        assert found >= self._num_symbols, f"{found} of {self._num_symbols} context lengths are symbols"
+        assert found >= self.num_symbols, f"{found} of {self.num_symbols} context lengths are symbols"
         self.num_compiled += 1
         if self.num_compiled > 1:
             logger.warning("the decode graph of batch size %d is compiled again (%d times now); TORCH_LOGS=recompiles "
@@ -266,9 +287,10 @@ class RecordedGraphCompiler(GraphCompiler):
         self._graphs.setdefault(batch_size, []).append(graph)
         return graph
 
-    def before_replay(self, batch_size: int, context_lens_B: Sequence[int]) -> None:
+    def before_replay(self, batch_size: int, context_lens_B: Sequence[int],
+                      sequences_3S: np.ndarray | None = None) -> None:
         for graph in self._graphs[batch_size]:
-            graph.context_lens = list(context_lens_B)
+            graph.context_lens, graph.sequences_3S = list(context_lens_B), sequences_3S
 
 
 class _RecordedGraph:
@@ -278,6 +300,8 @@ class _RecordedGraph:
         self._attention = attention
         self._calls: list[int | None] = []
         self.context_lens = [1] * batch_size
+        self.sequences_3S: np.ndarray | None = None
+        self._is_grouped = False
         self._forward = forward
         self._pool = pool
         self._graph: Any = None
@@ -297,12 +321,17 @@ class _RecordedGraph:
 
     def _new_lengths(self) -> list[dict[str, list[int]]]:
         """For each attention call of the graph; one entry where all take the same."""
-        lengths = dict(zip(self._attention.windows, self._attention.lengths_by_window(self.context_lens), strict=True))
-        calls = self._calls if len(lengths) > 1 else self._calls[:1]
-        return [{"actual_seq_lengths_kv": lengths[window]} for window in calls]
+        lengths = dict(zip([*self._attention.windows, "totals"], self._lengths(), strict=False))
+        calls = self._calls if len(self._attention.windows) > 1 else self._calls[:1]
+        totals = {"actual_seq_lengths": lengths["totals"]} if self._is_grouped else {}
+        return [{"actual_seq_lengths_kv": lengths[window], **(totals if window is None else {})} for window in calls]
+
+    def _lengths(self) -> list[list[int]]:
+        return self._attention.lengths_by_window(self.context_lens, self.sequences_3S if self._is_grouped else None)
 
     def _record(self, inputs: StepInputs) -> None:
-        plan = self._attention.graph_plan(self._attention.lengths_by_window(self.context_lens), self._calls)
+        self._is_grouped = inputs.sequences is not None
+        plan = self._attention.graph_plan(self._lengths(), self._calls)
         with ResourceErrors():
             self._forward(inputs, plan)  # kernels are loaded and communicators made outside of the graph
             torch.npu.synchronize()

@@ -55,6 +55,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "cache_write": tuple(CACHE_WRITES),
     "vision": tuple(VISION_ATTENTIONS),
     "window": ("npu_fused_infer_attention_score", "gathered blocks"),
+    "drafts": ("queries of a row together", "one query a row"),
     "layout": ("NZ", "ND"),
     "norm": ("npu_add_rms_norm_quant", "two operators"),
     "experts": ("npu_grouped_matmul_swiglu_quant_v2", "npu_dequant_swiglu_quant", "three operators"),

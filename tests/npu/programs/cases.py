@@ -68,10 +68,20 @@ MATMULS: dict[str, tuple[str, str, Change]] = {
 }
 REPLAYS: dict[str, tuple[str, str, Change]] = {
     "nothing, captured": ("AclGraphCompiler", "before_replay", lambda good: good),
-    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens: good(
-        self, size, [6, 201])),
+    "old lengths": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, *rest: good(
+        self, size, [6, 201], *rest)),
     "a replay that fails": ("_AclGraph", "__call__", lambda good: _fail),
 }
+# Changes that steps with drafts notice.
+DRAFTED: dict[str, tuple[str, str, Change]] = {
+    "nothing, drafted": ("NpuAttention", "_of_sequences", lambda good: good),
+    "another row's blocks": ("NpuAttention", "_of_sequences", lambda good: lambda self, *given: (
+        good(self, *given)[0].flip(0), good(self, *given)[1])),
+    "an old split": ("AclGraphCompiler", "before_replay", lambda good: lambda self, size, lens, sequences=None: good(
+        self, size, lens, sequences if sequences is None else _FIRST_SPLITS.setdefault(size, sequences))),
+    "replays with drafts that fail": ("_AclGraph", "__call__", lambda good: _fail),
+}
+_FIRST_SPLITS: dict[int, Any] = {}
 
 
 def _lacks_nnal(*given: object) -> None:
@@ -151,6 +161,9 @@ def main() -> None:
         for name, change in {**OPERATORS, **MATMULS, **REPLAYS}.items():
             with changed(*change):
                 said[name] = chosen(WORDS[change[0]])
+        for name, change in DRAFTED.items():
+            with changed(*change):
+                said[name] = chosen("drafts", num_drafts=3)
         for name, kernel in FIRST_KERNELS.items():
             with changed_kernel(*kernel):
                 said[name] = chosen("cache write|tower")

@@ -128,6 +128,7 @@ void run_attention(const AttentionCall& call) {
   for (int64_t batch = 0; batch < call.num_sequences; ++batch) {
     if (call.query_length(batch) == 0) continue;
     Sequence s = sequence_at(call, batch);
+    emu::count("attention", call.layout, s.key.numel() * call.key.element_size() * 2);
     if (s.key.size(0) == 0) {
       store(call, s, cpu::op("zeros_like", s.query), cpu::full({s.query.size(0), call.num_heads}, 0, cpu::kFloat));
       continue;
