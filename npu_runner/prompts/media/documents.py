@@ -20,19 +20,14 @@ from typing import Any, BinaryIO, ClassVar, Literal
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.file_kinds import image_kind, video_kind
+from npu_runner.prompts.media.file_kinds import HEAD_BYTES, Kind, document_kind
 from npu_runner.prompts.media.image_formats import is_big_tiff, tiff_pages
 from npu_runner.prompts.media.images import open_image, opening
-from npu_runner.prompts.media.page_options import DEFAULT_DPI, PageOptions
+from npu_runner.prompts.media.page_options import AS_IT_IS, DEFAULT_DPI, PageOptions
 from npu_runner.request.limits import LIMITS
 
-Kind = Literal["PDF", "TIFF"]
-SUFFIXES = (".pdf", ".tif", ".tiff")
-HEAD_BYTES = 1024
-"""A PDF's mark lies in these."""
 _VERSION_BYTES = 4096
 _PDFIUM = threading.RLock()
-_NO_LIMITS = PageOptions()
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Document(ABC):
     def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]: ...
 
     @abstractmethod
-    def render(self, index: int, options: PageOptions = _NO_LIMITS,
+    def render(self, index: int, options: PageOptions = AS_IT_IS,
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
         """The page as RGB. It is refused before it is rendered if it has more than `max_pixels`."""
 
@@ -92,7 +87,7 @@ def open_document(file: BinaryIO | int, *, password: str | None = None, name: st
     """
     file = os.fdopen(file, "rb") if isinstance(file, int) else file
     try:
-        with _reading(file):
+        with reading(file):
             file.seek(0)
             head = file.read(HEAD_BYTES)
         kind = document_kind(head, name)
@@ -104,15 +99,6 @@ def open_document(file: BinaryIO | int, *, password: str | None = None, name: st
     except BaseException:
         file.close()
         raise
-
-
-def document_kind(head: bytes, name: str = "") -> Kind | None:
-    """The kind of a document by its first bytes, `HEAD_BYTES` of them; None: it is none."""
-    if head[:2] in (b"II", b"MM") and head[2:4] in (b"*\0", b"\0*", b"+\0", b"\0+"):
-        return "TIFF"
-    if image_kind(head) is not None or video_kind(head) is not None:
-        return None
-    return "PDF" if b"%PDF-" in head or name.lower().endswith(".pdf") else None
 
 
 def document_version(file: Any) -> str:
@@ -168,7 +154,7 @@ class PdfDocument(Document):
                                "pdf_page_broken")
         return options.size_of_points(width, height, max_pixels)
 
-    def render(self, index: int, options: PageOptions = _NO_LIMITS,
+    def render(self, index: int, options: PageOptions = AS_IT_IS,
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
         width, height = self._size(index, options, max_pixels)
         left, top, right, bottom = options.box_of(width, height)
@@ -267,7 +253,7 @@ class TiffDocument(Document):
     def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]:
         return options.size_of_pixels(*self._open(index, max_pixels).size, max_pixels)
 
-    def render(self, index: int, options: PageOptions = _NO_LIMITS,
+    def render(self, index: int, options: PageOptions = AS_IT_IS,
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
         image = self._open(index, max_pixels)
         try:
@@ -336,7 +322,7 @@ class _AtDirectory:
 
 
 @contextlib.contextmanager
-def _reading(file: BinaryIO) -> Iterator[None]:
+def reading(file: BinaryIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:

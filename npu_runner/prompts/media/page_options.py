@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from npu_runner.prompts.media.image_formats import check_pixels
+from npu_runner.errors import RequestError
 from npu_runner.request.limits import field_error
 
 # W, H sides of an image, in pixels
@@ -80,9 +80,10 @@ class PageOptions:
             if longest is not None:
                 factor = min(factor, longest / max(width, height))
         columns, rows = (max(1, math.ceil(side * factor - _ROUNDING)) for side in (width, height))
-        check_pixels(columns, rows, max_pixels)
-        if self.size is not None:
-            check_pixels(self.size[0], self.size[1], max_pixels)
+        for across, down in ((columns, rows), self.size or (1, 1)):
+            if across * down > max_pixels:
+                raise RequestError(f"the page would have {across}x{down} pixels, more than the {max_pixels} allowed "
+                                   "(max_source_pixels); lower dpi, longest or shortest", "image_too_large")
         return columns, rows
 
     def box_of(self, width: int, height: int) -> tuple[int, int, int, int]:
@@ -106,6 +107,9 @@ class PageOptions:
             image = image.transpose(_CLOCKWISE[self.rotate])
         return image if self.size in (None, image.size) else image.resize(
             (self.size[0], self.size[1]), Image.Resampling.BICUBIC)
+
+
+AS_IT_IS = PageOptions()
 
 
 def _needed(name: str, value: Any) -> str | None:
