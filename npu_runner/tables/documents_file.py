@@ -124,7 +124,8 @@ class DescribedRows:
         if code is not None:
             self.errors[name] = code
         if self._lines is not None:
-            fields = {"path": name, "bytes": found.num_bytes, "pages": found.num_pages, "encrypted": found.is_encrypted,
+            fields = {"path": name, "bytes": found.num_bytes, "pages": found.num_pages if code is None else None,
+                      "encrypted": found.is_encrypted,
                       "error": None if code is None else {"code": code, "message": message}, "version": found.version}
             self._lines.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
 

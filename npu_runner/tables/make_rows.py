@@ -27,12 +27,13 @@ from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.places import find_outputs
-from npu_runner.tables.prompt_text import PromptText, find_page_reader
+from npu_runner.tables.prompt_text import PromptText, find_page_reader, read_passwords
 from npu_runner.tables.records import Reader, Record
 from npu_runner.tables.row_maker import RowMaker
 from npu_runner.tables.sources import Sources, find_sources
 
 _MOST_KINDS = 10
+_PAGE = ("page", "")
 # Options that decide the rows of a document, beside the texts of prompt, reader, schema and body.
 _DECIDE = ("system", "image", "video", "id", "keep", "expected", "kind", "endpoint", "pages", "dpi")
 
@@ -107,8 +108,8 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     sources.output = place.path
     described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append)
     opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page, passwords=_passwords(options))
-    records = Reader(sources, Documents(opener, _limits(options), described.has, media.address), delimiter=options.delimiter,
-                     encoding=options.encoding, needed=maker.needed)
+    documents = Documents(opener, _limits(options), described.has, media.address)
+    records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
     keys, made_of = bytearray(), Counter[tuple[str, str]]()
     with place, described.writing(place) as file:
         for line in described.earlier_rows():
@@ -132,8 +133,9 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
                               f"rows{left_out}")
         _refuse_twins(keys, records.records, maker, is_appended=options.append)
         media.sync()
-    if made_of["page", ""]:
-        made_of["page", f" of {_counted(described.num_documents, 'document')}"] = made_of.pop(("page", ""))
+    if num_pages := made_of.pop(_PAGE, 0):
+        where = f" of {_counted(described.num_documents, 'document')}"
+        made_of = Counter({("page", where): num_pages, **made_of})
     return MadeRows(options=options, num_rows=len(keys_array(keys)), made_of=made_of, media=media, described=described,
                     num_without_media=maker.num_without_media, not_shown=maker.not_shown, sources=sources,
                     reader=reader)
@@ -146,7 +148,7 @@ def _counted(count: int, kind: str) -> str:
 def _kind(record: Record) -> tuple[str, str]:
     if record.file is None:
         return "record", f" of {record.id.rpartition('#')[0]}"
-    return ("page" if record.document is not None else record.file.kind), ""
+    return _PAGE if record.document is not None else (record.file.kind, "")
 
 
 def _is_in(earlier: np.ndarray, key: bytes, record: Record) -> bool:
@@ -162,9 +164,10 @@ def _head(options: RowsOptions, reader: PageReader | None, asked: ReaderPrompt |
           maker: RowMaker) -> Head:
     decide = [prompt.source, maker.fixed, None if reader is None else reader.to_json(),
               *(str(getattr(options, name)) for name in _DECIDE)]
-    origin = None
+    origin: dict[str, str | None] | None = None
     if prompt.source is not None and options.template is None:
-        origin = {"package": asked and asked.package, "version": asked and asked.version,
+        origin = {"package": None if asked is None else asked.package,
+                  "version": None if asked is None else asked.version,
                   "sha256": hashlib.sha256(prompt.source.encode("utf-8", "surrogatepass")).hexdigest()}
     return Head(reader=None if reader is None else reader.name, prompt=origin,
                 settings=hashlib.blake2b(to_json(decide).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest())

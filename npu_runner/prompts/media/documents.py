@@ -60,6 +60,10 @@ class Document(ABC):
         """Width and height in pixels. A TIFF file has its own, whatever `dpi` is."""
         return self._size(index, PageOptions(dpi=dpi, longest=1 << 40), 1 << 80)
 
+    def size(self, index: int, options: PageOptions) -> tuple[int, int]:
+        """Width and height in pixels with these options, before `box`."""
+        return self._size(index, options, 1 << 80)
+
     @abstractmethod
     def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]: ...
 
