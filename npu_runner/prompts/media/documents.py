@@ -24,10 +24,11 @@ from npu_runner.prompts.media.file_kinds import HEAD_BYTES, Kind, document_kind
 from npu_runner.prompts.media.image_formats import is_big_tiff, tiff_pages
 from npu_runner.prompts.media.images import open_image, opening
 from npu_runner.prompts.media.page_options import AS_IT_IS, DEFAULT_DPI, PageOptions
+from npu_runner.prompts.media.pdf_fonts import require_fonts
 from npu_runner.request.limits import LIMITS
 
 _VERSION_BYTES = 4096
-_PDFIUM = threading.RLock()
+PDFIUM_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -176,21 +177,24 @@ class PdfDocument(Document):
         return RenderedPage(options.turned(image), has_text)
 
     def _has_text(self, page: Any) -> bool:
-        text = page.get_textpage()
+        """Raises RequestError for text that would be missing in the image."""
+        textpage = page.get_textpage()
         try:
-            return bool(text.get_text_range().strip())
+            text = textpage.get_text_range()
+            require_fonts(self._raw, textpage, text)
+            return bool(text.strip())
         finally:
-            text.close()
+            textpage.close()
 
     def close(self) -> None:
-        with _PDFIUM:
+        with PDFIUM_LOCK:
             self._pdf.close()
         super().close()
 
     @contextlib.contextmanager
     def _calls(self, code: str, what: str) -> Iterator[None]:
         """Calls of PDFium, whose failure is a RequestError with this code."""
-        with _PDFIUM:
+        with PDFIUM_LOCK:
             try:
                 yield
             except MemoryError as error:

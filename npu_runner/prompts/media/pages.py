@@ -12,12 +12,13 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import Document, document_version, open_document, reading
+from npu_runner.errors import JobError, RequestError
+from npu_runner.prompts.media.documents import PDFIUM_LOCK, Document, document_version, open_document, reading
 from npu_runner.prompts.media.file_kinds import HEAD_BYTES, document_kind
 from npu_runner.prompts.media.image_formats import several_pages
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import Media, bounded
+from npu_runner.prompts.media.pdf_fonts import fonts_here
 from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import PageFacts
 
@@ -28,6 +29,9 @@ _BLANK_RANGE = 8
 
 class OpenDocuments:
     """Used by a processor; not picklable. A file that was replaced or changed is opened again."""
+
+    fonts_digest: str | None = None
+    """PdfFonts.digest of the job. A process with another one makes other images. None: any."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], Document] = OrderedDict()
@@ -59,12 +63,15 @@ class OpenDocuments:
         else:
             try:
                 with reading(file):
-                    if document_kind(file.read(HEAD_BYTES), media.url) is None:
+                    kind = document_kind(file.read(HEAD_BYTES), media.url)
+                    if kind is None:
                         if media.options.version is not None:
                             _check_version(media, document_version(file))
                         file.seek(0)
                         data = file.read(min(status.st_size, media.rules.max_bytes + 1))
                         return _part_of(bounded(data, media.rules.max_bytes), media, max_pixels)
+                    if kind == "PDF":
+                        self._require_fonts()
             except BaseException:
                 file.close()
                 raise
@@ -77,6 +84,15 @@ class OpenDocuments:
             if error.code == "media_unreadable":  # the document has parts that were not read
                 self._open.pop(key).close()
             raise
+
+    def _require_fonts(self) -> None:
+        if self.fonts_digest is None:
+            return
+        with PDFIUM_LOCK:
+            is_same = fonts_here().digest == self.fonts_digest
+        if not is_same:
+            raise JobError("fonts were installed or removed after the job was started, and a preprocessing worker that "
+                           "starts now would render other pages than those before it; run the same again")
 
 
 def _page_of(document: Document, media: Media, max_pixels: int) -> tuple[Image.Image, PageFacts]:
