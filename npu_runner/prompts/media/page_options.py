@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES
 from npu_runner.request.limits import field_error
 
 # W, H sides of an image, in pixels
@@ -28,6 +29,7 @@ _CLOCKWISE = {90: Image.Transpose.ROTATE_270, 180: Image.Transpose.ROTATE_180, 2
 _POINTS_PER_INCH = 72
 _ROUNDING = 1e-6
 """The error of a size in floating point that makes no further pixel."""
+_PAGE = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
 _VERSION = re.compile("[0-9a-f]{32}")
 
 
@@ -110,6 +112,31 @@ class PageOptions:
 
 
 AS_IT_IS = PageOptions()
+
+
+def split_page(url: str) -> tuple[str, int] | None:
+    """The address of a document and the number of the page behind it; None: the address names no page."""
+    found = _PAGE.fullmatch(url)
+    if found is None or not found[1].lower().endswith(DOCUMENT_SUFFIXES):
+        return None
+    return found[1], int(found[2])
+
+
+def pages_in(value: Any) -> Iterator[tuple[str, int]]:
+    """The pages of documents in the JSON of a request, as (document, page). Knows them by their addresses' names."""
+    if isinstance(value, list):
+        for each in value:
+            yield from pages_in(each)
+    elif isinstance(value, dict) and value.get("type") != "image_url":
+        for each in value.values():
+            yield from pages_in(each)
+    elif isinstance(value, dict):
+        given = value.get("image_url")
+        url, page = (given.get("url"), given.get("page")) if isinstance(given, dict) else (given, None)
+        if isinstance(url, str) and (found := split_page(url)) is not None:
+            url, page = found
+        if isinstance(url, str) and url.lower().endswith(DOCUMENT_SUFFIXES):
+            yield url, page if isinstance(page, int) else 1
 
 
 def _needed(name: str, value: Any) -> str | None:
