@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ class PdfFonts:
     """Digest of a rendered line of each collection. Another one means that pages may have other pixels."""
     missing: tuple[str, ...]
 
+    @property
     def languages(self) -> str:
         """The missing collections in words."""
         return ", ".join(f"{_COLLECTIONS[name][0]} ({name})" for name in self.missing)
@@ -83,8 +85,8 @@ def fonts_of_host() -> PdfFonts | None:
         done = subprocess.run(command, env=commands.environment(), stdin=subprocess.DEVNULL, capture_output=True,
                               timeout=_CHILD_SECONDS, check=True)
         found = json.loads(done.stdout)
-        return PdfFonts(**{**found, "missing": tuple(found["missing"])})
-    except (OSError, subprocess.SubprocessError, ValueError):  # a PDF fails by name then, in its worker
+        return PdfFonts(pdfium=found["pdfium"], digest=found["digest"], missing=tuple(found["missing"]))
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):  # a PDF fails by name then, in its worker
         return None
 
 
@@ -144,4 +146,7 @@ def _lines() -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    print(json.dumps(asdict(fonts_here())))
+    """[FILE]: append the facts of this host to the file as JSON, or print them."""
+    fonts = fonts_here()
+    with open(arguments[0], "a", encoding="utf-8") if arguments else contextlib.nullcontext(sys.stdout) as file:
+        print(json.dumps({**asdict(fonts), "languages": fonts.languages}), file=file)
