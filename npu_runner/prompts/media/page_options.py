@@ -27,8 +27,6 @@ _DPI = (18, 600)
 _MAX_SIDE = 65_500
 _CLOCKWISE = {90: Image.Transpose.ROTATE_270, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_90}
 _POINTS_PER_INCH = 72
-_ROUNDING = 1e-6
-"""The error of a size in floating point that makes no further pixel."""
 _PAGE = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
 _VERSION = re.compile("[0-9a-f]{32}")
 
@@ -67,21 +65,19 @@ class PageOptions:
     def size_of_points(self, width: float, height: float, max_pixels: int) -> tuple[int, int]:
         """Pixels of a page of so wide and high points, before `box`. Raises RequestError for more than `max_pixels`."""
         scale = (self.dpi or DEFAULT_DPI) / _POINTS_PER_INCH
-        return self._fit(width * scale, height * scale, self.longest or DEFAULT_LONGEST, max_pixels)
+        return self._fit(width, height, scale, self.longest or DEFAULT_LONGEST, max_pixels)
 
     def size_of_pixels(self, width: int, height: int, max_pixels: int) -> tuple[int, int]:
         """As `size_of_points`, of an image that has pixels."""
-        return self._fit(width, height, self.longest, max_pixels)
+        return self._fit(width, height, 1.0, self.longest or _MAX_SIDE * _MAX_SIDE, max_pixels)
 
-    def _fit(self, width: float, height: float, longest: int | None, max_pixels: int) -> tuple[int, int]:
-        factor = 1.0
-        if longest is not None:
-            factor = min(factor, longest / max(width, height))
-        if self.shortest is not None and min(width, height) * factor < self.shortest:
-            factor = self.shortest / min(width, height)
-            if longest is not None:
-                factor = min(factor, longest / max(width, height))
-        columns, rows = (max(1, math.ceil(side * factor - _ROUNDING)) for side in (width, height))
+    def _fit(self, width: float, height: float, scale: float, longest: int, max_pixels: int) -> tuple[int, int]:
+        """Rounded up, as pypdfium2 does."""
+        largest_scale = longest / max(width, height)
+        scale = min(scale, largest_scale)
+        if self.shortest is not None:
+            scale = max(scale, min(self.shortest / min(width, height), largest_scale))
+        columns, rows = (min(max(1, math.ceil(side * scale)), longest) for side in (width, height))
         for across, down in ((columns, rows), self.size or (1, 1)):
             if across * down > max_pixels:
                 raise RequestError(f"the page would have {across}x{down} pixels, more than the {max_pixels} allowed "
@@ -94,17 +90,15 @@ class PageOptions:
         left, top = min(math.floor(x0 * width), width - 1), min(math.floor(y0 * height), height - 1)
         return left, top, max(math.ceil(x1 * width), left + 1), max(math.ceil(y1 * height), top + 1)
 
-    def applied(self, image: Image.Image, max_pixels: int) -> Image.Image:
-        """An upright image with all of the options. Raises RequestError for more than `max_pixels`."""
+    def resized(self, image: Image.Image, max_pixels: int) -> Image.Image:
+        """An upright image at its size before `box`. Raises RequestError for more than `max_pixels`."""
         size = self.size_of_pixels(*image.size, max_pixels)
-        if size != image.size:
-            image = image.resize(size, Image.Resampling.BICUBIC)
-        if self.box is not None:
-            image = image.crop(self.box_of(*size))
-        return self.turned(image)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
-    def turned(self, image: Image.Image) -> Image.Image:
-        """The part of a page, with `rotate` and `size`."""
+    def part_of(self, image: Image.Image) -> Image.Image:
+        """The part of a page that `box` names, with `rotate` and `size`."""
+        if self.box is not None:
+            image = image.crop(self.box_of(*image.size))
         if self.rotate:
             image = image.transpose(_CLOCKWISE[self.rotate])
         return image if self.size in (None, image.size) else image.resize(
