@@ -117,7 +117,7 @@ class PageReader(_Strict):
     """The prompt stands before the image."""
     page: PageFields = PageFields()
     image: ImageFields = ImageFields()
-    """Of images that are no pages of a document."""
+    """The fields of images that are no pages of a document."""
     body: dict[str, Any] = {}
     """More fields of a row's body: sampling, guards, max_tokens, pixels of the model's own processor."""
     parser: str = "markdown"

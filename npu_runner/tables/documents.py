@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.documents import Document, document_version, open_document
 from npu_runner.prompts.media.page_options import PageOptions
+from npu_runner.prompts.media.pdf_passwords import password_of
 from npu_runner.readers.reader import PageFields
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from npu_runner.tables.sources import DOCUMENT, IMAGE, Source
@@ -76,7 +77,7 @@ class DocumentOpener:
     ranges: PageRanges = PageRanges()
     page: PageFields = PageFields()
     passwords: Mapping[str, str] = field(default_factory=dict)
-    """By the address in rows, or *."""
+    """By the address in rows."""
 
     def __call__(self, task: tuple[int, str, str]) -> OpenedDocument:
         _, path, address = task
@@ -88,7 +89,7 @@ class DocumentOpener:
                 if not stat.S_ISREG(status.st_mode):
                     raise RequestError("it is no regular file", "media_missing")
                 found = replace(found, num_bytes=status.st_size, version=document_version(file))
-                with open_document(file, password=self.passwords.get(address, self.passwords.get("*")),
+                with open_document(file, password=password_of(self.passwords, address, None),
                                    name=path) as document:
                     return replace(found, num_pages=document.num_pages, is_encrypted=document.is_encrypted,
                                    sizes=self._sizes(document))

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.batch.rows.shape import name_of, row_key
 from npu_runner.errors import ConfigError
+from npu_runner.prompts.media.pdf_passwords import read_passwords
 from npu_runner.readers.package_prompt import ReaderPrompt
 from npu_runner.readers.reader import PageReader
 from npu_runner.serving.options import num_cpus
@@ -27,7 +28,7 @@ from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.places import find_outputs
-from npu_runner.tables.prompt_text import PromptText, find_page_reader, read_passwords
+from npu_runner.tables.prompt_text import PromptText, find_page_reader
 from npu_runner.tables.records import Reader, Record
 from npu_runner.tables.row_maker import RowMaker
 from npu_runner.tables.sources import Sources, find_sources
@@ -107,7 +108,8 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
         find_outputs([("documents", documents_path(place.path))], read)
     sources.output = place.path
     described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append)
-    opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page, passwords=_passwords(options))
+    opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page,
+                            passwords=read_passwords(options.pdf_passwords))
     documents = Documents(opener, _limits(options), described.has, media.address)
     records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
     keys, made_of = bytearray(), Counter[tuple[str, str]]()
@@ -177,10 +179,6 @@ def _limits(options: RowsOptions) -> PoolLimits:
     workers = options.workers
     return PoolLimits(num_workers=workers.num_workers(num_cpus()), task_timeout_seconds=workers.preprocessing_timeout,
                       worker_memory_bytes=workers.worker_memory_bytes)
-
-
-def _passwords(options: RowsOptions) -> Mapping[str, str]:
-    return {} if options.pdf_passwords is None else read_passwords(options.pdf_passwords)
 
 
 def _media_folder(sources: Sources, options: RowsOptions) -> MediaFolder:

@@ -97,18 +97,6 @@ def read_text(option: str, path: Path) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def read_passwords(path: Path) -> dict[str, str]:
-    """Raises ConfigError for a file that is no JSON object of texts."""
-    try:
-        value = json.loads(read_text("pdf_passwords", path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"pdf_passwords: {str(path)!r} is not JSON ({error})") from error
-    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise ConfigError(f"pdf_passwords: {str(path)!r} is no object of paths and passwords, as "
-                          '{"reports/a.pdf": "secret"}')
-    return value
-
-
 def read_schema(path: Path) -> Any:
     """Raises ConfigError for a file that is no JSON."""
     try:
