@@ -67,7 +67,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "summary": (("summary answers.jsonl -i rows.jsonl --json", "add up all runs of a job, for a program"),),
     "report": (("report answers.jsonl -i rows.jsonl -o page.html --allowed-media-dir photos",
                 "show questions, images and answers"),),
-    "models": (("models", "list what is served"), ("models Qwen3-VL-8B", "say how this checkpoint would be served")),
+    "models": (("models", "list what is served"), ("models Qwen3-VL-8B", "say how this checkpoint would be served"),
+               ("models --reader chandra-ocr-2", "show what this page reader asks")),
     "doctor": (
         ("doctor", "look at this host, and answer a few questions with the embedded model"),
         ("doctor --platform npu --skip-generation --json", "check the NPUs in seconds, for a program"),

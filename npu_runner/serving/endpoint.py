@@ -16,7 +16,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
 from npu_runner.request.pooling_params import PoolingParams
-from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PageFacts, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.replica import FinishedRow
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
@@ -54,6 +54,12 @@ class Prepared:
     form: Any = None
     error: RequestError | None = None
     num_bytes: int = 0
+
+    @property
+    def pages(self) -> list[PageFacts]:
+        """The pages of documents that it shows, in their order."""
+        prompts = self.prompt if isinstance(self.prompt, tuple) else (self.prompt,)
+        return [page for prompt in prompts for page in prompt.pages]
 
     @property
     def num_sequences(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from npu_runner.config import READ, WRITTEN, check_choices, one_of
 from npu_runner.errors import ConfigError
 from npu_runner.request.limits import LIMITS
+from npu_runner.serving.options import PreprocessingOptions
 
 _COLUMN = {"values": "COLUMN"}
 _FORMATS = ("parquet", "csv", "jsonl", "npy")
@@ -30,7 +31,7 @@ class RowsOptions:
     output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
     """JSONL file of rows, for npu-runner batch; an earlier one is replaced. - writes standard output."""
     prompt: str | None = None
-    """The question about every record."""
+    """The question about every record. It goes before that of a reader."""
     prompt_file: Path | None = field(default=None, metadata={"file": READ})
     """The question from a file, as it stands; a newline at its end does not count."""
     template: Path | None = field(default=None, metadata={"file": READ})
@@ -38,6 +39,23 @@ class RowsOptions:
     `record`. The columns of a file are path, name and folder."""
     system: str | None = None
     """Instructions that come before the question."""
+    reader: str | None = field(default=None, metadata={"values": "NAME|FILE", "file": READ})
+    """A page reader, which fills the fields of rows as its model expects them: a shipped one (npu-runner models
+    --reader lists them), or a file of the same form."""
+    model: Path | None = field(default=None, metadata={"values": "DIR", "file": READ})
+    """A checkpoint whose JSON files say which reader is used. No weights are read."""
+    prompt_python: str | None = field(default=None, metadata={"values": "PYTHON"})
+    """The Python interpreter that imports a reader's prompt from its authors' package. None: the one that runs this."""
+    pages: str | None = field(default=None, metadata={"values": "1-5,r3-r1"})
+    """The pages of each document; r1 is the last one. None: all."""
+    dpi: int | None = None
+    """Resolution of the pages of PDFs, 18 to 600. None: the reader's, else 150."""
+    pdf_passwords: Path | None = field(default=None, metadata={"file": READ})
+    """Passwords of PDFs: a JSON object from paths below the common root of the sources to passwords; * is for all
+    others."""
+    append: bool = False
+    """Keep the rows that are there, and add those of documents and images that they lack. A document that has changed
+    since is refused."""
     image: tuple[str, ...] = field(default=(), metadata=_COLUMN)
     """A column of images: paths, data: URLs, bytes, or lists of them; may be repeated. Without --image and --video,
     the columns of images of a Hugging Face dataset are used."""
@@ -72,13 +90,25 @@ class RowsOptions:
     tab."""
     encoding: str | None = None
     """Encoding of CSV files, such as cp1252 or utf-16. None: UTF-8."""
+    preprocessing_workers: int | None = None
+    """Processes that open documents. None: half of the CPU cores, 16 at most."""
+    preprocessing_timeout: float = 120.0
+    """Seconds after which the opening of one document is given up; inf: never."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         prompts = [name for name in ("prompt", "prompt_file", "template") if getattr(self, name) is not None]
-        if len(prompts) != 1:
+        if len(prompts) > 1 or not (prompts or self.has_reader):
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in prompts) or "none of them"
-            raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {flags}")
+            raise ConfigError(f"one of --prompt, --prompt-file and --template is needed, not {flags}; or a --reader")
+        if self.append and self.sample is not None:
+            raise ConfigError("append: adds the rows of whole documents; leave --sample out")
+        if self.append and self.output == "-":
+            raise ConfigError("append: rows are added to a file, and standard output is none; name one")
+        if self.prompt_python is not None and not self.has_reader:
+            raise ConfigError("prompt_python: is for the prompt of a reader; name one with --reader")
+        if self.workers.preprocessing_workers == 0:
+            raise ConfigError("preprocessing_workers: 0 is not a positive number; documents need one at least")
         for name, _ in self.kept:
             if name in RESERVED:
                 raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
@@ -99,6 +129,19 @@ class RowsOptions:
             raise ConfigError(f"schema: rows for {self.endpoint} have no response_format; use --endpoint chat")
         if self.endpoint == "completions" and (self.system is not None or self.image or self.video):
             raise ConfigError("endpoint completions: a raw prompt has no system message, images or videos; use chat")
+
+    @property
+    def has_prompt(self) -> bool:
+        return any(each is not None for each in (self.prompt, self.prompt_file, self.template))
+
+    @property
+    def has_reader(self) -> bool:
+        return self.reader is not None or self.model is not None
+
+    @property
+    def workers(self) -> PreprocessingOptions:
+        return PreprocessingOptions(preprocessing_workers=self.preprocessing_workers,
+                                    preprocessing_timeout=self.preprocessing_timeout)
 
     @property
     def kept(self) -> tuple[tuple[str, str | None], ...]:

@@ -169,7 +169,7 @@ class RowServer(InlineReplica):
         form: AnswerForm = prepared.form
         counts = Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
         data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
-                          is_unparsed=bool(counts.num_unparsed))
+                          is_unparsed=bool(counts.num_unparsed), pages=prepared.pages)
         return FinishedRow(prepared.number, counts, data)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:
