@@ -40,10 +40,10 @@ def clean_markdown(text: str) -> str:
     """The same Markdown without comments, without tags and attributes that are not in the list, and without links but
     those of http, https, mailto and relative ones. Fences and tags that the text leaves open are ended. Raises
     AnswerError for a text that is made of parts within parts."""
-    text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
+    text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n")).strip("\n").rstrip()
     for _ in range(_MAX_PASSES):
         # What is left after a removal may be something to remove: the result is what no pass changes any more.
-        clean = _Pass().run(text).strip("\n")
+        clean = _Pass().run(text).strip("\n").rstrip()
         if clean == text:
             return clean
         text = clean
