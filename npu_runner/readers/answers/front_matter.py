@@ -8,7 +8,7 @@ from npu_runner.readers.answers.block import PAGE, AnswerError, Block, ParsedAns
 from npu_runner.readers.answers.html_tags import require
 from npu_runner.readers.answers.markdown_text import clean_markdown
 
-_FRONT = re.compile(r"---\n(.{0,2000}?)\n---[ \t]*(?:\n|$)", re.DOTALL)
+_FRONT = re.compile(r"---\n(.{0,500}?)\n---[ \t]*(?:\n|$)", re.DOTALL)
 _FIELDS = {"primary_language": (str, type(None)), "is_rotation_valid": (bool,), "rotation_correction": (int,),
            "is_table": (bool,), "is_diagram": (bool,)}
 

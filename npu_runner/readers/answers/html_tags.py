@@ -62,6 +62,8 @@ def _opening(name: str, run: str) -> tuple[str, str] | None:
         return name, alt[1] if alt else ""
     if name == "input" and 'type="checkbox"' not in attributes:
         return name, ""
+    if name == "a" and not attributes.startswith(' href="http'):
+        attributes = ""  # no address, or one that is relative to a file of ours
     # A renderer could take a backtick for the begin of code.
     return name, f"<{name}{attributes.replace('`', '%60')}>"
 
@@ -70,8 +72,8 @@ def _opening(name: str, run: str) -> tuple[str, str] | None:
 def _cleaner() -> Any:
     nh3 = require("nh3")
     attributes = {f"x-{name}": allowed for name, allowed in _ATTRIBUTES.items()}
-    return nh3.Cleaner(tags=set(attributes), attributes=attributes, url_schemes={"http", "https"}, url_relative="deny",
-                       tag_attribute_values={"x-input": {"type": {"checkbox"}}}, link_rel=None)
+    return nh3.Cleaner(tags=set(attributes), attributes=attributes, url_schemes={"http", "https"}, link_rel=None,
+                       tag_attribute_values={"x-input": {"type": {"checkbox"}}})
 
 
 def require(package: str) -> Any:

@@ -15,24 +15,29 @@ _MAX_PASSES = 20
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ufffe\uffff]")
 # A comment of the form that separates the pages of a document. It is removed from code as well.
 _PAGE_MARK = re.compile(r"<!--\s*page\b[^<>]*-->", re.IGNORECASE)
-_FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})")
+_FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`]*$)|~{3,})")
 # Between such a line and the next blank one, renderers may read HTML alone.
 _HTML_LINE = re.compile(r"[\s>*+.):\d-]*<")
+# A formula has no empty line and no line that starts with a tag.
+_IN_MATH = r"\n(?![ \t]*[\n<])"
+_STARTS_HTML = re.compile(r"^[\s>*+.):\d-]*<(?!https?:)", re.MULTILINE)
 _PART = re.compile(
-    r"(?P<kept>\\[\\`]|<https?://[^\s<>\"'=`]+(?:\?[^\s<>\"'/`]*)?>|<[\w.+-]+@[\w-]+(?:\.[\w-]+)+>)"  # links
+    r"(?P<escape>\\[\\`])|(?P<address><https?://[^\s<>\"'=`]+(?:\?[^\s<>\"'/`]*)?>|<[\w.+-]+@[\w-]+(?:\.[\w-]+)+>)"
     r"|(?P<ticks>(?<!`)`+)(?!`)(?P<code>[^\n]*?[^`\n])(?P=ticks)(?!`)"
     r"|(?P<comment><!--(?:-?>|[\s\S]{0,5000}?--!?>))"
     r"|(?P<tag>\\?</?[A-Za-z][^<>]*>)"
-    r"|\$\$(?P<display>[^$]+)\$\$|(?<![\\$])\$(?![\s$])(?P<inline>[^$\n]*[^\s$\\])\$(?![\d$])"
-    r"|\\[(\[](?P<tex>(?:[^\\]|\\[^()\[\]])+?)\\[)\]]"
+    rf"|\$\$(?P<display>(?:[^$\n]|{_IN_MATH})+)\$\$|(?<![\\$])\$(?![\s$])(?P<inline>[^$\n]*[^\s$\\])\$(?![\d$])"
+    rf"|\\[(\[](?P<tex>(?:[^\\\n]|\\[^()\[\]\n]|{_IN_MATH})+?)\\[)\]]"
     r"|(?P<open>\\?<(?=[A-Za-z/!?<]))"
     r"|(?P<image>!+\[)|(?P<link>\]\()"
-    r"|(?P<definition>^[ >*+.)\d-]*\[(?!\^)(?=[^\]]{1,999}\]:))", re.MULTILINE)
-_LESS = re.compile(r"<(?=[A-Za-z/!?<])")
+    r"|(?P<definition>^[ >*+.)\d-]*\[(?=[^\]]{1,999}\]:))", re.MULTILINE)
+_LESS = re.compile(r"<(?=[A-Za-z/?<])")
 _MARKUP = re.compile(r"[\\`*_\[\]~$!&<:]")
 _IN_CODE = re.compile(r"<[A-Za-z/!?<]|\]\(")
 _PLACE = r"(?:https?://[^\s<>()\\]*(?:\([^\s<>()\\]*\)[^\s<>()\\]*)*|mailto:[\w.+@-]+|(?!//)[\w./~+-]*(?:#[^\s<>()\\]*)?)"
 _LINK = re.compile(rf"\s*(?:{_PLACE}|<{_PLACE}>)(?=[\s)])")
+# No address of another scheme: a renderer without footnotes takes it for the definition of a link.
+_FOOTNOTE = re.compile(r"\^[\w-]+\]:[ \t]+(?!(?!https?:)\S*:\S)\S")
 _IMAGE = re.compile(r"[^\[\]\n]*\]\((?!//)[\w./-]+\)")
 
 
@@ -61,27 +66,35 @@ class _Pass:
         """Lines of text that are not cleaned yet."""
 
     def run(self, text: str) -> str:
-        fence, is_html = "", False
+        fence, indent, is_html = "", 0, False
         for line in text.split("\n"):
             if fence:
+                # At the left edge a fence belongs to no list, and no renderer ends it before its end.
+                line = line[min(indent, len(line) - len(line.lstrip(" "))):]
                 self._done.append(_PAGE_MARK.sub("", line))
                 if re.fullmatch(rf" {{0,3}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*", line):
                     fence = ""
                 continue
-            found = _FENCE.match(line)
-            if found and not is_html:
+            if found := _FENCE.match(line):
                 self._clean_lines()
-                if not BLOCKS.intersection(self._open):
-                    fence = found[1]
-                    self._done.append(line)
+                if not is_html and not BLOCKS.intersection(self._open):
+                    self._end_tags()
+                    indent, fence = len(found[1]), found[2]
+                    self._done.append(_PAGE_MARK.sub("", line[indent:]))
                     continue
+                line = f"{found[1]}&#{ord(found[2][0])};{line[len(found[1]) + 1:]}"
             is_html = bool(line.strip()) and (is_html or bool(_HTML_LINE.match(line)))
             self._lines.append(line)
         self._clean_lines()
         if fence:
             self._done.append(fence)
-        ends = "".join(f"</{name}>" for name in reversed(self._open) if name not in ENDS_ALONE)
-        return "\n".join(self._done) + ends
+        self._end_tags()
+        return "\n".join(self._done)
+
+    def _end_tags(self) -> None:
+        if self._open:
+            self._done[-1] += "".join(f"</{name}>" for name in reversed(self._open) if name not in ENDS_ALONE)
+            self._open = []
 
     def _clean_lines(self) -> None:
         if self._lines:
@@ -90,8 +103,12 @@ class _Pass:
 
     def _part(self, found: re.Match[str]) -> str:
         kind, text = found.lastgroup, found[0]
-        if kind == "kept":
+        if kind == "escape":
             return text
+        if kind == "address":
+            # HTML has no such links: there it would be a tag that shows nothing.
+            before = found.string[:found.start()].rpartition("\n\n")[2]
+            return "&lt;" + text[1:] if self._open or _STARTS_HTML.search(before) else text
         if kind == "comment":
             return ""
         if kind == "code":
@@ -110,7 +127,7 @@ class _Pass:
             return text if _IMAGE.match(found.string, found.end()) else "["
         if kind == "link":
             return text if _LINK.match(found.string, found.end()) else "]&#40;"
-        return text[:-1] + "&#91;"
+        return text if _FOOTNOTE.match(found.string, found.end()) else text[:-1] + "&#91;"
 
     def _math(self, text: str) -> str:
         return _PART.sub(lambda found: found[0] if found.lastgroup == "definition" else self._part(found),
