@@ -35,6 +35,8 @@ class Head:
     """The first line. `settings`: a digest of all that decides the bytes of a document's rows."""
 
     reader: str | None
+    parser: str | None
+    """The parser of the reader's answers."""
     prompt: dict[str, str | None] | None
     """Its package, version and sha256; None: a template makes it."""
     settings: str

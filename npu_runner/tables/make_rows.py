@@ -171,7 +171,8 @@ def _head(options: RowsOptions, reader: PageReader | None, asked: ReaderPrompt |
         origin = {"package": None if asked is None else asked.package,
                   "version": None if asked is None else asked.version,
                   "sha256": hashlib.sha256(prompt.source.encode("utf-8", "surrogatepass")).hexdigest()}
-    return Head(reader=None if reader is None else reader.name, prompt=origin,
+    return Head(reader=None if reader is None else reader.name, parser=None if reader is None else reader.parser,
+                prompt=origin,
                 settings=hashlib.blake2b(to_json(decide).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest())
 
 

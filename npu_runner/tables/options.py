@@ -153,8 +153,18 @@ class RowsOptions:
 class TableOptions:
     """The contents of a table of answers, and the place where it goes."""
 
-    output: str = field(metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
-    """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy."""
+    output: str | None = field(default=None, metadata={"short": "-o", "values": "FILE", "file": WRITTEN})
+    """The table; an earlier one is replaced. Its name ends in .parquet, .csv, .jsonl or .npy. None: with --markdown or
+    --blocks there is none."""
+    markdown: Path | None = field(default=None, metadata={"values": "DIR"})
+    """A folder for a Markdown file of each document, DOCUMENT.md. Earlier ones are replaced, and other files stay. It
+    needs --input."""
+    blocks: str | None = field(default=None, metadata={"values": "FILE", "file": WRITTEN})
+    """A table of the blocks of all pages: document, page, label, box (from 0 to 1 of the page), text. Its name ends in
+    .parquet, .csv or .jsonl. It needs --input."""
+    reader: str | None = field(default=None, metadata={"values": "NAME|FILE", "file": READ})
+    """The page reader whose answers these are, for --markdown and --blocks. None: the one that made the rows, as the
+    file beside them says, else one that answers in Markdown."""
     input: str | None = field(default=None, metadata={"short": "-i", "values": "FILE", "file": READ})
     """The rows that the job has answered; the file may be compressed. With them the table has their metadata, and their
     order. None: no metadata, and the order in which answers finished."""
@@ -172,19 +182,41 @@ class TableOptions:
         check_choices(self)
         if self.max_row_bytes < 1:
             raise ConfigError(f"max_row_bytes: {self.max_row_bytes} is not a positive number")
-        if self.excel_safe and self.kind != "csv":
+        if self.output is None and not self.has_pages:
+            raise ConfigError("output: is missing; name a table with -o, or --markdown or --blocks")
+        if self.has_pages and self.input is None:
+            raise ConfigError("input: --markdown and --blocks need the rows of the job, which name documents and "
+                              "pages; name them with --input")
+        if self.reader is not None and not self.has_pages:
+            raise ConfigError("reader: is for --markdown and --blocks; name one of them, or leave it out")
+        if self.blocks is not None and _kind("blocks", self.blocks) == "npy":
+            raise ConfigError(f"blocks {self.blocks}: .npy is for vectors; name a .parquet, .csv or .jsonl")
+        if self.excel_safe and "csv" not in (self.kind, self.kind_of_blocks):
             raise ConfigError(f"excel_safe: a table in {self.kind} has no formulas; it goes with CSV")
 
     @property
-    def kind(self) -> str:
-        """The format. Raises ConfigError where neither the option nor the name says it."""
-        if self.format != "auto":
-            return self.format
-        ending = Path(self.output).suffix[1:].lower()
-        if ending not in _FORMATS:
-            raise ConfigError(f"output {self.output}: does not end in {', '.join('.' + name for name in _FORMATS)}; "
-                              "name it so, or say --format")
-        return ending
+    def has_pages(self) -> bool:
+        return self.markdown is not None or self.blocks is not None
+
+    @property
+    def kind(self) -> str | None:
+        """The format; None: there is no table. Raises ConfigError where neither the option nor the name says it."""
+        if self.output is None or self.format != "auto":
+            return None if self.output is None else self.format
+        return _kind("output", self.output)
+
+    @property
+    def kind_of_blocks(self) -> str | None:
+        return None if self.blocks is None else _kind("blocks", self.blocks)
+
+
+def _kind(option: str, name: str) -> str:
+    """The format that a file's name says."""
+    ending = Path(name).suffix[1:].lower()
+    if ending not in _FORMATS:
+        raise ConfigError(f"{option} {name}: does not end in {', '.join('.' + each for each in _FORMATS)}; name it so"
+                          f"{', or say --format' if option == 'output' else ''}")
+    return ending
 
 
 @dataclass(frozen=True, kw_only=True)

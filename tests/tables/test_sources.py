@@ -112,7 +112,7 @@ def test_images_beside_tables_are_not_guessed_at(pictures: Path, tmp_path: Path)
     (pictures / "metadata.csv").write_text("file_name,text\nb.png,hello\n")
     with pytest.raises(ConfigError, match=r"holds images, videos or doc.* and tables"):
         rows(tmp_path / "r.jsonl", pictures)
-    with pytest.raises(ConfigError, match=r"'.*/pictures/\*': holds images, videos or documents .* and tables .*or two sources"):
+    with pytest.raises(ConfigError, match=r"'.*/pictures/\*': holds images, videos .* and tables .*or two sources"):
         rows(tmp_path / "r.jsonl", f"{pictures}/*")
     assert not (tmp_path / "r.jsonl").exists()
     (found,) = rows(tmp_path / "r.jsonl", pictures / "metadata.csv", image=("file_name",))
