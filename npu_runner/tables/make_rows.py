@@ -36,7 +36,8 @@ from npu_runner.tables.sources import Sources, find_sources
 _MOST_KINDS = 10
 _PAGE = ("page", "")
 # Options that decide the rows of a document, beside the texts of prompt, reader, schema and body.
-_DECIDE = ("system", "image", "video", "id", "keep", "expected", "kind", "endpoint", "pages", "dpi")
+_DECIDE = ("system", "image", "video", "id", "keep", "expected", "kind", "endpoint", "pages", "dpi",
+           "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class MadeRows:
         if errors := described.errors:
             codes = ", ".join(f"{count} {code}" for code, count in Counter(errors.values()).most_common(_MOST_KINDS))
             yield (f"broken    {_counted(len(errors), 'document')} did not open ({codes}), as {next(iter(errors))!r}: "
-                   "each has one row, which fails by name")
+                   "each has one row, which fails by name; where that is mended, make all rows anew")
         if gone := described.gone:
             yield f"gone      {_counted(len(gone), 'document')}, as {gone[0]!r}: the rows of such documents are kept"
 
@@ -95,8 +96,9 @@ class MadeRows:
         return " ".join(map(shlex.quote, words))
 
 
-def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
-    """Raises ConfigError for a record that cannot be a row; then the output is as it was before."""
+def make_rows(names: Sequence[str], options: RowsOptions, *, always_describes: bool = False) -> MadeRows:
+    """Raises ConfigError for a record that cannot be a row; then the output is as it was before. `always_describes`:
+    the file of documents is written where there are none, too."""
     sources = find_sources(names)
     media = _media_folder(sources, options)
     reader, asked = find_page_reader(options)
@@ -107,7 +109,8 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     if place.path is not None:
         find_outputs([("documents", documents_path(place.path))], read)
     sources.output = place.path
-    described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append)
+    described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append,
+                              is_needed=always_describes or reader is not None)
     opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page,
                             passwords=read_passwords(options.pdf_passwords))
     documents = Documents(opener, _limits(options), described.has, media.address)
@@ -133,6 +136,7 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
             left_out = f"; left out: {found}" if (found := sources.left_out_line()) else ""
             raise ConfigError(f"source {', '.join(map(repr, names))}: there is no record in it, so there are no "
                               f"rows{left_out}")
+        described.refuse_other_folder(sources.root)
         _refuse_twins(keys, records.records, maker, is_appended=options.append)
         media.sync()
     if num_pages := made_of.pop(_PAGE, 0):
