@@ -73,6 +73,7 @@ def test_nothing_that_runs_or_loads_is_rendered(answer: str) -> None:
 
 
 @MANY
+@example("```\n<!-- page 3 -->\n```")
 @example("```\nnever ended")
 @example("<table><tr><td>never ended")
 @given(ANSWERS)
