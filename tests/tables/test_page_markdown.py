@@ -16,13 +16,17 @@ from npu_runner.errors import ConfigError
 from npu_runner.tables import page_markdown
 from npu_runner.tables.make_table import MadeTable, make_table
 from npu_runner.tables.options import TableOptions
-from tests.readers.answers_by_grammar import div
+from tests.readers.answers_by_grammar import div, olmocr
 from tests.tables.made import answered, completion, failed, request
 
 
 def page(document: str, number: int, **more: Any) -> bytes:
     block = f"&block={more['block']}" if "block" in more else ""
-    return request(f"{document}#page={number}{block}", metadata={"document": document, "page": number, "pages": 9, **more})
+    metadata = {"document": document, "page": number, "pages": 9, **more}
+    return request(f"{document}#page={number}{block}", metadata=metadata)
+
+
+REPEATED = completion("on and on", finish_reason="length", stop_reason="repetition_detected")
 
 
 def with_facts(answer: bytes, **facts: Any) -> bytes:
@@ -51,7 +55,7 @@ def test_each_page_is_there_or_marked_with_its_reason(tmp_path: Path) -> None:
             answered("c.png", completion("an image")),
             answered("r/a.pdf#page=7", completion("", finish_reason="stop")),
             with_facts(answered("r/a.pdf#page=6", completion("")), blank=True),
-            answered("r/a.pdf#page=4", completion("on and on", finish_reason="length", stop_reason="repetition_detected")),
+            answered("r/a.pdf#page=4", REPEATED),
             answered("r/a.pdf#page=3", completion("cut <!-- page 9 -->off", finish_reason="length")),
             with_facts(answered("r/a.pdf#page=1", completion("# One\n"))),
             failed("r/a.pdf#page=2", "pdf_page_broken"),
@@ -83,7 +87,7 @@ def test_a_blank_page_is_no_gap(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_its_parser_refuses_is_named(tmp_path: Path) -> None:
-    pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion("--> <b> no HTML -->".replace("<b>", "")))],
+    pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion("no HTML --> at all"))],
           reader="surya-2")  # fmt: skip
     assert files(tmp_path / "out")["a.pdf.md"] == (
         "<!-- page 1 -->\n<!-- page 1 has an answer that is not in its reader's form: it has no HTML -->\n"
@@ -91,7 +95,7 @@ def test_an_answer_that_its_parser_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reason_that_quotes_the_answer_ends_no_comment(tmp_path: Path) -> None:
-    front = "---\nprimary_language: en\nis_rotation_valid: '--><script>'\nrotation_correction: 0\nis_table: no\nis_diagram: no\n---\n"
+    front = olmocr("text", is_table="'--><script>'")
     pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion(front))], reader="olmocr-2")
     (text,) = files(tmp_path / "out").values()
     assert text.count("-->") == text.count("<!--") == 2
@@ -114,7 +118,8 @@ def test_headers_and_page_numbers_are_in_the_table_of_blocks_alone(tmp_path: Pat
     found = pd.read_parquet(tmp_path / "b.parquet")
     assert list(found.columns) == ["document", "page", "label", "box", "text"]
     assert [None if box is None else list(box) for box in found["box"]] == [line[3] for line in expected]
-    pages(tmp_path, rows, answers, reader="chandra-ocr-2", blocks=str(tmp_path / "b.csv"), output=str(tmp_path / "t.csv"))
+    both = {"blocks": str(tmp_path / "b.csv"), "output": str(tmp_path / "t.csv")}
+    pages(tmp_path, rows, answers, reader="chandra-ocr-2", **both)
     assert list(pd.read_csv(tmp_path / "b.csv")["text"]) == ["Journal", "words", "x"]
     assert list(pd.read_csv(tmp_path / "t.csv")["custom_id"]) == ["a.pdf#page=1"]
 
@@ -197,8 +202,8 @@ def test_names_that_differ_in_case_or_form_alone_get_a_digest(tmp_path: Path) ->
     assert {"r/a.pdf.md", f"{composed}.md", "a.tif.md"} <= found.keys()
     assert all("~" in name or text.strip()[-1] in "035" for name, text in found.items())
     twin = next(name for name in found if name.startswith("R/A"))
+    other = [*names, twin.removesuffix(".md")]
     with pytest.raises(ConfigError, match="is the file of another document"):
-        other = [*names, twin.removesuffix(".md")]
         pages(tmp_path, [page(name, 1) for name in other],
               [answered(f"{name}#page=1", completion("x")) for name in other])  # fmt: skip
 
@@ -271,8 +276,9 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], wo
 
 @pytest.mark.full("a hundred thousand pages take a minute")
 def test_the_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
-    code = ("import sys; from pathlib import Path; from npu_runner.tables.make_table import make_table; import resource; "
-            "from npu_runner.tables.options import TableOptions; d = Path(sys.argv[1]); "
+    code = ("import resource, sys; from pathlib import Path; "
+            "from npu_runner.tables.make_table import make_table; "
+        "from npu_runner.tables.options import TableOptions; d = Path(sys.argv[1]); "
             "make_table(str(d / 'answers.jsonl'), TableOptions(input=str(d / 'rows.jsonl'), markdown=d / 'out')); "
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")  # fmt: skip
     peaks = []
