@@ -17,7 +17,9 @@ Commands: typing.TypeAlias = "argparse._SubParsersAction[Parser]"
 
 FIRST: dict[str, tuple[str, ...]] = {
     "rows": ("sources", "output", "prompt", "template", "image", "schema", "max_tokens", "id", "keep", "system",
-             "media_dir", "sample"),
+             "media_dir", "sample", "reader", "pages"),
+    "read": ("sources", "output", "model", "reader", "prompt", "pages", "sample", "pdf_passwords", "retry", "platform",
+             "data_parallel_size", "tensor_parallel_size", "max_model_len"),
     "batch": ("input", "output", "model", "allowed_media_dir", "response_schema", "retry", "overwrite",
               "report", "platform", "data_parallel_size", "tensor_parallel_size", "max_model_len"),
     "check": ("input", "model", "allowed_media_dir", "response_schema", "sample", "device_memory", "platform",
@@ -36,6 +38,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
          "ask what the template says of each record of a CSV, whose column photo names an image"),
         ('rows photos --prompt "Read the receipt." --schema receipt.json --max-tokens 500 -o rows.jsonl',
          "ask for JSON that fits a schema"),
+    ),
+    "read": (
+        ("read reports -o out --model chandra-ocr-2 --reader chandra-ocr-2", "write a Markdown file of each document; "
+         "the same command adds new documents, and goes on where it stopped"),
+        ("read reports -o out --model Qwen3-VL-8B --prompt 'Write this page as Markdown.' --sample 20",
+         "try a prompt with 20 pages"),
     ),
     "batch": (
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",

@@ -59,9 +59,10 @@ def prompt_of(reader: PageReader, python: str | None) -> ReaderPrompt:
     try:
         return _read(source, interpreter)
     except (OSError, ValueError) as error:
-        code = (f"import {source.module} as m; p = m.{source.constant}; print(p() if callable(p) else p, end='')")
+        code = (f"import {source.module} as m; p = m.{source.constant}; "
+                f'open("{file}", "w", encoding="utf-8").write(p() if callable(p) else p)')
         line = (f"python3 -m venv prompt && prompt/bin/pip install {source.package} && prompt/bin/python -c "
-                f"{shlex.quote(code)} > {file}")
+                f"{shlex.quote(code)}")
         raise ConfigError(f"reader {reader.name}: its prompt is {source.constant} of the package {source.package}, "
                           f"which {interpreter} does not give ({error}); name the Python that has it with "
                           f"--prompt-python, or make a file once for --prompt-file {file}:\n    {line}") from error
@@ -69,11 +70,10 @@ def prompt_of(reader: PageReader, python: str | None) -> ReaderPrompt:
 
 def _read(source: PromptSource, python: str) -> ReaderPrompt:
     """Raises ValueError where the interpreter ends otherwise, and OSError where there is none."""
-    # Descriptors and not pipes: what a child of the child keeps open is not waited for. Words that the package prints
-    # while it is imported are no part of the answer.
+    # Files and not pipes: a pipe that a child of the child keeps open would be waited for.
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
         command = [python, "-I", "-c", _CODE, source.package, source.module, source.constant, str(answer.fileno())]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words,
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words,
                               pass_fds=[answer.fileno()], start_new_session=True) as child:
             try:
                 status = child.wait(_MOST_SECONDS)

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -117,10 +117,10 @@ class PageReader(_Strict):
     """The prompt stands before the image."""
     page: PageFields = PageFields()
     image: ImageFields = ImageFields()
-    """Of images that are no pages of a document."""
+    """The fields of images that are no pages of a document."""
     body: dict[str, Any] = {}
     """More fields of a row's body: sampling, guards, max_tokens, pixels of the model's own processor."""
-    parser: str = "markdown"
+    parser: Literal["markdown", "front_matter", "divs", "mineru_layout", "mineru_block", "otsl"] = "markdown"
     """The parser of its answers."""
     after: str | None = None
     """The reader whose answers have the blocks that this one reads; None: it reads pages."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.documents import Document, document_version, open_document
+from npu_runner.prompts.media.page_options import PageOptions
+from npu_runner.prompts.media.pdf_passwords import password_of
 from npu_runner.readers.reader import PageFields
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from npu_runner.tables.sources import DOCUMENT, IMAGE, Source
@@ -75,7 +77,7 @@ class DocumentOpener:
     ranges: PageRanges = PageRanges()
     page: PageFields = PageFields()
     passwords: Mapping[str, str] = field(default_factory=dict)
-    """By the address in rows, or *."""
+    """By the address in rows."""
 
     def __call__(self, task: tuple[int, str, str]) -> OpenedDocument:
         _, path, address = task
@@ -87,7 +89,8 @@ class DocumentOpener:
                 if not stat.S_ISREG(status.st_mode):
                     raise RequestError("it is no regular file", "media_missing")
                 found = replace(found, num_bytes=status.st_size, version=document_version(file))
-                with open_document(file, password=self.passwords.get(address, self.passwords.get("*"))) as document:
+                with open_document(file, password=password_of(self.passwords, address, None),
+                                   name=path) as document:
                     return replace(found, num_pages=document.num_pages, is_encrypted=document.is_encrypted,
                                    sizes=self._sizes(document))
         except RequestError as error:
@@ -99,7 +102,8 @@ class DocumentOpener:
         page = self.page
         if page.grid is None:
             return {}
-        return {number: page.grid.size(*document.page_size(number - 1, page.dpi, page.longest, page.shortest))
+        options = PageOptions(dpi=page.dpi, longest=page.longest, shortest=page.shortest)
+        return {number: page.grid.size(*document.size(number - 1, options))
                 for number in self.ranges.numbers(document.num_pages)}
 
 

@@ -22,7 +22,7 @@ from npu_runner.prompts.media.documents import document_version
 from npu_runner.tables.documents import OpenedDocument
 from npu_runner.tables.sources import Source
 
-_ANEW = "make all rows anew, without --append"
+_ANEW = "make all rows anew, without --append (read: into another folder)"
 _MOST_BYTES = 1 << 62
 
 
@@ -35,6 +35,8 @@ class Head:
     """The first line. `settings`: a digest of all that decides the bytes of a document's rows."""
 
     reader: str | None
+    parser: str | None
+    """The parser of the reader's answers."""
     prompt: dict[str, str | None] | None
     """Its package, version and sha256; None: a template makes it."""
     settings: str
@@ -82,9 +84,10 @@ class _EarlierRows:
 class DescribedRows:
     """Rows, and the file of their documents. Both are replaced, or neither is."""
 
-    def __init__(self, output: Path | None, head: Head, *, is_appended: bool):
-        """`output` None: a stream, whose documents no file describes. Raises ConfigError where rows that are there
-        cannot be continued."""
+    def __init__(self, output: Path | None, head: Head, *, is_appended: bool, is_needed: bool):
+        """`output` None: a stream, whose documents no file describes. `is_needed`: the file is written without
+        documents, too. Raises ConfigError where rows that are there cannot be continued."""
+        self._is_needed = is_needed
         self._path = None if output is None else documents_path(output)
         self._head = head
         self._earlier = _EarlierRows(output, head.settings) if is_appended and output is not None else None
@@ -116,6 +119,13 @@ class DescribedRows:
                                   f"earlier version back, give the new one another name, or {_ANEW}")
         return True
 
+    def refuse_other_folder(self, root: str) -> None:
+        """Raises ConfigError where no document of earlier rows is there: paths in rows begin at the sources' root."""
+        if self._earlier is not None and self._earlier.documents and not self._seen:
+            first = next(iter(self._earlier.documents))
+            raise ConfigError(f"rows: none of their {len(self._earlier.documents)} documents is below {root}, as "
+                              f"{first!r}; name the folder of the first command, or {_ANEW}")
+
     def add(self, name: str, found: OpenedDocument, num_pages: int) -> None:
         """A line for a document of which `num_pages` rows are made."""
         self.num_documents += 1
@@ -124,7 +134,8 @@ class DescribedRows:
         if code is not None:
             self.errors[name] = code
         if self._lines is not None:
-            fields = {"path": name, "bytes": found.num_bytes, "pages": found.num_pages, "encrypted": found.is_encrypted,
+            fields = {"path": name, "bytes": found.num_bytes, "pages": found.num_pages if code is None else None,
+                      "encrypted": found.is_encrypted,
                       "error": None if code is None else {"code": code, "message": message}, "version": found.version}
             self._lines.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
 
@@ -142,7 +153,7 @@ class DescribedRows:
             with place.writing() as file:
                 yield (rows := DigestedFile(file))
                 self._lines.flush()
-            if not self.num_documents and self._head.reader is None and self._earlier is None:
+            if not (self.num_documents or self._is_needed or self._earlier is not None):
                 self._remove_stale(self._path)
                 raise _NoDocuments
             self._lines.seek(0)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.batch.rows.shape import name_of, row_key
 from npu_runner.errors import ConfigError
+from npu_runner.prompts.media.pdf_passwords import read_passwords
 from npu_runner.readers.package_prompt import ReaderPrompt
 from npu_runner.readers.reader import PageReader
 from npu_runner.serving.options import num_cpus
@@ -33,8 +34,10 @@ from npu_runner.tables.row_maker import RowMaker
 from npu_runner.tables.sources import Sources, find_sources
 
 _MOST_KINDS = 10
+_PAGE = ("page", "")
 # Options that decide the rows of a document, beside the texts of prompt, reader, schema and body.
-_DECIDE = ("system", "image", "video", "id", "keep", "expected", "kind", "endpoint", "pages", "dpi")
+_DECIDE = ("system", "image", "video", "id", "keep", "expected", "kind", "endpoint", "pages", "dpi",
+           "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class MadeRows:
         if errors := described.errors:
             codes = ", ".join(f"{count} {code}" for code, count in Counter(errors.values()).most_common(_MOST_KINDS))
             yield (f"broken    {_counted(len(errors), 'document')} did not open ({codes}), as {next(iter(errors))!r}: "
-                   "each has one row, which fails by name")
+                   "each has one row, which fails by name; where that is mended, make all rows anew")
         if gone := described.gone:
             yield f"gone      {_counted(len(gone), 'document')}, as {gone[0]!r}: the rows of such documents are kept"
 
@@ -93,8 +96,9 @@ class MadeRows:
         return " ".join(map(shlex.quote, words))
 
 
-def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
-    """Raises ConfigError for a record that cannot be a row; then the output is as it was before."""
+def make_rows(names: Sequence[str], options: RowsOptions, *, always_describes: bool = False) -> MadeRows:
+    """Raises ConfigError for a record that cannot be a row; then the output is as it was before. `always_describes`:
+    the file of documents is written where there are none, too."""
     sources = find_sources(names)
     media = _media_folder(sources, options)
     reader, asked = find_page_reader(options)
@@ -105,10 +109,12 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
     if place.path is not None:
         find_outputs([("documents", documents_path(place.path))], read)
     sources.output = place.path
-    described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append)
-    opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page, passwords=_passwords(options))
-    records = Reader(sources, Documents(opener, _limits(options), described.has, media.address), delimiter=options.delimiter,
-                     encoding=options.encoding, needed=maker.needed)
+    described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append,
+                              is_needed=always_describes or reader is not None)
+    opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page,
+                            passwords=read_passwords(options.pdf_passwords))
+    documents = Documents(opener, _limits(options), described.has, media.address)
+    records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
     keys, made_of = bytearray(), Counter[tuple[str, str]]()
     with place, described.writing(place) as file:
         for line in described.earlier_rows():
@@ -130,10 +136,12 @@ def make_rows(names: Sequence[str], options: RowsOptions) -> MadeRows:
             left_out = f"; left out: {found}" if (found := sources.left_out_line()) else ""
             raise ConfigError(f"source {', '.join(map(repr, names))}: there is no record in it, so there are no "
                               f"rows{left_out}")
+        described.refuse_other_folder(sources.root)
         _refuse_twins(keys, records.records, maker, is_appended=options.append)
         media.sync()
-    if made_of["page", ""]:
-        made_of["page", f" of {_counted(described.num_documents, 'document')}"] = made_of.pop(("page", ""))
+    if num_pages := made_of.pop(_PAGE, 0):
+        where = f" of {_counted(described.num_documents, 'document')}"
+        made_of = Counter({("page", where): num_pages, **made_of})
     return MadeRows(options=options, num_rows=len(keys_array(keys)), made_of=made_of, media=media, described=described,
                     num_without_media=maker.num_without_media, not_shown=maker.not_shown, sources=sources,
                     reader=reader)
@@ -146,7 +154,7 @@ def _counted(count: int, kind: str) -> str:
 def _kind(record: Record) -> tuple[str, str]:
     if record.file is None:
         return "record", f" of {record.id.rpartition('#')[0]}"
-    return ("page" if record.document is not None else record.file.kind), ""
+    return _PAGE if record.document is not None else (record.file.kind, "")
 
 
 def _is_in(earlier: np.ndarray, key: bytes, record: Record) -> bool:
@@ -162,11 +170,13 @@ def _head(options: RowsOptions, reader: PageReader | None, asked: ReaderPrompt |
           maker: RowMaker) -> Head:
     decide = [prompt.source, maker.fixed, None if reader is None else reader.to_json(),
               *(str(getattr(options, name)) for name in _DECIDE)]
-    origin = None
+    origin: dict[str, str | None] | None = None
     if prompt.source is not None and options.template is None:
-        origin = {"package": asked and asked.package, "version": asked and asked.version,
+        origin = {"package": None if asked is None else asked.package,
+                  "version": None if asked is None else asked.version,
                   "sha256": hashlib.sha256(prompt.source.encode("utf-8", "surrogatepass")).hexdigest()}
-    return Head(reader=None if reader is None else reader.name, prompt=origin,
+    return Head(reader=None if reader is None else reader.name, parser=None if reader is None else reader.parser,
+                prompt=origin,
                 settings=hashlib.blake2b(to_json(decide).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest())
 
 
@@ -174,10 +184,6 @@ def _limits(options: RowsOptions) -> PoolLimits:
     workers = options.workers
     return PoolLimits(num_workers=workers.num_workers(num_cpus()), task_timeout_seconds=workers.preprocessing_timeout,
                       worker_memory_bytes=workers.worker_memory_bytes)
-
-
-def _passwords(options: RowsOptions) -> Mapping[str, str]:
-    return {} if options.pdf_passwords is None else read_passwords(options.pdf_passwords)
 
 
 def _media_folder(sources: Sources, options: RowsOptions) -> MediaFolder:

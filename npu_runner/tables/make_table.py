@@ -32,7 +32,7 @@ from npu_runner.tables.first_pass import (
 from npu_runner.tables.markdown_files import DocumentNames, MarkdownFolder
 from npu_runner.tables.options import TableOptions
 from npu_runner.tables.page_answers import PageRow, page_answers
-from npu_runner.tables.page_markdown import find_parser, write_pages
+from npu_runner.tables.page_markdown import PageCounts, find_parser, write_pages
 from npu_runner.tables.places import JobOutput, find_outputs
 from npu_runner.tables.prompt_text import read_schema
 from npu_runner.tables.table_writers import TableWriter, VectorsWriter, text_writer
@@ -48,6 +48,8 @@ class MadeTable:
     """None: no table was asked for."""
     pages: list[str]
     """The words about Markdown and blocks."""
+    counts: PageCounts | None
+    """None: neither was asked for."""
     num_lines: int
     num_answers: int
     num_failed: int
@@ -116,18 +118,18 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
                               "input of that job")
         shown = joined.places[output.sizes_A[joined.answers_R[joined.places]] >= 0]
         num_lines = int(output.sizes_A[joined.answers_R[shown]].sum())
-        ends, pages = Counter[bool](), list[str]()
+        ends, pages, counts = Counter[bool](), list[str](), None
         if (place := places.get("table")) is not None:
             with place.writing() as stream:
                 ends = _write_table(_writer(options, found, num_lines)(stream, found.columns()), found, joined, shown)
         if options.has_pages and file is not None:
             answers = page_answers(requests_in(file, options.max_row_bytes), joined, output)
             with MarkdownFolder.of(options.markdown, names, [path for _, path in read]) as folder:
-                pages = write_pages(answers, options, parser, folder, places.get("blocks"))
+                pages, counts = write_pages(answers, options, parser, folder, places.get("blocks"))
         num_answered = len(joined.places)
     # An answer of no known endpoint counts as a broken line.
     return MadeTable(
-        output=options.output, pages=pages, num_lines=num_lines, num_answers=len(shown),
+        output=options.output, pages=pages, counts=counts, num_lines=num_lines, num_answers=len(shown),
         num_failed=int(output.failed_A[joined.answers_R[shown]].sum()),
         num_cut_off=ends[False], num_repetition=ends[True],
         num_unanswered=joined.num_rows - num_answered if joined.has_input else None,

@@ -51,8 +51,7 @@ class RowsOptions:
     dpi: int | None = None
     """Resolution of the pages of PDFs, 18 to 600. None: the reader's, else 150."""
     pdf_passwords: Path | None = field(default=None, metadata={"file": READ})
-    """Passwords of PDFs: a JSON object from paths below the common root of the sources to passwords; * is for all
-    others."""
+    """JSON file of an object: for the path of a PDF, as rows name it, or * for all others, its password."""
     append: bool = False
     """Keep the rows that are there, and add those of documents and images that they lack. A document that has changed
     since is refused."""

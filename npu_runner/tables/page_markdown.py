@@ -12,12 +12,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.rows.logprobs_json import encoded
-from npu_runner.errors import ConfigError
 from npu_runner.readers.answers.block import Block, markdown_of
 from npu_runner.readers.answers.parsers import PARSERS
 from npu_runner.readers.reader import read_reader
@@ -33,14 +33,23 @@ BLOCK_COLUMNS = {"document": TEXT, "page": INT64, "label": TEXT, "box": LIST + D
 _MOST_HEAD_BYTES = 1 << 20
 
 
+@dataclass
+class PageCounts:
+    """Numbers of documents, pages and blocks. `flaws`: numbers of pages by flaw."""
+
+    num_documents: int = 0
+    num_with_gaps: int = 0
+    num_pages: int = 0
+    num_blocks: int = 0
+    flaws: Counter[str] = field(default_factory=Counter)
+
+
 class PagesWriter:
     """Writes the files of documents, the table of blocks, or both. It counts what it writes."""
 
     def __init__(self, folder: MarkdownFolder | None, blocks: TableWriter | None, parser: str):
         self._folder, self._blocks, self._parser = folder, blocks, parser
-        self.num_documents = self.num_with_gaps = self.num_pages = self.num_blocks = 0
-        self.flaws = Counter[str]()
-        """Numbers of pages by flaw."""
+        self.counts = PageCounts()
 
     def write(self, rows: Iterable[tuple[PageRow, Answer | None]]) -> None:
         """The rows of each document stand together, as those of each page."""
@@ -49,10 +58,10 @@ class PagesWriter:
             with contextlib.nullcontext() if self._folder is None else self._folder.writing(document) as file:
                 for page, of_page in itertools.groupby(of_document, key=lambda pair: pair[0].page):
                     flaws = self._write_page(file, document, page, of_page)
-                    self.flaws.update(flaws)
+                    self.counts.flaws.update(flaws)
                     has_gaps |= bool(flaws - {BLANK})
-            self.num_documents += 1
-            self.num_with_gaps += has_gaps
+            self.counts.num_documents += 1
+            self.counts.num_with_gaps += has_gaps
         if self._blocks is not None:
             self._blocks.finish()
 
@@ -66,13 +75,13 @@ class PagesWriter:
             blocks += read.blocks
             flaws |= read.flaws.keys()
             marks += _marks(row, read)
-        self.num_pages += 1
+        self.counts.num_pages += 1
         if file is not None:
             text = markdown_of(blocks)
             marked = "".join(f"<!-- {mark} -->\n" for mark in dict.fromkeys(marks))
             file.write(encoded("\n" * (file.tell() > 0) + marked + (f"\n{text}\n" if text else "")))
         if self._blocks is not None:
-            self.num_blocks += len(blocks)
+            self.counts.num_blocks += len(blocks)
             for block in blocks:
                 self._blocks.write({"document": document, "page": page, "label": block.label,
                                     "box": None if block.box is None else list(block.box), "text": block.text})
@@ -80,8 +89,8 @@ class PagesWriter:
 
 
 def write_pages(answers: Iterable[tuple[PageRow, Answer | None]], options: TableOptions, parser: str,
-                folder: MarkdownFolder | None, place: Place | None) -> list[str]:
-    """Returns the words about the files. `place`: of the table of blocks."""
+                folder: MarkdownFolder | None, place: Place | None) -> tuple[list[str], PageCounts]:
+    """Returns the words about the files, and the counts. `place`: of the table of blocks."""
     with contextlib.ExitStack() as entered:
         blocks = None
         if place is not None:
@@ -89,14 +98,14 @@ def write_pages(answers: Iterable[tuple[PageRow, Answer | None]], options: Table
             blocks = text_writer(str(options.kind_of_blocks), options.excel_safe)(stream, BLOCK_COLUMNS)
         writer = PagesWriter(folder, blocks, parser)
         writer.write(answers)
-    lines = []
+    lines, counts = [], writer.counts
     if folder is not None:
-        flaws = "".join(f"; {kind}: {count}" for kind, count in sorted(writer.flaws.items()))
-        lines.append(f"markdown  {options.markdown}: {writer.num_pages} pages of {writer.num_documents} documents, "
-                     f"{writer.num_with_gaps} of them with gaps{flaws}")
+        flaws = "".join(f"; {kind}: {count}" for kind, count in sorted(counts.flaws.items()))
+        lines.append(f"markdown  {options.markdown}: {counts.num_pages} pages of {counts.num_documents} documents, "
+                     f"{counts.num_with_gaps} of them with gaps{flaws}")
     if place is not None:
-        lines.append(f"blocks    {options.blocks}: {writer.num_blocks} blocks of {writer.num_pages} pages")
-    return lines
+        lines.append(f"blocks    {options.blocks}: {counts.num_blocks} blocks of {counts.num_pages} pages")
+    return lines, counts
 
 
 def _marks(row: PageRow, read: PageAnswer) -> Iterator[str]:
@@ -110,15 +119,11 @@ def _marks(row: PageRow, read: PageAnswer) -> Iterator[str]:
 
 
 def find_parser(reader: str | None, rows: str) -> str:
-    """The name of the parser of a reader's answers. None: the reader that the file beside the rows names; plain
-    Markdown without such a file. Raises ConfigError for a reader that is not known."""
-    if reader is None:
-        path = documents_path(Path(rows))
-        with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open(path, "rb") as file:
-            reader = json.loads(file.readline(_MOST_HEAD_BYTES)).get("reader")
-    if not isinstance(reader, str):
-        return "markdown"
-    parser = read_reader(reader).parser
-    if parser not in PARSERS:
-        raise ConfigError(f"reader {reader!r}: there is no parser {parser!r}; known ones are {', '.join(PARSERS)}")
-    return parser
+    """The name of the parser of a reader's answers. None: that which the file beside the rows names; plain Markdown
+    without such a file. Raises ConfigError for a reader that is not known."""
+    if reader is not None:
+        return read_reader(reader).parser
+    parser, path = None, documents_path(Path(rows))
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open(path, "rb") as file:
+        parser = json.loads(file.readline(_MOST_HEAD_BYTES)).get("parser")
+    return parser if parser in PARSERS else "markdown"

@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, AnyStr, BinaryIO
 
@@ -76,13 +76,13 @@ class Reader:
     `delimiter`, `encoding` of CSV files; None: as the file says, else a comma or a tab, and UTF-8.
     """
 
-    def __init__(self, sources: Sources, documents: Documents, *, delimiter: str | None = None, encoding: str | None = None,
-                 needed: frozenset[str] | None = None):
+    def __init__(self, sources: Sources, documents: Documents, *, delimiter: str | None = None,
+                 encoding: str | None = None, needed: frozenset[str] | None = None):
         self.sources = sources
         self._documents = documents
         self._delimiter, self._encoding, self._needed = delimiter, encoding, needed
 
-    def records(self, seen: Seen | None = None) -> Iterator[Record]:
+    def records(self, seen: Seen | None = None) -> Generator[Record, None, None]:
         """In an order that follows from names and contents alone. `seen` is called with each document."""
         for source, name, document in self._opened():
             if document is not None and seen is not None:
@@ -92,7 +92,7 @@ class Reader:
     def _opened(self) -> Iterator[tuple[Source, str, OpenedDocument | None]]:
         return self._documents.opened((source, self.sources.shown(source.path)) for source in self.sources.files())
 
-    def sample(self, num_wanted: int, seen: Seen | None = None) -> Iterator[Record]:
+    def sample(self, num_wanted: int, seen: Seen | None = None) -> Generator[Record, None, None]:
         """A number of records, evenly spread; all where there are fewer."""
         total = sum(self._count(source, document) for source, _, document in self._opened())
         if num_wanted >= total:
@@ -116,8 +116,9 @@ class Reader:
         if source.kind in MEDIA:
             yield Record(name, repr(name), columns, source)
             return
-        for number, (where, columns, media) in enumerate(self._lines(source), 1):
-            yield Record(f"{name}#{number}", f"{name!r}, {where}", columns, None, media, is_text=source.kind == CSV)
+        for number, (where, cells, media) in enumerate(self._lines(source), 1):
+            yield Record(f"{name}#{number}", f"{name!r}, {where}", cells, media_columns=media,
+                         is_text=source.kind == CSV)
 
     def _count(self, source: Source, document: OpenedDocument | None) -> int:
         if document is not None:

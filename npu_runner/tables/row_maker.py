@@ -24,8 +24,8 @@ from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import ALL, RESERVED, RowsOptions
 from npu_runner.tables.prompt_text import PromptText, read_schema
 from npu_runner.tables.records import Record
-from npu_runner.tables.sources import IMAGE as IMAGE_FILE
 from npu_runner.tables.sources import DOCUMENT, VIDEO, kind_of_name
+from npu_runner.tables.sources import IMAGE as IMAGE_FILE
 
 _URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
 _OURS = ("messages", "prompt", "input", "metadata")

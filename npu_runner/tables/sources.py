@@ -70,8 +70,8 @@ class Sources:
         kinds = ", ".join(f"{count} {ending}" for ending, count in sorted((+self.left_out).items())[:10])
         remedies = {_REMEDIES[ending] for kind in self.left_out if (ending := kind[1:]) in _REMEDIES}
         more = f" ({'; '.join(f'one {remedy}' for remedy in sorted(remedies))})" if remedies else ""
-        return (f"{self.left_out.total()} files that are no document, image, video or table by name: {kinds}{more}" if kinds
-                else "")
+        return (f"{self.left_out.total()} files that are no document, image, video or table by name: {kinds}{more}"
+                if kinds else "")
 
     def shown(self, path: str) -> str:
         """A path below the root, as text: bytes that are not UTF-8 stand as \\xNN."""
@@ -88,9 +88,9 @@ class Sources:
         far, by whether it is a document, an image or a video."""
         kinds.setdefault(source.kind in MEDIA, source.path)
         if len(kinds) == 2:
-            raise ConfigError(f"source {name!r}: holds documents, images or videos ({self.shown(kinds[True])}) and tables "
-                              f"({self.shown(kinds[False])}); name a pattern in quotes such as 'folder/*.png', or two "
-                              "sources if rows are to be made of both")
+            raise ConfigError(f"source {name!r}: holds images, videos or documents ({self.shown(kinds[True])}) and "
+                              f"tables ({self.shown(kinds[False])}); name a pattern in quotes such as 'folder/*.png', "
+                              "or two sources if rows are to be made of both")
 
     def _files_at(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)

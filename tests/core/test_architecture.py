@@ -35,8 +35,9 @@ FLOORS = [
 # 111: tables makes rows of files and reads answers (batch, with request, prompts, config and errors), cli calls it.
 # 118: reports looks at a job from outside (batch, with request, prompts, config, errors and serving), cli calls it;
 # before that batch made the page within a job. 119: llm, a room of its own now, serves calls (serving, prompts).
-# 121: tables reads the answers of page readers (readers, which knows errors alone).
-MOST_ARROWS = 121
+# 120: prompts asks a process of its own (processes) which fonts of PDFs this host lacks.
+# 124: readers (errors) fill rows (tables), cli shows them; tables opens documents in worker processes (serving).
+MOST_ARROWS = 124
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 # reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.

@@ -13,7 +13,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, BinaryIO, ClassVar, Literal
 
@@ -24,10 +24,11 @@ from npu_runner.prompts.media.file_kinds import HEAD_BYTES, Kind, document_kind
 from npu_runner.prompts.media.image_formats import is_big_tiff, tiff_pages
 from npu_runner.prompts.media.images import open_image, opening
 from npu_runner.prompts.media.page_options import AS_IT_IS, DEFAULT_DPI, PageOptions
+from npu_runner.prompts.media.pdf_fonts import require_fonts
 from npu_runner.request.limits import LIMITS
 
 _VERSION_BYTES = 4096
-_PDFIUM = threading.RLock()
+PDFIUM_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class RenderedPage:
 
     image: Image.Image
     has_text: bool | None
+
+    @property
+    def num_pixels(self) -> int:
+        return self.image.width * self.image.height
 
 
 class Document(ABC):
@@ -60,13 +65,24 @@ class Document(ABC):
         """Width and height in pixels. A TIFF file has its own, whatever `dpi` is."""
         return self._size(index, PageOptions(dpi=dpi, longest=1 << 40), 1 << 80)
 
+    def size(self, index: int, options: PageOptions) -> tuple[int, int]:
+        """Width and height in pixels with these options, before `box`."""
+        return self._size(index, options, 1 << 80)
+
     @abstractmethod
     def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]: ...
 
     @abstractmethod
+    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
+        """The page as RGB, at its size before `box`. It is refused before it is rendered if it has more than
+        `max_pixels`."""
+
     def render(self, index: int, options: PageOptions = AS_IT_IS,
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
-        """The page as RGB. It is refused before it is rendered if it has more than `max_pixels`."""
+        """The page or a part of it, with all of the options. A part is cut out of the whole page, because PDFium gives
+        other pixels to letters and lines at the edge of a smaller bitmap."""
+        whole = self.render_whole(index, options, max_pixels)
+        return replace(whole, image=options.part_of(whole.image))
 
     def close(self) -> None:
         self._file.close()
@@ -154,18 +170,16 @@ class PdfDocument(Document):
                                "pdf_page_broken")
         return options.size_of_points(width, height, max_pixels)
 
-    def render(self, index: int, options: PageOptions = AS_IT_IS,
-               max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
+    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
         width, height = self._size(index, options, max_pixels)
-        left, top, right, bottom = options.box_of(width, height)
         with self._calls_for(index):
             page = self._pdf[index]
             try:
                 has_text = self._has_text(page)
-                bitmap = self._pdfium.PdfBitmap.new_native(right - left, bottom - top, self._raw.FPDFBitmap_BGR)
-                bitmap.fill_rect((255, 255, 255, 255), 0, 0, right - left, bottom - top)
-                # Whole pixels: the helper of pypdfium2 takes points, and rounds them inwards.
-                arguments = (bitmap, page, -left, -top, width, height, 0, self._raw.FPDF_ANNOT)
+                bitmap = self._pdfium.PdfBitmap.new_native(width, height, self._raw.FPDFBitmap_BGR)
+                bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
+                # Not the helper of pypdfium2: it takes a scale, and this size is exact.
+                arguments = (bitmap, page, 0, 0, width, height, 0, self._raw.FPDF_ANNOT)
                 self._raw.FPDF_RenderPageBitmap(*arguments)
                 if self._pdf.formenv:
                     self._raw.FPDF_FFLDraw(self._pdf.formenv, *arguments)
@@ -173,24 +187,27 @@ class PdfDocument(Document):
                 bitmap.close()
             finally:
                 page.close()
-        return RenderedPage(options.turned(image), has_text)
+        return RenderedPage(image, has_text)
 
     def _has_text(self, page: Any) -> bool:
-        text = page.get_textpage()
+        """Raises RequestError for text that would be missing in the image."""
+        textpage = page.get_textpage()
         try:
-            return bool(text.get_text_range().strip())
+            text = textpage.get_text_range()
+            require_fonts(self._raw, textpage, text)
+            return bool(text.strip())
         finally:
-            text.close()
+            textpage.close()
 
     def close(self) -> None:
-        with _PDFIUM:
+        with PDFIUM_LOCK:
             self._pdf.close()
         super().close()
 
     @contextlib.contextmanager
     def _calls(self, code: str, what: str) -> Iterator[None]:
         """Calls of PDFium, whose failure is a RequestError with this code."""
-        with _PDFIUM:
+        with PDFIUM_LOCK:
             try:
                 yield
             except MemoryError as error:
@@ -253,14 +270,13 @@ class TiffDocument(Document):
     def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]:
         return options.size_of_pixels(*self._open(index, max_pixels).size, max_pixels)
 
-    def render(self, index: int, options: PageOptions = AS_IT_IS,
-               max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
+    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
         image = self._open(index, max_pixels)
         try:
             image = open_image(image, max_source_pixels=max_pixels)
         finally:
             self._file.raise_error()
-        return RenderedPage(options.applied(image, max_pixels), None)
+        return RenderedPage(options.resized(image, max_pixels), None)
 
 
 def _missing(index: int, num_pages: int) -> RequestError:

@@ -159,7 +159,7 @@ def _not_recognised(head: bytes) -> RequestError:
     unreadable = {
         f"{unread}": unread is not None,
         "SVG": b"<svg" in head or b"<?xml" in head,
-        "PDF": head.startswith(b"%PDF"),
+        "PDF, whose pages are read by the file's path and #page=1": head.startswith(b"%PDF"),
         "HTML": b"<html" in head.lower() or b"<!doctype" in head.lower(),
     }
     kind = next((f"it looks like {name}" for name, found in unreadable.items() if found), "unknown format")

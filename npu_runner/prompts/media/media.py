@@ -12,7 +12,6 @@ import base64
 import binascii
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,13 +21,13 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
 from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES, HEAD_BYTES, document_kind
-from npu_runner.prompts.media.page_options import AS_IT_IS, PageOptions
+from npu_runner.prompts.media.page_options import AS_IT_IS, PageOptions, split_page
+from npu_runner.prompts.media.pdf_passwords import password_of, read_passwords
 from npu_runner.request.limits import LIMITS, field_error
 
 KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
 """The types of parts with an image or a video, and the kind of each."""
 DETAILS = (None, "auto", "high", "low")
-_PAGE = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,11 @@ class MediaRules:
     max_total_bytes: int = LIMITS.max_prompt_media_bytes
     """The limit for all different files of a prompt. Documents are read in parts, and count in neither."""
     pdf_passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Passwords by address; `*` stands for all others."""
+    """As `read_passwords` gives them."""
+
+    def with_passwords(self, file: Path | str | None) -> MediaRules:
+        """With the passwords in a file, if there is one. Raises ConfigError."""
+        return replace(self, pdf_passwords=read_passwords(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,13 @@ class Media:
     @property
     def password(self) -> str | None:
         """The password of the file, if it is a PDF that needs one."""
-        passwords = self.rules.pdf_passwords
-        return passwords.get(self.url, passwords.get(os.path.normpath(self.url), passwords.get("*")))
+        return password_of(self.rules.pdf_passwords, self.url, self.rules.allowed_dir)
+
+    @property
+    def page(self) -> tuple[str, int] | None:
+        """(document, page), if it seems to be one by its name."""
+        is_one = self.options.page is not None or self.url.lower().endswith(DOCUMENT_SUFFIXES)
+        return (self.url, self.options.page or 1) if is_one else None
 
     def open(self) -> BinaryIO:
         """The file, opened now. Raises RequestError naming the field, as `load_media` does."""
@@ -147,17 +155,17 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
 def _with_page(url: str, options: PageOptions, where: str, rules: MediaRules) -> tuple[str, PageOptions]:
     """The address of a file without the page that it names, and `options` with this. A file of this literal name goes
     first."""
-    found = _PAGE.fullmatch(url)
-    if found is None or not found[1].lower().endswith(DOCUMENT_SUFFIXES):
+    found = split_page(url)
+    if found is None:
         return url, options
     if url.strip()[:5].lower() != "file:":
         with contextlib.suppress(RequestError), _file(url, rules.allowed_dir) as (folder, path):
             folder.num_bytes(path)
             return url, options
-    named = PageOptions.from_fields({"page": int(found[2])}, where)
+    named = PageOptions.from_fields({"page": found[1]}, where)
     if options.page not in (None, named.page):
         raise field_error(f"{where}.page", f"it is {options.page}, and the address names page {named.page}; give one")
-    return found[1], replace(options, page=named.page)
+    return found[0], replace(options, page=named.page)
 
 
 class Addresses:
@@ -184,8 +192,8 @@ class Addresses:
                               "are", "unsupported_field")
         url, rules = value.get("url") if isinstance(value, Mapping) else value, self._rules
         if isinstance(url, Path):
-            found = None if os.path.exists(url) else _PAGE.fullmatch(str(url))
-            url = os.path.realpath(url) if found is None else f"{os.path.realpath(found[1])}#page={found[2]}"
+            found = None if os.path.exists(url) else split_page(str(url))
+            url = os.path.realpath(url) if found is None else f"{os.path.realpath(found[0])}#page={found[1]}"
             rules = replace(rules, allowed_dir=os.path.dirname(url))
         options = AS_IT_IS
         if isinstance(url, str) and KINDS[name] == "image":

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
 from npu_runner.errors import RequestError
+from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES
 from npu_runner.request.limits import field_error
 
 # W, H sides of an image, in pixels
@@ -26,8 +27,7 @@ _DPI = (18, 600)
 _MAX_SIDE = 65_500
 _CLOCKWISE = {90: Image.Transpose.ROTATE_270, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_90}
 _POINTS_PER_INCH = 72
-_ROUNDING = 1e-6
-"""The error of a size in floating point that makes no further pixel."""
+_PAGE = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
 _VERSION = re.compile("[0-9a-f]{32}")
 
 
@@ -65,21 +65,19 @@ class PageOptions:
     def size_of_points(self, width: float, height: float, max_pixels: int) -> tuple[int, int]:
         """Pixels of a page of so wide and high points, before `box`. Raises RequestError for more than `max_pixels`."""
         scale = (self.dpi or DEFAULT_DPI) / _POINTS_PER_INCH
-        return self._fit(width * scale, height * scale, self.longest or DEFAULT_LONGEST, max_pixels)
+        return self._fit(width, height, scale, self.longest or DEFAULT_LONGEST, max_pixels)
 
     def size_of_pixels(self, width: int, height: int, max_pixels: int) -> tuple[int, int]:
         """As `size_of_points`, of an image that has pixels."""
-        return self._fit(width, height, self.longest, max_pixels)
+        return self._fit(width, height, 1.0, self.longest or _MAX_SIDE * _MAX_SIDE, max_pixels)
 
-    def _fit(self, width: float, height: float, longest: int | None, max_pixels: int) -> tuple[int, int]:
-        factor = 1.0
-        if longest is not None:
-            factor = min(factor, longest / max(width, height))
-        if self.shortest is not None and min(width, height) * factor < self.shortest:
-            factor = self.shortest / min(width, height)
-            if longest is not None:
-                factor = min(factor, longest / max(width, height))
-        columns, rows = (max(1, math.ceil(side * factor - _ROUNDING)) for side in (width, height))
+    def _fit(self, width: float, height: float, scale: float, longest: int, max_pixels: int) -> tuple[int, int]:
+        """Rounded up, as pypdfium2 does."""
+        largest_scale = longest / max(width, height)
+        scale = min(scale, largest_scale)
+        if self.shortest is not None:
+            scale = max(scale, min(self.shortest / min(width, height), largest_scale))
+        columns, rows = (min(max(1, math.ceil(side * scale)), longest) for side in (width, height))
         for across, down in ((columns, rows), self.size or (1, 1)):
             if across * down > max_pixels:
                 raise RequestError(f"the page would have {across}x{down} pixels, more than the {max_pixels} allowed "
@@ -92,17 +90,15 @@ class PageOptions:
         left, top = min(math.floor(x0 * width), width - 1), min(math.floor(y0 * height), height - 1)
         return left, top, max(math.ceil(x1 * width), left + 1), max(math.ceil(y1 * height), top + 1)
 
-    def applied(self, image: Image.Image, max_pixels: int) -> Image.Image:
-        """An upright image with all of the options. Raises RequestError for more than `max_pixels`."""
+    def resized(self, image: Image.Image, max_pixels: int) -> Image.Image:
+        """An upright image at its size before `box`. Raises RequestError for more than `max_pixels`."""
         size = self.size_of_pixels(*image.size, max_pixels)
-        if size != image.size:
-            image = image.resize(size, Image.Resampling.BICUBIC)
-        if self.box is not None:
-            image = image.crop(self.box_of(*size))
-        return self.turned(image)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
-    def turned(self, image: Image.Image) -> Image.Image:
-        """The part of a page, with `rotate` and `size`."""
+    def part_of(self, image: Image.Image) -> Image.Image:
+        """The part of a page that `box` names, with `rotate` and `size`."""
+        if self.box is not None:
+            image = image.crop(self.box_of(*image.size))
         if self.rotate:
             image = image.transpose(_CLOCKWISE[self.rotate])
         return image if self.size in (None, image.size) else image.resize(
@@ -110,6 +106,31 @@ class PageOptions:
 
 
 AS_IT_IS = PageOptions()
+
+
+def split_page(url: str) -> tuple[str, int] | None:
+    """The address of a document and the number of the page behind it; None: the address names no page."""
+    found = _PAGE.fullmatch(url)
+    if found is None or not found[1].lower().endswith(DOCUMENT_SUFFIXES):
+        return None
+    return found[1], int(found[2])
+
+
+def pages_in(value: Any) -> Iterator[tuple[str, int]]:
+    """The pages of documents in the JSON of a request, as (document, page). Knows them by their addresses' names."""
+    if isinstance(value, list):
+        for each in value:
+            yield from pages_in(each)
+    elif isinstance(value, dict) and value.get("type") != "image_url":
+        for each in value.values():
+            yield from pages_in(each)
+    elif isinstance(value, dict):
+        given = value.get("image_url")
+        url, page = (given.get("url"), given.get("page")) if isinstance(given, dict) else (given, None)
+        if isinstance(url, str) and (found := split_page(url)) is not None:
+            url, page = found
+        if isinstance(url, str) and url.lower().endswith(DOCUMENT_SUFFIXES):
+            yield url, page if isinstance(page, int) else 1
 
 
 def _needed(name: str, value: Any) -> str | None:

@@ -8,20 +8,31 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from PIL import Image
 
-from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import Document, document_version, open_document, reading
+from npu_runner.errors import JobError, RequestError
+from npu_runner.prompts.media.documents import (
+    PDFIUM_LOCK,
+    Document,
+    RenderedPage,
+    document_version,
+    open_document,
+    reading,
+)
 from npu_runner.prompts.media.file_kinds import HEAD_BYTES, document_kind
 from npu_runner.prompts.media.image_formats import several_pages
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import Media, bounded
+from npu_runner.prompts.media.pdf_fonts import fonts_here
 from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import PageFacts
 
 _MOST_OPEN = 4
+_MOST_KEPT_PIXELS = 3500 * 3500
+"""A larger page is rendered for each part of it."""
 _BLANK_RANGE = 8
 """The most levels between the pixels of a blank page, in each colour."""
 
@@ -29,8 +40,13 @@ _BLANK_RANGE = 8
 class OpenDocuments:
     """Used by a processor; not picklable. A file that was replaced or changed is opened again."""
 
+    fonts_digest: str | None = None
+    """PdfFonts.digest of the job. A process with another one makes other images. None: any."""
+
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], Document] = OrderedDict()
+        self._page: tuple[object, RenderedPage] | None = None
+        """The last page of which a part was shown, because neighbouring rows show parts of one page."""
         self._lock = threading.RLock()
 
     def load_image(self, media: Media, max_pixels: int) -> tuple[bytes | Image.Image, PageFacts | None]:
@@ -59,12 +75,15 @@ class OpenDocuments:
         else:
             try:
                 with reading(file):
-                    if document_kind(file.read(HEAD_BYTES), media.url) is None:
+                    kind = document_kind(file.read(HEAD_BYTES), media.url)
+                    if kind is None:
                         if media.options.version is not None:
                             _check_version(media, document_version(file))
                         file.seek(0)
                         data = file.read(min(status.st_size, media.rules.max_bytes + 1))
                         return _part_of(bounded(data, media.rules.max_bytes), media, max_pixels)
+                    if kind == "PDF":
+                        self._require_fonts()
             except BaseException:
                 file.close()
                 raise
@@ -72,23 +91,39 @@ class OpenDocuments:
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
         try:
-            return _page_of(self._open[key], media, max_pixels)
+            return self._page_of(key, media, max_pixels)
         except RequestError as error:
             if error.code == "media_unreadable":  # the document has parts that were not read
                 self._open.pop(key).close()
             raise
 
+    def _page_of(self, key: tuple[object, ...], media: Media, max_pixels: int) -> tuple[Image.Image, PageFacts]:
+        document, options = self._open[key], media.options
+        if options.version is not None:
+            _check_version(media, document.version)
+        if options.page is None and document.num_pages > 1:
+            raise several_pages(f"{document.kind} file")
+        if options.dpi is not None and document.kind != "PDF":
+            raise _no_pdf()
+        named = (key, replace(options, box=None, rotate=None))
+        if self._page is None or self._page[0] != named:
+            self._page = None  # its memory is free before another page is rendered
+            whole = document.render_whole((options.page or 1) - 1, options, max_pixels)
+            if options.box is not None and whole.num_pixels <= _MOST_KEPT_PIXELS:
+                self._page = (named, whole)
+        else:
+            whole = self._page[1]
+        image = options.part_of(whole.image)
+        return image, _facts(image, whole.has_text)
 
-def _page_of(document: Document, media: Media, max_pixels: int) -> tuple[Image.Image, PageFacts]:
-    options = media.options
-    if options.version is not None:
-        _check_version(media, document.version)
-    if options.page is None and document.num_pages > 1:
-        raise several_pages(f"{document.kind} file")
-    if options.dpi is not None and document.kind != "PDF":
-        raise _no_pdf()
-    page = document.render((options.page or 1) - 1, options, max_pixels)
-    return page.image, _facts(page.image, page.has_text)
+    def _require_fonts(self) -> None:
+        if self.fonts_digest is None:
+            return
+        with PDFIUM_LOCK:
+            is_same = fonts_here().digest == self.fonts_digest
+        if not is_same:
+            raise JobError("fonts were installed or removed after the job was started, and a preprocessing worker that "
+                           "starts now would render other pages than those before it; run the same again")
 
 
 def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.Image, PageFacts | None]:
@@ -100,7 +135,7 @@ def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.
         raise RequestError("page: an image has no pages, a PDF or a TIFF file has; leave it out", "invalid_value")
     if not options.changes_pixels:
         return data, None
-    image = options.applied(open_image(data, max_source_pixels=max_pixels), max_pixels)
+    image = options.part_of(options.resized(open_image(data, max_source_pixels=max_pixels), max_pixels))
     return image, _facts(image, None)
 
 
