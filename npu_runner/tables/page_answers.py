@@ -32,7 +32,7 @@ class PageRow:
     is_continued: bool = False
 
     @classmethod
-    def of(cls, request: Mapping[str, Any]) -> PageRow:
+    def from_request(cls, request: Mapping[str, Any]) -> PageRow:
         """By the row's metadata, else by its custom_id."""
         named, custom_id = metadata_of(request), str(request.get("custom_id", ""))
         found = _PAGE_OF_ID.fullmatch(custom_id)
@@ -68,7 +68,7 @@ def page_answers(requests: Iterable[Mapping[str, Any]], joined: Joined,
                  answers: AnswerFile) -> Iterator[tuple[PageRow, Answer | None]]:
     """Each row of the input with its answer, in the order of the input. None: there is none yet."""
     for request, place in zip(requests, joined.answers_R, strict=True):
-        yield PageRow.of(request), None if place < 0 else answers.row(int(place))
+        yield PageRow.from_request(request), None if place < 0 else answers.row(int(place))
 
 
 def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:

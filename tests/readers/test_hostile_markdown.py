@@ -31,9 +31,9 @@ PIECES = re.split(
     " ¦ ` ¦ `` ¦ ``` ¦ ~~~ ¦ \n ¦ \n\n ¦    ¦      ¦ -  ¦ 1.  ¦ >  ¦ <!-- ¦ --> ¦ page 3 ¦ <!-- page 3 --> ¦ < ¦ << ¦ >"
     " ¦ / ¦ ! ¦ ? ¦ [ ¦ ] ¦ ( ¦ ) ¦ ]( ¦ ![ ¦ ]:  ¦ [a]: http://e ¦ [a] ¦ javascript:a ¦ \\ ¦ $ ¦ $$ ¦ http://e/x"
     " ¦ //e/x ¦ \\( ¦ \\) ¦ a ¦ b c ¦ &lt; ¦ & ¦ \" ¦ ' ¦ = ¦ <a href=\" ¦ <a href='javascript:x'> ¦ <https://e/x>"
-    " ¦ <svg/onload=a> ¦ * ¦ _ ¦ # ¦ --- ¦ <span> ¦ </span> ¦ <![CDATA[ ¦ <?x ¦ <x ¦ src= ¦ onclick=a ¦ <div ¦ <style> ¦ <p> ¦ <h1>"
-    ' ¦ <math> ¦ <input type=checkbox> ¦ <input onfocus=a> ¦ : ¦ \t ¦ ^ ¦ [^1]:  ¦ <img alt="x"> ¦ \\< ¦ \\`'
-    " ¦ <td colspan=2 ¦ - ¦ data:text/html,x ¦ </b ¦ --!> ¦ <! ¦ |",
+    " ¦ <svg/onload=a> ¦ * ¦ _ ¦ # ¦ --- ¦ <span> ¦ </span> ¦ <![CDATA[ ¦ <?x ¦ <x ¦ src= ¦ onclick=a ¦ <div ¦ <style>"
+    ' ¦ <p> ¦ <h1> ¦ <math> ¦ <input type=checkbox> ¦ <input onfocus=a> ¦ : ¦ \t ¦ ^ ¦ [^1]:  ¦ <img alt="x"> ¦ \\<'
+    " ¦ \\` ¦ <td colspan=2 ¦ - ¦ data:text/html,x ¦ </b ¦ --!> ¦ <! ¦ |",
 )
 ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 MANY = settings(max_examples=examples(2000), deadline=None)
