@@ -18,7 +18,6 @@ from typing import BinaryIO
 
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.rows.logprobs_json import encoded
-from npu_runner.errors import ConfigError
 from npu_runner.readers.answers.block import Block, markdown_of
 from npu_runner.readers.answers.parsers import PARSERS
 from npu_runner.readers.reader import read_reader
@@ -123,11 +122,8 @@ def find_parser(reader: str | None, rows: str) -> str:
     """The name of the parser of a reader's answers. None: that which the file beside the rows names; plain Markdown
     without such a file. Raises ConfigError for a reader that is not known."""
     if reader is not None:
-        parser = read_reader(reader).parser
-        if parser not in PARSERS:
-            raise ConfigError(f"reader {reader!r}: there is no parser {parser!r}; there are {', '.join(PARSERS)}")
-        return parser
-    parser, path = "", documents_path(Path(rows))
+        return read_reader(reader).parser
+    parser, path = None, documents_path(Path(rows))
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open(path, "rb") as file:
         parser = json.loads(file.readline(_MOST_HEAD_BYTES)).get("parser")
     return parser if parser in PARSERS else "markdown"

@@ -125,7 +125,7 @@ def test_headers_and_page_numbers_are_in_the_table_of_blocks_alone(tmp_path: Pat
 
 
 def test_the_file_beside_the_rows_names_the_reader(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl.documents.jsonl").write_text('{"reader": "chandra-ocr-2", "settings": ""}\n')
+    (tmp_path / "rows.jsonl.documents.jsonl").write_text('{"reader": "my.json", "parser": "divs", "settings": ""}\n')
     rows, answers = [page("a.pdf", 1)], [answered("a.pdf#page=1", completion(div("Text", "<i>x</i>")))]
     pages(tmp_path, rows, answers)
     assert files(tmp_path / "out")["a.pdf.md"] == "<!-- page 1 -->\n\n*x*\n"
