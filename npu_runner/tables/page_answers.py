@@ -17,6 +17,7 @@ from npu_runner.tables.first_pass import Answer, cells_of, metadata_of
 
 _PAGE_OF_ID = re.compile(r"(.+?)#page=([1-9][0-9]{0,8})(?:&block=[0-9]+)?", re.DOTALL)
 NO_ANSWER, CUT_OFF, REPEATED, BLANK, EMPTY, REFUSED = "no answer", "cut off", "repeated", "blank", "empty", "refused"
+LAYOUT = "layout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class PageRow:
     label: str = ""
     box: Box | None = None
     is_continued: bool = False
+    layout: str = ""
+    """The flaws of the answer that has found the blocks, in words."""
 
     @classmethod
     def from_request(cls, request: Mapping[str, Any]) -> PageRow:
@@ -39,10 +42,11 @@ class PageRow:
         document, page = named.get("document"), named.get("page")
         if not isinstance(document, str):
             document, page = (found[1], int(found[2])) if found else (custom_id, 1)
-        block, label, box = named.get("block"), named.get("label"), named.get("box")
+        block, label, layout = named.get("block"), named.get("label"), named.get("layout")
         return cls(document=document, page=page if type(page) is int else 1,
                    block=block if type(block) is int else None, label=label if isinstance(label, str) else "",
-                   box=_box(box), is_continued=named.get("continued") is True)
+                   box=_box(named.get("box")), is_continued=named.get("continued") is True,
+                   layout=layout if isinstance(layout, str) else "")
 
 
 def _box(value: Any) -> Box | None:
@@ -79,7 +83,7 @@ def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:
         cells = cells_of(answer)[0]
     except (*FAULTS, IndexError):
         return PageAnswer(flaws={NO_ANSWER: "has no answer that can be read"})
-    flaws = {BLANK: "is blank"} if _is_blank(answer) else {}
+    flaws = {BLANK: "is blank"} if row.block is None and _is_blank(answer) else {}
     if "error_code" in cells:
         return PageAnswer(flaws={**flaws, NO_ANSWER: f"has no answer: {cells['error_code'] or 'unknown'}"})
     if cells.get("finish_reason") == "length":
@@ -95,7 +99,7 @@ def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:
             return PageAnswer(flaws=flaws)
         return PageAnswer(flaws={**flaws, REFUSED: f"has an answer that is not in its reader's form: it {error}"})
     blocks = parsed.blocks if row.block is None else tuple(_placed(row, block) for block in parsed.blocks)
-    if not flaws and not any(block.text or block.box for block in blocks):
+    if not flaws and row.block is None and not any(block.text or block.box for block in blocks):
         flaws[EMPTY] = "has an empty answer"
     return PageAnswer(blocks=blocks, flaws=flaws, rotation=parsed.rotation)
 
