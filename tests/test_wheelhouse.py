@@ -45,7 +45,8 @@ FROM_A_FILE = '{"url": "file:///torch.whl", "archive_info": {}}'
 INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging": "26.3", "protobuf": "6.33.5",
          "psutil": "7.1.0", "pyyaml": "6.0.4", "huggingface_hub": "2.4.0", "jinja2": "3.1.6", "llguidance": "1.9.1",
          "pillow": "13.0.0", "pydantic": "2.14.3", "safetensors": "0.8.0", "tokenizers": "0.23.3", "tqdm": "4.70.1",
-         "torch": "2.13.0", "pyarrow": "21.0.0", "pypdfium2": "5.15.2"}  # fmt: skip
+         "torch": "2.13.0", "pyarrow": "21.0.0", "pypdfium2": "5.15.2",
+         "nh3": "0.3.8", "markdownify": "1.2.3"}  # fmt: skip
 # What the tests of the regression run need beside it, as CI has it; the default Python of a wheelhouse is not 3.10.
 PINS = "".join((ROOT / f"requirements-{name}.txt").read_text() for name in ("tests", "dev"))
 TESTING = {name.replace("-", "_"): version for name, version in re.findall(

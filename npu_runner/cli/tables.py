@@ -26,6 +26,10 @@ def add_rows(commands: Commands) -> None:
 
 def _rows(arguments: argparse.Namespace) -> int:
     (options,) = read_settings(arguments, RowsOptions)
+    if options.rows is not None:
+        from npu_runner.tables.block_rows import make_block_rows
+
+        return _report(make_block_rows(arguments.sources, options).to_lines())
     from npu_runner.tables.make_rows import make_rows
 
     return _report(make_rows(arguments.sources, options).to_lines())

@@ -109,7 +109,7 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
             for request in requests_in(file, options.max_row_bytes):
                 found.add_request(request)
                 if options.markdown is not None:
-                    names.add(PageRow.of(request).document)
+                    names.add(PageRow.from_request(request).document)
         output.scan(found.add_answer)
         output.refuse_other_files()
         joined = Joined(file, rows, output, options.max_row_bytes)
@@ -124,8 +124,9 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
                 ends = _write_table(_writer(options, found, num_lines)(stream, found.columns()), found, joined, shown)
         if options.has_pages and file is not None:
             answers = page_answers(requests_in(file, options.max_row_bytes), joined, output)
-            with MarkdownFolder.of(options.markdown, names, [path for _, path in read]) as folder:
-                pages, counts = write_pages(answers, options, parser, folder, places.get("blocks"))
+            folder = None if options.markdown is None else entered.enter_context(
+                MarkdownFolder(options.markdown, names, [path for _, path in read]))
+            pages, counts = write_pages(answers, options, parser, folder, places.get("blocks"))
         num_answered = len(joined.places)
     # An answer of no known endpoint counts as a broken line.
     return MadeTable(

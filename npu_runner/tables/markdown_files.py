@@ -72,18 +72,12 @@ class MarkdownFolder:
         self._are_alike = names.are_alike()
         self._num_documents = 0
         self._read: set[tuple[int, int]] = set()
-        for path in filter(None, read):
+        for path in read:
             with contextlib.suppress(OSError):  # who reads it says what is wrong
-                self._read.add(_inode(os.stat(path)))
+                self._read |= set() if path is None else {_inode(os.stat(path))}
         with clear_file_errors(f"markdown {folder}"):
             folder.mkdir(exist_ok=True)
             self._root = os.open(folder, _FOLDER)
-
-    @classmethod
-    def of(cls, folder: Path | None, names: DocumentNames,
-           read: Iterable[str | Path | None]) -> contextlib.AbstractContextManager[MarkdownFolder | None]:
-        """None: no folder is named."""
-        return contextlib.nullcontext() if folder is None else cls(folder, names, read)
 
     def __enter__(self) -> MarkdownFolder:
         return self

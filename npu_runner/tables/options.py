@@ -42,6 +42,8 @@ class RowsOptions:
     reader: str | None = field(default=None, metadata={"values": "NAME|FILE", "file": READ})
     """A page reader, which fills the fields of rows as its model expects them: a shipped one (npu-runner models
     --reader lists them), or a file of the same form."""
+    rows: str | None = field(default=None, metadata={"values": "FILE", "file": READ})
+    """The rows of pages whose answers the source is. A reader of blocks makes rows of the blocks in these answers."""
     model: Path | None = field(default=None, metadata={"values": "DIR", "file": READ})
     """A checkpoint whose JSON files say which reader is used. No weights are read."""
     prompt_python: str | None = field(default=None, metadata={"values": "PYTHON"})

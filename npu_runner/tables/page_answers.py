@@ -17,6 +17,7 @@ from npu_runner.tables.first_pass import Answer, cells_of, metadata_of
 
 _PAGE_OF_ID = re.compile(r"(.+?)#page=([1-9][0-9]{0,8})(?:&block=[0-9]+)?", re.DOTALL)
 NO_ANSWER, CUT_OFF, REPEATED, BLANK, EMPTY, REFUSED = "no answer", "cut off", "repeated", "blank", "empty", "refused"
+LAYOUT = "layout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +31,22 @@ class PageRow:
     label: str = ""
     box: Box | None = None
     is_continued: bool = False
+    layout: str = ""
+    """The flaws of the answer that has found the blocks, in words."""
 
     @classmethod
-    def of(cls, request: Mapping[str, Any]) -> PageRow:
+    def from_request(cls, request: Mapping[str, Any]) -> PageRow:
         """By the row's metadata, else by its custom_id."""
         named, custom_id = metadata_of(request), str(request.get("custom_id", ""))
         found = _PAGE_OF_ID.fullmatch(custom_id)
         document, page = named.get("document"), named.get("page")
         if not isinstance(document, str):
             document, page = (found[1], int(found[2])) if found else (custom_id, 1)
-        block, label, box = named.get("block"), named.get("label"), named.get("box")
+        block, label, layout = named.get("block"), named.get("label"), named.get("layout")
         return cls(document=document, page=page if type(page) is int else 1,
                    block=block if type(block) is int else None, label=label if isinstance(label, str) else "",
-                   box=_box(box), is_continued=named.get("continued") is True)
+                   box=_box(named.get("box")), is_continued=named.get("continued") is True,
+                   layout=layout if isinstance(layout, str) else "")
 
 
 def _box(value: Any) -> Box | None:
@@ -68,7 +72,7 @@ def page_answers(requests: Iterable[Mapping[str, Any]], joined: Joined,
                  answers: AnswerFile) -> Iterator[tuple[PageRow, Answer | None]]:
     """Each row of the input with its answer, in the order of the input. None: there is none yet."""
     for request, place in zip(requests, joined.answers_R, strict=True):
-        yield PageRow.of(request), None if place < 0 else answers.row(int(place))
+        yield PageRow.from_request(request), None if place < 0 else answers.row(int(place))
 
 
 def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:
@@ -79,7 +83,7 @@ def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:
         cells = cells_of(answer)[0]
     except (*FAULTS, IndexError):
         return PageAnswer(flaws={NO_ANSWER: "has no answer that can be read"})
-    flaws = {BLANK: "is blank"} if _is_blank(answer) else {}
+    flaws = {BLANK: "is blank"} if row.block is None and _is_blank(answer) else {}
     if "error_code" in cells:
         return PageAnswer(flaws={**flaws, NO_ANSWER: f"has no answer: {cells['error_code'] or 'unknown'}"})
     if cells.get("finish_reason") == "length":
@@ -95,7 +99,7 @@ def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:
             return PageAnswer(flaws=flaws)
         return PageAnswer(flaws={**flaws, REFUSED: f"has an answer that is not in its reader's form: it {error}"})
     blocks = parsed.blocks if row.block is None else tuple(_placed(row, block) for block in parsed.blocks)
-    if not flaws and not any(block.text or block.box for block in blocks):
+    if not flaws and row.block is None and not any(block.text or block.box for block in blocks):
         flaws[EMPTY] = "has an empty answer"
     return PageAnswer(blocks=blocks, flaws=flaws, rotation=parsed.rotation)
 

@@ -26,7 +26,7 @@ from npu_runner.tables.documents_file import documents_path
 from npu_runner.tables.first_pass import Answer
 from npu_runner.tables.markdown_files import MarkdownFolder
 from npu_runner.tables.options import TableOptions
-from npu_runner.tables.page_answers import BLANK, PageAnswer, PageRow, read_page
+from npu_runner.tables.page_answers import BLANK, LAYOUT, PageAnswer, PageRow, read_page
 from npu_runner.tables.table_writers import TableWriter, text_writer
 
 BLOCK_COLUMNS = {"document": TEXT, "page": INT64, "label": TEXT, "box": LIST + DOUBLE, "text": TEXT}
@@ -73,7 +73,7 @@ class PagesWriter:
         for row, answer in rows:
             read = read_page(row, answer, self._parser)
             blocks += read.blocks
-            flaws |= read.flaws.keys()
+            flaws |= read.flaws.keys() | ({LAYOUT} if row.layout else set())
             marks += _marks(row, read)
         self.counts.num_pages += 1
         if file is not None:
@@ -109,13 +109,18 @@ def write_pages(answers: Iterable[tuple[PageRow, Answer | None]], options: Table
 
 
 def _marks(row: PageRow, read: PageAnswer) -> Iterator[str]:
+    if row.layout:
+        yield _comment(f"page {row.page}: its layout {row.layout}")
     words = list(read.flaws.values())
     if read.rotation:
         words.append(f"is upright after a rotation by {read.rotation} degrees clockwise, as its reader says")
     where = f"page {row.page}" if row.block is None else f"page {row.page}, block {row.block}"
-    for each in words:
-        # The reason may quote the answer, and a comment ends at its first two hyphens and >.
-        yield re.sub(r"[<>\x00-\x1f]|-{2,}", " ", f"{where} {each}")
+    yield from (_comment(f"{where} {each}") for each in words)
+
+
+def _comment(text: str) -> str:
+    """The text may quote an answer, and a comment ends at its first two hyphens and >."""
+    return re.sub(r"[<>\x00-\x1f]|-{2,}", " ", text)
 
 
 def find_parser(reader: str | None, rows: str) -> str:

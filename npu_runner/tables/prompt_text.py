@@ -80,7 +80,7 @@ def find_page_reader(options: RowsOptions) -> tuple[PageReader | None, ReaderPro
         reader = read_reader(options.reader)
     if reader.after is not None:
         raise ConfigError(f"reader {reader.name}: reads blocks, which are in the answers to {reader.after}; name that "
-                          "reader for pages")
+                          "reader for pages, and for their answers this one with --rows")
     return reader, None if options.has_prompt else prompt_of(reader, options.prompt_python)
 
 

@@ -49,7 +49,7 @@ class RowMaker:
         self._url = _URLS[options.endpoint]
         self._reader = reader
         self._system = options.system if options.system is not None or reader is None else reader.system
-        self.fixed = _fixed_fields(options, {} if reader is None else reader.body)
+        self.fixed = fixed_fields(options, {} if reader is None else reader.body)
         """Fields of every body."""
         # The fields of an address, without those that are None.
         self.page = (PageFields() if reader is None else reader.page).model_copy(
@@ -92,12 +92,12 @@ class RowMaker:
 
     def _name(self, record: Record) -> str:
         if self._options.id is None:
-            return _shortened(record.id)
+            return shortened(record.id)
         value = metadata_value(record.value(self._options.id), record.where)
         if value is None or value == "":
             raise ConfigError(f"{record.where}: its {self._options.id!r} is empty, and every row needs a custom_id; "
                               "name another --id, or none")
-        return _shortened(str(value))
+        return shortened(str(value))
 
     def _question(self, record: Record) -> dict[str, Any]:
         text = self._prompt.render(record)
@@ -244,7 +244,7 @@ def _refuse(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} in it is no JSON")
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """A custom_id that a job accepts. A longer one is cut, and a digest of all of it is added."""
     if len(name) <= LIMITS.max_custom_id_chars:
         return name
@@ -252,7 +252,7 @@ def _shortened(name: str) -> str:
     return f"{name[:LIMITS.max_custom_id_chars - _DIGEST_CHARS - 1]}~{digest}"
 
 
-def _fixed_fields(options: RowsOptions, of_reader: Mapping[str, Any]) -> dict[str, Any]:
+def fixed_fields(options: RowsOptions, of_reader: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of every body. The options go before those of a reader."""
     body = dict(options.body or {})
     fields: dict[str, Any] = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}

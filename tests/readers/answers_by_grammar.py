@@ -34,7 +34,7 @@ def block(label: str, box: str = "100 200 300 400", turn: str = "up", tail: str 
 
 
 MARKDOWN = [
-    Case("# Title\n\nA *word* and a_b.\n\n- [x] done\n- [ ] open\n", "# Title\n\nA *word* and a_b.\n\n- [x] done\n- [ ] open"),
+    Case("# A\n\nA *word*, a_b.\n\n- [x] done\n- [ ] open\n", "# A\n\nA *word*, a_b.\n\n- [x] done\n- [ ] open"),
     Case("a < b, c <- d, 3 << 4 and x <y>", "a < b, c <- d, 3 &lt;< 4 and x &lt;y>"),
     Case(
         "<table border=1><tr><td rowspan='2' style=\"color:red\">H<sub>2</sub>O</td><td>a<br/>b</td></tr></table>",
@@ -78,11 +78,12 @@ DIVS = [
          + div("Page-Footer", "17"), "## A\\_1 & B\\*\n\na  \nb"),
     Case(div("Text", "<p>H<sub>2</sub>O costs $5, x<sup>2</sup> <b>bold</b> <i>it</i></p>"),
          "H<sub>2</sub>O costs \\$5, x<sup>2</sup> **bold** *it*"),
-    Case(div("Text", "<p>If <math>a_1 &lt; b</math> then</p>") + div("Equation-Block", '<math display="block">E=mc^2</math>'),
+    Case(div("Text", "<p>If <math>a_1 &lt; b</math> then</p>")
+         + div("Equation-Block", '<math display="block">E=mc^2</math>'),
          "If $a_1 < b$ then\n\n$$\nE=mc^2\n$$"),
-    Case(div("Table", '<table border="1"><tbody><tr><th colspan="2" data-bbox="1 2 3 4">a</th></tr><tr><td>&lt;b&gt;</td>'
-             "<td><math>x</math></td></tr></tbody></table>"),
-         '<table><tbody><tr><th colspan="2">a</th></tr><tr><td>&lt;b&gt;</td><td><math>x</math></td></tr></tbody></table>'),
+    Case(div("Table", '<table border="1"><tr><th colspan="2" data-bbox="1 2 3 4">a</th></tr><tr><td>&lt;b&gt;</td>'
+             "<td><math>x</math></td></tr></table>"),
+         '<table><tr><th colspan="2">a</th></tr><tr><td>&lt;b&gt;</td><td><math>x</math></td></tr></table>'),
     Case(div("Form", '<p><input type="checkbox" checked> yes <input type="checkbox"/>no</p>')
          + div("List-Group", "<ol start='3'><li>c</li><li>d<ul><li>e</li></ul></li></ol>")
          + div("Figure", '<img alt="Two bars &lt;b&gt;"/>'),
@@ -149,7 +150,8 @@ OTSL = [
     Case("No table", "No table"),
     Case("<fcel>a<fcel>b<nl><fcel>1<nl>",
          "<table><tr><td>a</td><td>b</td></tr><tr><td>1</td><td></td></tr></table>"),
-    Case("<lcel>lost<fcel>b<nl><ucel>", '<table><tr><td rowspan="2">lost</td><td>b</td></tr><tr><td></td></tr></table>'),
+    Case("<lcel>lost<fcel>b<nl><ucel>",
+         '<table><tr><td rowspan="2">lost</td><td>b</td></tr><tr><td></td></tr></table>'),
     Case("<fcel>a<lcel><nl><ucel><fcel>b<nl>",
          '<table><tr><td colspan="2">a</td></tr><tr><td></td><td>b</td></tr></table>'),
     Case("<nl><nl>", Refused("is no table in OTSL")),

@@ -11,7 +11,11 @@ from tests.readers.answers_by_grammar import CASES, LAYOUT, LAYOUT_BLOCKS, Case,
 
 @pytest.mark.parametrize(
     ("parser", "case"),
-    [pytest.param(name, case, id=f"{name}-{number}") for name, cases in CASES.items() for number, case in enumerate(cases)],
+    [
+        pytest.param(name, case, id=f"{name}-{number}")
+        for name, cases in CASES.items()
+        for number, case in enumerate(cases)
+    ],
 )
 def test_an_answer_becomes_exactly_this_markdown(parser: str, case: Case) -> None:
     if isinstance(case.markdown, Refused):

@@ -86,7 +86,8 @@ def test_mineru_reads_the_same_layout(packages: Path) -> None:
         answers.append("\n".join(
             f"<|box_start|>{' '.join(str(rng.randint(0, 1020)) for _ in range(4))}<|box_end|>"
             f"<|ref_start|>{rng.choice(kinds)}<|ref_end|><|rotate_{rng.choice(['up', 'right', 'down', 'left'])}|>"
-            f"{rng.choice(['', 'txt_contd_tgt', '<|txt_contd_tgt|>'])}" for _ in range(rng.randint(1, 12))))  # fmt: skip
+            f"{rng.choice(['', 'txt_contd_tgt', '<|txt_contd_tgt|>'])}"
+            for _ in range(rng.randint(1, 12))))  # fmt: skip
     for answer, theirs in zip(answers, asked(packages, layout=answers)["layout"], strict=True):
         ours = [
             [block.label, list(block.box or ()), -block.rotation % 360, block.is_continued]

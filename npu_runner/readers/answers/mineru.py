@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from npu_runner.readers.answers.block import AnswerError, Block, Box, ParsedAnswer, box_of
+from npu_runner.readers.answers.block import PAGE, AnswerError, Block, Box, ParsedAnswer, box_of
 from npu_runner.readers.answers.markdown_text import clean_markdown
 from npu_runner.readers.answers.otsl import html_table
 
@@ -61,7 +61,7 @@ def parse_block(text: str, label: str) -> ParsedAnswer:
         text = f"{fence}\n{text}\n{fence}"
     elif text and "\n" not in text:
         text = _HEADINGS.get(label, "") + text
-    return ParsedAnswer(blocks=(Block(label=label, text=clean_markdown(text)),))
+    return ParsedAnswer(blocks=(Block(label=label or PAGE, text=clean_markdown(text)),))
 
 
 def clean_text(text: str) -> str:
