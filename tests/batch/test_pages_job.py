@@ -19,22 +19,15 @@ from npu_runner.processes.child import describe_exit
 from npu_runner.prompts.media import pdf_fonts
 from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
-from tests.batch.scripted import ScriptedEngine, read_rows, row, write_rows
+from tests.batch.page_engine import PageEngine, asks
+from tests.batch.scripted import read_rows, row, write_rows
 from tests.prompts.image_bytes import encoded
 from tests.prompts.pdf_files import cjk, colour, empty, mixed, one_page, pdf, shades, text, tiff
 from tests.prompts.preprocessing_checkpoints import write_qwen_vl
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off",
          "--preprocessing-workers", "2"]  # fmt: skip
-
-
-def asks(name: str, **address: Any) -> dict[str, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": name, **address}},
-             {"type": "text", "text": "What colour is it?"}]
-    return row(name, messages=[{"role": "user", "content": parts}], max_tokens=8)
 
 
 def batch(folder: Path, *more: str) -> int:
@@ -137,13 +130,6 @@ def test_other_fonts_or_another_pdfium_are_refused_by_name(folder: Path, capfd: 
 
 
 # -- kills ----------------------------------------------------------------------------------------------------------
-
-
-class PageEngine(ScriptedEngine):
-    """Answers every prompt with the same word."""
-
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
-        self.waiting.append((request_id, "page", params))
 
 
 @pytest.mark.parametrize(("num_pages", "num_kills"), [

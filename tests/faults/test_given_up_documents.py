@@ -13,8 +13,9 @@ from npu_runner.cli import main as cli
 from npu_runner.serving.workers.given_up import DocumentFailures
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 from tests.batch.scripted import read_rows, row, write_rows
+from tests.faults.slow_pages import slow_pages
 from tests.faults.worker_tasks import die_at_odd
-from tests.prompts.pdf_files import by_hand, pdf, stream, text
+from tests.prompts.pdf_files import pdf, text
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--progress", "off"]
 
@@ -55,19 +56,6 @@ def test_one_page_that_fails_again_and_again_gives_nothing_up() -> None:
         for page in range(5):
             other.record(page, WorkerFailure("", code))
         assert other.refusal(0) is None
-
-
-def slow_pages(count: int) -> bytes:
-    """Pages that take minutes each: a form that shows itself twice, to a depth of 24."""
-    depth, first = 24, 3 + count
-    pages = [b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents %d 0 R/Resources<</XObject<</F %d 0 R>>>>>>"
-             % (first, first + 1)] * count
-    forms = [stream(b"/F Do /F Do", b"/Type/XObject/Subtype/Form/BBox[0 0 99 99]/Resources<</XObject<</F %d 0 R>>>>"
-                    % (first + 2 + level)) for level in range(depth)]
-    last = stream(b"0 0 m 99 99 l S", b"/Type/XObject/Subtype/Form/BBox[0 0 99 99]")
-    kids = b" ".join(b"%d 0 R" % (3 + number) for number in range(count))
-    return by_hand(b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[%b]/Count %d>>" % (kids, count), *pages,
-                   stream(b"/F Do"), *forms, last)
 
 
 @pytest.mark.full("three timeouts")
