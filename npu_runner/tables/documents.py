@@ -12,6 +12,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.documents import Document, document_version, open_document
@@ -128,6 +129,9 @@ class Documents:
             for number, (source, name) in enumerate(sources):
                 if self._is_known(source, name):
                     continue
+                if source.kind == DOCUMENT and find_spec("pypdfium2") is None:
+                    raise ConfigError(f"source {name!r}: is a PDF, and pypdfium2 is not installed here; pip install "
+                                      "'pypdfium2>=5.15'")
                 if _may_have_pages(source):
                     pool.submit((number, source.path, self._address(source.path)))
                 waiting.append((number, source, name))
