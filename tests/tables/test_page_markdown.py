@@ -90,8 +90,9 @@ def test_an_answer_that_its_parser_refuses_is_named(tmp_path: Path) -> None:
     pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion("no HTML --> at all"))],
           reader="surya-2")  # fmt: skip
     assert files(tmp_path / "out")["a.pdf.md"] == (
-        "<!-- page 1 -->\n<!-- page 1 has its answer as it came, which is not in its reader's form: it has no HTML -->\n"
-        "\nno HTML --> at all\n"
+        "<!-- page 1 -->\n"
+        "<!-- page 1 has its answer as it came, which is not in its reader's form: it has no HTML -->\n\n"
+        "no HTML --> at all\n"
     )
 
 
