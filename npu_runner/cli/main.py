@@ -18,7 +18,7 @@ from npu_runner.processes.log_level import LEVELS, VARIABLE, show_log
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr, plain_stdout
 from npu_runner.threads import wait_briefly
 
-_ADD = (read.add, tables.add_rows, jobs.add_batch, check.add, tables.add_table, tables.add_merge, generate.add,
+_ADD = (tables.add_rows, jobs.add_batch, check.add, tables.add_table, tables.add_merge, read.add, generate.add,
         jobs.add_status, jobs.add_summary, jobs.add_report, models.add, doctor.add)
 """They add one command each, in the order of --help."""
 

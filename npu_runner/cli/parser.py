@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 Commands: typing.TypeAlias = "argparse._SubParsersAction[Parser]"
 
 FIRST: dict[str, tuple[str, ...]] = {
-    "rows": ("sources", "output", "prompt", "template", "image", "schema", "max_tokens", "id", "keep", "system",
-             "media_dir", "sample", "reader", "pages"),
-    "read": ("sources", "output", "model", "reader", "prompt", "pages", "sample", "pdf_passwords", "retry", "platform",
-             "data_parallel_size", "tensor_parallel_size", "max_model_len"),
+    "rows": ("sources", "output", "prompt", "template", "image", "schema", "max_tokens", "id", "keep", "reader",
+             "media_dir", "sample"),
+    "read": ("sources", "output", "model", "reader", "prompt", "pages", "sample", "retry", "platform",
+             "data_parallel_size", "tensor_parallel_size"),
     "batch": ("input", "output", "model", "allowed_media_dir", "response_schema", "retry", "overwrite",
               "report", "platform", "data_parallel_size", "tensor_parallel_size", "max_model_len"),
     "check": ("input", "model", "allowed_media_dir", "response_schema", "sample", "device_memory", "platform",
@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
          "the same command adds new documents, and goes on where it stopped"),
         ("read reports -o out --model Qwen3-VL-8B --prompt 'Write this page as Markdown.' --sample 20",
          "try a prompt with 20 pages"),
+        ("read scans -o out --model MinerU2.5 --pages 1-5", "read the first pages, by the reader of the model"),
     ),
     "batch": (
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",

@@ -9,8 +9,8 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,14 @@ class _Files:
     @property
     def answers(self) -> Path:
         return self.folder / "answers.jsonl"
+
+    @property
+    def block_rows(self) -> Path:
+        return self.folder / "block-rows.jsonl"
+
+    @property
+    def block_answers(self) -> Path:
+        return self.folder / "block-answers.jsonl"
 
     @property
     def table(self) -> Path:
@@ -79,26 +87,46 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in dict.fromkeys((arguments.output, files.folder)):
         with clear_file_errors(f"output {folder}"):
             folder.mkdir(exist_ok=True)
+    from npu_runner.reports.report import run_batch_and_report
     from npu_runner.tables.make_rows import make_rows
 
     made = make_rows(arguments.sources, rows, always_describes=True)
-    _say(made.to_lines()[:-1])
-    _say(_lines_of_fonts(made))
-    from npu_runner.reports.report import run_batch_and_report
+    _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
+    ended = run_batch_and_report(config, job, unit="page")
+    jobs, statuses = [job], [ended.exit_status]
+    blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    if blocks is not None and not ended.is_interrupted:
+        from npu_runner.tables.block_rows import make_block_rows
+
+        _say(make_block_rows([job.output], RowsOptions(
+            output=str(files.block_rows), reader=blocks, rows=job.input)).to_lines())
+        jobs.append(replace(job, input=str(files.block_rows), output=str(files.block_answers), report=None))
+        ended = run_batch_and_report(config, jobs[-1], unit="block")
+        statuses.append(ended.exit_status)
+    if not ended.is_interrupted:
+        _write_results(files, jobs)
+    return max(statuses)
+
+
+def _reader_of_blocks(name: str) -> str | None:
+    """The reader of the second stage, where this one is the first."""
+    from npu_runner.readers.reader import shipped_readers
+
+    return next((each.name for each in shipped_readers().values() if each.after == name), None)
+
+
+def _write_results(files: _Files, jobs: Sequence[BatchOptions]) -> None:
     from npu_runner.reports.summary import PastJob
     from npu_runner.tables.make_table import make_table
 
-    ended = run_batch_and_report(config, job, unit="page")
-    table = make_table(str(files.answers), TableOptions(
-        output=str(files.table), input=str(files.pages), markdown=files.folder / "markdown",
+    table = make_table(jobs[-1].output, TableOptions(
+        output=str(files.table), input=jobs[-1].input, markdown=files.folder / "markdown",
         blocks=str(files.folder / "blocks.jsonl")))
-    _say(table.to_lines())
     assert table.counts is not None, "Markdown was asked for"
-    summary = summary_of(table.counts, PastJob(str(files.answers)).totals(str(files.pages)).to_json())
+    summary = summary_of(table.counts, [PastJob(each.output).totals(each.input).to_json() for each in jobs])
     with clear_file_errors(f"output {files.folder}"), replacing(files.folder / "summary.json") as file:
         file.write(json.dumps(summary, indent=2).encode() + b"\n")
-    _say([line_of(summary, files.folder)])
-    return ended.exit_status
+    _say([*table.to_lines(), line_of(summary, files.folder)])
 
 
 def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, files: _Files) -> RowsOptions:
@@ -121,17 +149,18 @@ def _lines_of_fonts(made: MadeRows) -> Iterable[str]:
                "install fonts-noto-cjk")
 
 
-def summary_of(pages: PageCounts, job: dict[str, Any]) -> dict[str, Any]:
-    """`job`: the totals of all of its runs."""
-    answered, seconds = job["rows"]["answered"], job["seconds"].get("serve", 0.0)
-    tokens = job["tokens"]["completion"]
+def summary_of(pages: PageCounts, jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`jobs`: the totals of all runs of each stage. The first one answers a row for each page."""
+    answered = jobs[0]["rows"]["answered"]
+    seconds = sum(job["seconds"].get("serve", 0.0) for job in jobs)
+    tokens = sum(job["tokens"]["completion"] for job in jobs)
     return {
         "documents": {"total": pages.num_documents, "whole": pages.num_documents - pages.num_with_gaps,
                       "with_gaps": pages.num_with_gaps},
         "pages": {"total": pages.num_pages, **dict(sorted(pages.flaws.items()))},
         "pages_per_second": round(answered / seconds, 3) if seconds else None,
         "tokens_per_page": round(tokens / answered, 1) if answered else None,
-        "job": job}
+        "jobs": list(jobs)}
 
 
 def line_of(summary: dict[str, Any], folder: Path) -> str:

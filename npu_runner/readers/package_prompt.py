@@ -59,10 +59,10 @@ def prompt_of(reader: PageReader, python: str | None) -> ReaderPrompt:
     try:
         return _read(source, interpreter)
     except (OSError, ValueError) as error:
-        code = (f"import {source.module} as m; p = m.{source.constant}; "
-                f'open("{file}", "w", encoding="utf-8").write(p() if callable(p) else p)')
+        program = (f"import {source.module} as m; p = m.{source.constant}; "
+                   f'open("{file}", "w", encoding="utf-8").write(p() if callable(p) else p)')
         line = (f"python3 -m venv prompt && prompt/bin/pip install {source.package} && prompt/bin/python -c "
-                f"{shlex.quote(code)}")
+                f"{shlex.quote(program)}")
         raise ConfigError(f"reader {reader.name}: its prompt is {source.constant} of the package {source.package}, "
                           f"which {interpreter} does not give ({error}); name the Python that has it with "
                           f"--prompt-python, or make a file once for --prompt-file {file}:\n    {line}") from error
