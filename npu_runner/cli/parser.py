@@ -63,6 +63,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "table": (
         ("table answers.jsonl -i rows.jsonl -o table.parquet", "metadata, text, and a column for each field of JSON"),
         ("table answers.jsonl -o vectors.npy", "the vectors of an embedding model"),
+        ("table answers.jsonl -i pages.jsonl --markdown OUT", "a Markdown file of each document"),
     ),
     "merge": (("merge first.jsonl second.jsonl -o all.jsonl --dropped rest.jsonl", "each row once"),),
     "generate": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from typing import Any
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.rows.openai_response import FAULTS, PAGE
-from npu_runner.readers.answers.block import AnswerError, Block, Box
+from npu_runner.readers.answers.block import PAGE as PAGE_LABEL
+from npu_runner.readers.answers.block import AnswerError, Block, Box, ParsedAnswer
+from npu_runner.readers.answers.markdown_text import clean_markdown
 from npu_runner.readers.answers.parsers import parse_answer
 from npu_runner.request.outputs import REPETITION_DETECTED
 from npu_runner.tables.first_pass import Answer, cells_of, metadata_of
@@ -92,16 +95,24 @@ def read_page(row: PageRow, answer: Answer | None, parser: str) -> PageAnswer:
         else:
             flaws[CUT_OFF] = "is cut off at the limit of tokens"
     text = cells.get("text")
+    text = text.strip("\n") if isinstance(text, str) else ""
+    rotation = 0
     try:
-        parsed = parse_answer(parser, text if isinstance(text, str) else "", label=row.label)
+        parsed = parse_answer(parser, text, label=row.label) if text else ParsedAnswer(blocks=())
+        found, rotation = parsed.blocks, parsed.rotation
     except AnswerError as error:
-        if BLANK in flaws and not text:
-            return PageAnswer(flaws=flaws)
-        return PageAnswer(flaws={**flaws, REFUSED: f"has an answer that is not in its reader's form: it {error}"})
-    blocks = parsed.blocks if row.block is None else tuple(_placed(row, block) for block in parsed.blocks)
+        flaws[REFUSED] = f"has its answer as it came, which is not in its reader's form: it {error}"
+        found = _as_it_came(row, text)
+    blocks = found if row.block is None else tuple(_placed(row, block) for block in found)
     if not flaws and row.block is None and not any(block.text or block.box for block in blocks):
         flaws[EMPTY] = "has an empty answer"
-    return PageAnswer(blocks=blocks, flaws=flaws, rotation=parsed.rotation)
+    return PageAnswer(blocks=blocks, flaws=flaws, rotation=rotation)
+
+
+def _as_it_came(row: PageRow, text: str) -> tuple[Block, ...]:
+    with contextlib.suppress(AnswerError):
+        return (Block(label=row.label or PAGE_LABEL, text=clean_markdown(text)),)
+    return ()
 
 
 def _placed(row: PageRow, block: Block) -> Block:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from npu_runner.errors import ConfigError
+from npu_runner.readers.answers import html_tags
 from npu_runner.readers.answers.block import AnswerError
 from npu_runner.readers.answers.parsers import PARSERS, parse_answer
 from tests.readers.answers_by_grammar import CASES, LAYOUT, LAYOUT_BLOCKS, Case, Refused, olmocr
@@ -52,3 +57,18 @@ def test_headers_footers_and_page_numbers_are_blocks_alone() -> None:
 def test_a_box_that_is_none_loses_no_text() -> None:
     assert [block.box for block in parse_answer("divs", CASES["divs"][6].answer).blocks] == [
         None, None, (0.0, 0.0, 0.009, 0.009)]  # fmt: skip
+
+
+def test_an_answer_without_tags_needs_no_package_and_one_with_tags_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (html_tags._cleaner, html_tags._opening):
+        function.cache_clear()
+    monkeypatch.setitem(sys.modules, "nh3", None)
+    assert parse_answer("markdown", "a < b and *c*").markdown == "a < b and *c*"
+    with pytest.raises(ConfigError, match=r"needs nh3, which is not installed .*pip install 'npu-runner\[pdf\]'"):
+        parse_answer("markdown", "a <b>c</b>")
+
+
+def test_a_table_without_markdown_imports_no_package_of_parsers() -> None:
+    code = "import sys, npu_runner.tables.make_table; print({'nh3', 'bs4', 'markdownify', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

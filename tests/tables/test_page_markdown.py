@@ -90,7 +90,9 @@ def test_an_answer_that_its_parser_refuses_is_named(tmp_path: Path) -> None:
     pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion("no HTML --> at all"))],
           reader="surya-2")  # fmt: skip
     assert files(tmp_path / "out")["a.pdf.md"] == (
-        "<!-- page 1 -->\n<!-- page 1 has an answer that is not in its reader's form: it has no HTML -->\n"
+        "<!-- page 1 -->\n"
+        "<!-- page 1 has its answer as it came, which is not in its reader's form: it has no HTML -->\n\n"
+        "no HTML --> at all\n"
     )
 
 
@@ -98,8 +100,9 @@ def test_a_reason_that_quotes_the_answer_ends_no_comment(tmp_path: Path) -> None
     front = olmocr("text", is_table="'--><script>'")
     pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion(front))], reader="olmocr-2")
     (text,) = files(tmp_path / "out").values()
-    assert text.count("-->") == text.count("<!--") == 2
-    assert "script" in text
+    head = text.partition("\n\n")[0]
+    assert head.count("-->") == head.count("<!--") == 2
+    assert "is_table is '   script '" in head
     assert "<script" not in text
 
 
