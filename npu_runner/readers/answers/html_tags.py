@@ -76,10 +76,14 @@ def _cleaner() -> Any:
                        tag_attribute_values={"x-input": {"type": {"checkbox"}}})
 
 
-def require(package: str) -> Any:
-    """The module of a package of the extra `pdf`. Raises ConfigError where it is not installed."""
+_HINTS = {"nh3": "pip install 'nh3>=0.3'", "markdownify": "pip install 'markdownify>=1.1'",
+          "bs4": "pip install 'markdownify>=1.1'", "yaml": "pip install 'pyyaml>=6.0.1'"}
+
+
+def require(module: str) -> Any:
+    """A module of a package of the extra `pdf`. Raises ConfigError where it is not installed."""
     try:
-        return __import__(package)
+        return __import__(module)
     except ImportError as error:
-        raise ConfigError(f"Markdown of answers needs {package}, which is not installed ({error}); "
-                          "pip install 'npu-runner[pdf]'") from error
+        raise ConfigError(f"Markdown of answers needs {module}, which is not installed ({error}); "
+                          f"{_HINTS[module]}") from error
