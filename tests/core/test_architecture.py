@@ -36,7 +36,7 @@ FLOORS = [
 # 118: reports looks at a job from outside (batch, with request, prompts, config, errors and serving), cli calls it;
 # before that batch made the page within a job. 119: llm, a room of its own now, serves calls (serving, prompts).
 # 120: prompts asks a process of its own (processes) which fonts of PDFs this host lacks.
-# 125: readers (errors) fill rows and parse answers (tables), cli shows them; tables opens documents in workers (serving).
+# 125: readers (errors) fill rows and parse answers (tables), cli shows them; tables opens documents (serving).
 MOST_ARROWS = 125
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
