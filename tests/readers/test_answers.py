@@ -64,7 +64,7 @@ def test_an_answer_without_tags_needs_no_package_and_one_with_tags_names_it(monk
         function.cache_clear()
     monkeypatch.setitem(sys.modules, "nh3", None)
     assert parse_answer("markdown", "a < b and *c*").markdown == "a < b and *c*"
-    with pytest.raises(ConfigError, match="needs nh3, which is not installed .*pip install 'nh3>=0.3'"):
+    with pytest.raises(ConfigError, match=r"needs nh3, which is not installed .*pip install 'nh3>=0.3'"):
         parse_answer("markdown", "a <b>c</b>")
 
 

@@ -24,6 +24,7 @@ _ATTRIBUTES: dict[str, set[str]] = {
 BLOCKS = frozenset({"table", "caption", "thead", "tbody", "tfoot", "tr", "td", "th", "ul", "ol", "li", "dl", "dt", "dd",
                     "p", "h1", "h2", "h3", "h4", "h5", "h6", "colgroup", "math"})
 """Tags between which some renderers read no Markdown."""
+TAGS = frozenset(_ATTRIBUTES)
 VOID = frozenset({"br", "hr", "col", "input"})
 """Tags without an end."""
 ENDS_ALONE = frozenset({"li", "dt", "dd", "p", "tr", "td", "th", "thead", "tbody", "tfoot", "colgroup"})
