@@ -72,9 +72,9 @@ class MarkdownFolder:
         self._are_alike, self._folded_D = names.are_alike(), names.folded()
         self._num_documents = 0
         self._read: set[tuple[int, int]] = set()
-        for path in read:
+        for path in (each for each in read if each is not None):
             with contextlib.suppress(OSError):  # who reads it says what is wrong
-                self._read |= set() if path is None else {_inode(os.stat(path))}
+                self._read.add(_inode(os.stat(path)))
         with clear_file_errors(f"markdown {folder}"):
             folder.mkdir(exist_ok=True)
             self._root = os.open(folder, _FOLDER)
@@ -118,7 +118,8 @@ class MarkdownFolder:
         data = os.fsencode(name)
         if not is_alike and len(data) <= _MOST_NAME_BYTES:
             return path + _ENDING
-        kept = data[:_MOST_NAME_BYTES - 17].decode("utf-8", "ignore") if len(data) > _MOST_NAME_BYTES else name
+        most = _MOST_NAME_BYTES - len("~") - 16
+        kept = data[:most].decode("utf-8", "ignore") if len(data) > most else name
         found = f"{folder}{slash}{kept}~{_number(document):016x}"
         number = np.uint64(_number(_folded(found)))
         if number in self._folded_D[np.searchsorted(self._folded_D, number):][:1]:
