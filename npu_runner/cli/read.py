@@ -87,9 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in dict.fromkeys((arguments.output, files.folder)):
         with clear_file_errors(f"output {folder}"):
             folder.mkdir(exist_ok=True)
+    from npu_runner.readers.answers.html_tags import require
     from npu_runner.reports.report import run_batch_and_report
     from npu_runner.tables.make_rows import make_rows
 
+    for package in ("nh3", "markdownify"):
+        require(package)  # and not after hours of answers
     made = make_rows(arguments.sources, rows, always_describes=True)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
     ended = run_batch_and_report(config, job, unit="page")
@@ -99,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         from npu_runner.tables.block_rows import make_block_rows
 
         _say(make_block_rows([job.output], RowsOptions(
-            output=str(files.block_rows), reader=blocks, rows=job.input)).to_lines())
+            output=str(files.block_rows), reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
         jobs.append(replace(job, input=str(files.block_rows), output=str(files.block_answers), report=None))
         ended = run_batch_and_report(config, jobs[-1], unit="block")
         statuses.append(ended.exit_status)

@@ -12,6 +12,8 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import BinaryIO
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.documents import Document, document_version, open_document
@@ -83,8 +85,7 @@ class DocumentOpener:
         _, path, address = task
         found = OpenedDocument()
         try:
-            # No pipe is waited for.
-            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            with open_file(path) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise RequestError("it is no regular file", "media_missing")
@@ -105,6 +106,11 @@ class DocumentOpener:
         options = PageOptions(dpi=page.dpi, longest=page.longest, shortest=page.shortest)
         return {number: page.grid.size(*document.size(number - 1, options))
                 for number in self.ranges.numbers(document.num_pages)}
+
+
+def open_file(path: str) -> BinaryIO:
+    """The file, or a pipe, whose writer is not waited for."""
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
 class Documents:
@@ -128,6 +134,9 @@ class Documents:
             for number, (source, name) in enumerate(sources):
                 if self._is_known(source, name):
                     continue
+                if source.kind == DOCUMENT and find_spec("pypdfium2") is None:
+                    raise ConfigError(f"source {name!r}: is a PDF, and pypdfium2 is not installed here; pip install "
+                                      "'pypdfium2>=5.15'")
                 if _may_have_pages(source):
                     pool.submit((number, source.path, self._address(source.path)))
                 waiting.append((number, source, name))

@@ -19,7 +19,7 @@ from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, 
 from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.documents import document_version
-from npu_runner.tables.documents import OpenedDocument
+from npu_runner.tables.documents import OpenedDocument, open_file
 from npu_runner.tables.sources import Source
 
 _ANEW = "make all rows anew, without --append (read: into another folder)"
@@ -113,8 +113,8 @@ class DescribedRows:
         if known is None:
             return False
         self._seen.add(name)
-        with clear_file_errors(f"source {name!r}"), open(source.path, "rb") as file:
-            if known["version"] not in (None, document_version(file)):
+        with clear_file_errors(f"source {name!r}"), open_file(source.path) as file:
+            if known["version"] is not None and known["version"] != document_version(file):
                 raise ConfigError(f"document {name!r}: has changed since its rows were made, which are kept; put the "
                                   f"earlier version back, give the new one another name, or {_ANEW}")
         return True

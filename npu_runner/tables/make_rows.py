@@ -82,7 +82,8 @@ class MadeRows:
         if errors := described.errors:
             codes = ", ".join(f"{count} {code}" for code, count in Counter(errors.values()).most_common(_MOST_KINDS))
             yield (f"broken    {_counted(len(errors), 'document')} did not open ({codes}), as {next(iter(errors))!r}: "
-                   "each has one row, which fails by name; where that is mended, make all rows anew")
+                   "each has one row, which fails by name; a mended one is added under another name, or with all rows "
+                   "made anew")
         if gone := described.gone:
             yield f"gone      {_counted(len(gone), 'document')}, as {gone[0]!r}: the rows of such documents are kept"
 

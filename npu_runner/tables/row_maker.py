@@ -127,7 +127,7 @@ class RowMaker:
             for column in columns:
                 where = f"{record.where}, column {column!r}"
                 for url in self._media.addresses(record.value(column), where):
-                    parts.append({"type": kind, kind: {"url": url}})
+                    parts.append({"type": kind, kind: {"url": url, **(self._image if kind == "image_url" else {})}})
         self.num_without_media += not parts and bool(images or videos)
         return parts
 

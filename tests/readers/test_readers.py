@@ -89,6 +89,16 @@ def test_options_go_before_a_reader(document: Path, tmp_path: Path) -> None:
     assert (row["body"]["max_tokens"], row["body"]["top_k"], row["body"]["top_p"]) == (7, 3, 1e-05)
 
 
+def test_images_of_a_table_have_the_readers_fields(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"scan": "a.png", "film": "b.mp4"}\n')
+    (row,) = rows(tmp_path / "r.jsonl", tmp_path / "t.jsonl", prompt=None, reader="glm-ocr", image=("scan",),
+                  video=("film",))  # fmt: skip
+    image, video, text = row["body"]["messages"][0]["content"]
+    assert image["image_url"] == {"url": "a.png", "longest": 3500}
+    assert video["video_url"] == {"url": "b.mp4"}
+    assert text["text"] == "Text Recognition:"
+
+
 VALID = {"name": "mine", "about": "mine", "prompt": "Read."}
 
 
