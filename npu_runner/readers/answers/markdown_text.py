@@ -94,7 +94,7 @@ class _Pass:
 
     def _end_tags(self) -> None:
         if self._open:
-            self._done[-1] += "".join(f"</{name}>" for name in reversed(self._open) if name not in ENDS_ALONE)
+            self._done[-1] += "".join(f"</{name}>" for name in reversed(self._open))
             self._open = []
 
     def _clean_lines(self) -> None:
@@ -143,13 +143,15 @@ class _Pass:
         if name in VOID:
             return written
         if not name.startswith("/"):
+            if name in ENDS_ALONE and self._open[-1:] == [name]:
+                return f"</{name}>{written}"
             self._open.append(name)
             return written
         if name[1:] not in self._open:
             return ""
         ended = ""
         while (inner := self._open.pop()) != name[1:]:
-            ended += "" if inner in ENDS_ALONE else f"</{inner}>"
+            ended += f"</{inner}>"
         return ended + written
 
 
