@@ -60,21 +60,21 @@ class DocumentNames:
         is_first[first] = True
         return ~is_first
 
-    def has_folded(self, path: str) -> bool:
-        return _number(_folded(path)) in self._folded
+    def folded(self) -> np.ndarray:
+        """Digests of all names without case, in order."""
+        return np.sort(np.array(self._folded, dtype=np.uint64))
 
 
 class MarkdownFolder:
     """`folder` is made where its parent is there. `read`: files that are never replaced."""
 
     def __init__(self, folder: Path, names: DocumentNames, read: Iterable[str | Path | None]):
-        self._names = names
-        self._are_alike = names.are_alike()
+        self._are_alike, self._folded_D = names.are_alike(), names.folded()
         self._num_documents = 0
         self._read: set[tuple[int, int]] = set()
-        for path in read:
+        for path in (each for each in read if each is not None):
             with contextlib.suppress(OSError):  # who reads it says what is wrong
-                self._read |= set() if path is None else {_inode(os.stat(path))}
+                self._read.add(_inode(os.stat(path)))
         with clear_file_errors(f"markdown {folder}"):
             folder.mkdir(exist_ok=True)
             self._root = os.open(folder, _FOLDER)
@@ -118,9 +118,11 @@ class MarkdownFolder:
         data = os.fsencode(name)
         if not is_alike and len(data) <= _MOST_NAME_BYTES:
             return path + _ENDING
-        kept = data[:_MOST_NAME_BYTES - 17].decode("utf-8", "ignore") if len(data) > _MOST_NAME_BYTES else name
+        most = _MOST_NAME_BYTES - len("~") - 16
+        kept = data[:most].decode("utf-8", "ignore") if len(data) > most else name
         found = f"{folder}{slash}{kept}~{_number(document):016x}"
-        if self._names.has_folded(found):
+        number = np.uint64(_number(_folded(found)))
+        if number in self._folded_D[np.searchsorted(self._folded_D, number):][:1]:
             raise ConfigError(f"markdown of {document!r}: would be {found + _ENDING!r}, which is the file of another "
                               "document; rename one of them")
         return found + _ENDING

@@ -53,11 +53,10 @@ class PageRow:
 
 
 def _box(value: Any) -> Box | None:
-    if isinstance(value, str):  # as metadata has it
-        value = re.split(r"[\s,]+", value.strip("[] "))
+    """The box in metadata, whose values are texts."""
     try:
-        x0, y0, x1, y1 = map(float, value)
-    except (TypeError, ValueError):
+        x0, y0, x1, y1 = map(float, str(value).split())
+    except ValueError:
         return None
     return x0, y0, x1, y1
 

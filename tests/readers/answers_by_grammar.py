@@ -88,13 +88,13 @@ DIVS = [
          + div("List-Group", "<ol start='3'><li>c</li><li>d<ul><li>e</li></ul></li></ol>")
          + div("Figure", '<img alt="Two bars &lt;b&gt;"/>'),
          "[x] yes [ ] no\n\n3. c\n4. d\n   - e\n\nTwo bars &lt;b>"),
-    Case(div("Code-Block", "<pre><code>if a &lt; b:\n    f(`x`)</code></pre>") + div("Blank-Page", ""),
-         "```\nif a < b:\n    f(`x`)\n```"),
+    Case(div("Code-Block", "<pre><code>if a &lt; b:\n    f(`x`) # a<int></code></pre>") + div("Blank-Page", ""),
+         "```\nif a < b:\n    f(`x`) # a<int>\n```"),
     # Broken.
     Case(div("Text", "<p>kept</p>", "1 2 three") + "beside" + '<div data-bbox="0 0 9 9" data-label="Text"><p>cut of',
          "kept\n\nbeside\n\ncut of"),
     Case(div("Text", "<p onclick=a>a<script>alert(1)</script><!-- page 3 --> &lt;!-- page 4 --&gt;</p>"),
-         "a &lt;!-- page 4 -->"),
+         "a&lt;script>alert(1)&lt;/script> &lt;!-- page 4 -->"),
     Case("I cannot read this page.", Refused("has no HTML")),
     Case(div("Text", "<b>" * 2000), Refused("too deep")),
 ]  # fmt: skip

@@ -54,6 +54,20 @@ def test_headers_footers_and_page_numbers_are_blocks_alone() -> None:
     assert "17" not in parsed.markdown
 
 
+def test_the_page_numbers_of_nanonets_are_blocks() -> None:
+    parsed = parse_answer("markdown", "Text\n\n<watermark>DRAFT</watermark>\n\n<page_number>9/22</page_number>")
+    assert parsed.markdown == "Text\n\nDRAFT"
+    assert [(block.label, block.text) for block in parsed.blocks][1:] == [("page_number", "9/22")]
+
+
+def test_html_that_is_left_open_is_ended() -> None:
+    rows = "<table><tr><td>a<td>b<tr><td>c"
+    assert parse_answer("markdown", rows).markdown == (
+        "<table><tr><td>a</td><td>b<tr><td>c</td></tr></td></tr></table>"
+    )
+    assert parse_answer("markdown", "<p>one<p>two").markdown == "<p>one</p><p>two</p>"
+
+
 def test_a_box_that_is_none_loses_no_text() -> None:
     assert [block.box for block in parse_answer("divs", CASES["divs"][6].answer).blocks] == [
         None, None, (0.0, 0.0, 0.009, 0.009)]  # fmt: skip
@@ -64,7 +78,7 @@ def test_an_answer_without_tags_needs_no_package_and_one_with_tags_names_it(monk
         function.cache_clear()
     monkeypatch.setitem(sys.modules, "nh3", None)
     assert parse_answer("markdown", "a < b and *c*").markdown == "a < b and *c*"
-    with pytest.raises(ConfigError, match="needs nh3, which is not installed .*pip install 'nh3>=0.3'"):
+    with pytest.raises(ConfigError, match=r"needs nh3, which is not installed .*pip install 'nh3>=0.3'"):
         parse_answer("markdown", "a <b>c</b>")
 
 

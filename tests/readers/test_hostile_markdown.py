@@ -99,7 +99,7 @@ def test_a_text_without_markup_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize("parser", ["markdown", "otsl", "mineru_block", "divs", "front_matter", "mineru_layout"])
-@MANY
+@settings(max_examples=examples(800), deadline=None)
 @given(answer=ANSWERS, label=st.sampled_from(["", "text", "code", "title", "equation"]))
 def test_a_parser_refuses_an_answer_or_its_markdown_is_clean(parser: str, answer: str, label: str) -> None:
     if parser == "divs":

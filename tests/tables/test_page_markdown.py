@@ -212,10 +212,10 @@ def test_names_that_differ_in_case_or_form_alone_get_a_digest(tmp_path: Path) ->
 
 
 def test_a_long_name_is_cut(tmp_path: Path) -> None:
-    names = ["é" * 125 + ".pdf", "é" * 125 + ".tif"]
+    names = ["é" * 125 + ".pdf", "é" * 125 + ".tif", "a" * 231 + ".pdf", "A" * 231 + ".pdf"]
     pages(tmp_path, [page(name, 1) for name in names],
           [answered(f"{name}#page=1", completion(name[-3:])) for name in names])  # fmt: skip
-    assert sorted(text.split()[-1] for text in files(tmp_path / "out").values()) == ["pdf", "tif"]
+    assert sorted(text.split()[-1] for text in files(tmp_path / "out").values()) == ["pdf", "pdf", "pdf", "tif"]
 
 
 def test_the_pages_of_a_document_stand_together(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from npu_runner.readers.answers.block import PAGE, AnswerError, Block, ParsedAnswer, box_of
-from npu_runner.readers.answers.html_tags import require
-from npu_runner.readers.answers.markdown_text import clean_markdown
+from npu_runner.readers.answers.html_tags import TAGS, require
+from npu_runner.readers.answers.markdown_text import COMMENT, clean_markdown
 
 _BLANK = "Blank-Page"
 _OUTSIDE = "Text"
@@ -19,13 +19,16 @@ _OUTSIDE = "Text"
 _FENCE = re.compile(r"\A\s*```[a-zA-Z]*\n(.*?)(?:\n```\s*)?\Z", re.DOTALL)
 _TAG_LIKE = re.compile(r"<(?=[A-Za-z/!?<])|&(?=#?\w+;)")
 _RAW = ("pre", "code", "math", "chem")
+# Anything else in angle brackets is text, so that no parser hides what stands behind <script> or in #include <vector>.
+_TAGS = "|".join((*TAGS, "div", "span", "pre", "big", "chem", "blockquote", "figure", "figcaption", "form", "label"))
+_TEXT = re.compile(rf"<(?!/?(?:{_TAGS})[\s/>])", re.IGNORECASE)
 _MAX_TAGS = 20_000
 
 
 def parse_divs(text: str, label: str) -> ParsedAnswer:
     """A block for each outer <div> with a data-label, and one for text beside them. HTML without such a <div> is one
     block, the page. Raises AnswerError for a text without HTML."""
-    text = _FENCE.sub(r"\1", text)
+    text = _TEXT.sub("&lt;", re.sub(COMMENT, "", _FENCE.sub(r"\1", text)))
     if not text.strip():
         return ParsedAnswer(blocks=())
     if text.count("<") > _MAX_TAGS:

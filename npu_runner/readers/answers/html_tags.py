@@ -24,12 +24,13 @@ _ATTRIBUTES: dict[str, set[str]] = {
 BLOCKS = frozenset({"table", "caption", "thead", "tbody", "tfoot", "tr", "td", "th", "ul", "ol", "li", "dl", "dt", "dd",
                     "p", "h1", "h2", "h3", "h4", "h5", "h6", "colgroup", "math"})
 """Tags between which some renderers read no Markdown."""
+TAGS = frozenset(_ATTRIBUTES)
 VOID = frozenset({"br", "hr", "col", "input"})
 """Tags without an end."""
-ENDS_ALONE = frozenset({"li", "dt", "dd", "p", "tr", "td", "th", "thead", "tbody", "tfoot", "colgroup"})
-"""Tags whose end HTML lets an author leave out."""
-_PLAIN = frozenset({"div", "span", "center", "font", "html", "head", "body"})
-"""Tags that say nothing without attributes. They are left out, and their content stays."""
+ENDS_ALONE = frozenset({"li", "dt", "dd", "p", "tr", "td", "th"})
+"""Tags that the next one of their name ends."""
+_PLAIN = frozenset({"div", "span", "center", "font", "html", "head", "body", "watermark", "signature"})
+"""Tags that say nothing without attributes, and two of Nanonets. They are left out, and their content stays."""
 # More than HTML's own form of a tag: in `a <b and c> d`, the words are no attributes.
 _ATTRIBUTE = r"""[A-Za-z][\w:-]*\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'=<>`]+)|checked|disabled|nowrap"""
 _TAG = re.compile(rf"""<(/?)([A-Za-z][A-Za-z0-9]*)(?:(?:\s+|(?<=["']))(?:{_ATTRIBUTE}))*\s*/?>""")

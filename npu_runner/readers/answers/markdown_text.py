@@ -13,6 +13,7 @@ from npu_runner.readers.answers.html_tags import BLOCKS, ENDS_ALONE, VOID, read_
 
 _MAX_PASSES = 20
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ufffe\uffff]")
+COMMENT = r"<!--(?:-?>|[\s\S]{0,5000}?--!?>)"
 # A comment of the form that separates the pages of a document. It is removed from code as well.
 _PAGE_MARK = re.compile(r"<!--\s*page\b[^<>]*-->", re.IGNORECASE)
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`]*$)|~{3,})")
@@ -24,7 +25,7 @@ _STARTS_HTML = re.compile(r"^[\s>*+.):\d-]*<(?!https?:)", re.MULTILINE)
 _PART = re.compile(
     r"(?P<escape>\\[\\`])|(?P<address><https?://[^\s<>\"'=`]+(?:\?[^\s<>\"'/`]*)?>|<[\w.+-]+@[\w-]+(?:\.[\w-]+)+>)"
     r"|(?P<ticks>(?<!`)`+)(?!`)(?P<code>[^\n]*?[^`\n])(?P=ticks)(?!`)"
-    r"|(?P<comment><!--(?:-?>|[\s\S]{0,5000}?--!?>))"
+    rf"|(?P<comment>{COMMENT})"
     r"|(?P<tag>\\?</?[A-Za-z][^<>]*>)"
     rf"|\$\$(?P<display>(?:[^$\n]|{_IN_MATH})+)\$\$|(?<![\\$])\$(?![\s$])(?P<inline>[^$\n]*[^\s$\\])\$(?![\d$])"
     rf"|\\[(\[](?P<tex>(?:[^\\\n]|\\[^()\[\]\n]|{_IN_MATH})+?)\\[)\]]"
@@ -93,7 +94,7 @@ class _Pass:
 
     def _end_tags(self) -> None:
         if self._open:
-            self._done[-1] += "".join(f"</{name}>" for name in reversed(self._open) if name not in ENDS_ALONE)
+            self._done[-1] += "".join(f"</{name}>" for name in reversed(self._open))
             self._open = []
 
     def _clean_lines(self) -> None:
@@ -142,13 +143,15 @@ class _Pass:
         if name in VOID:
             return written
         if not name.startswith("/"):
+            if name in ENDS_ALONE and self._open[-1:] == [name]:
+                return f"</{name}>{written}"
             self._open.append(name)
             return written
         if name[1:] not in self._open:
             return ""
         ended = ""
         while (inner := self._open.pop()) != name[1:]:
-            ended += "" if inner in ENDS_ALONE else f"</{inner}>"
+            ended += f"</{inner}>"
         return ended + written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from npu_runner.readers.answers.block import PAGE, AnswerError, Block, ParsedAnswer
@@ -11,10 +12,15 @@ from npu_runner.readers.answers.markdown_text import clean_markdown
 from npu_runner.readers.answers.mineru import parse_block, parse_layout
 from npu_runner.readers.answers.otsl import parse_otsl
 
+# Nanonets marks the number of a page so.
+_PAGE_NUMBER = re.compile(r"<page_number>([^<>]{0,40})</page_number>")
+
 
 def parse_markdown(text: str, label: str) -> ParsedAnswer:
-    """One block, the page."""
-    return ParsedAnswer(blocks=(Block(label=label or PAGE, text=clean_markdown(text)),))
+    """One block, the page, and one for each page number."""
+    numbers = [Block(label="page_number", text=clean_markdown(found)) for found in _PAGE_NUMBER.findall(text)]
+    page = Block(label=label or PAGE, text=clean_markdown(_PAGE_NUMBER.sub("", text)))
+    return ParsedAnswer(blocks=(page, *numbers))
 
 
 PARSERS: dict[str, Callable[[str, str], ParsedAnswer]] = {
