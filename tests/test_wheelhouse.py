@@ -45,7 +45,8 @@ FROM_A_FILE = '{"url": "file:///torch.whl", "archive_info": {}}'
 INDEX = {"attrs": "26.1.0", "decorator": "5.2.1", "numpy": "2.4.6", "packaging": "26.3", "protobuf": "6.33.5",
          "psutil": "7.1.0", "pyyaml": "6.0.4", "huggingface_hub": "2.4.0", "jinja2": "3.1.6", "llguidance": "1.9.1",
          "pillow": "13.0.0", "pydantic": "2.14.3", "safetensors": "0.8.0", "tokenizers": "0.23.3", "tqdm": "4.70.1",
-         "torch": "2.13.0", "pyarrow": "21.0.0"}  # fmt: skip
+         "torch": "2.13.0", "pyarrow": "21.0.0", "pypdfium2": "5.15.2",
+         "nh3": "0.3.8", "markdownify": "1.2.3"}  # fmt: skip
 # What the tests of the regression run need beside it, as CI has it; the default Python of a wheelhouse is not 3.10.
 PINS = "".join((ROOT / f"requirements-{name}.txt").read_text() for name in ("tests", "dev"))
 TESTING = {name.replace("-", "_"): version for name, version in re.findall(
@@ -134,6 +135,7 @@ def install_from_wheelhouse(source: Path, elsewhere: dict[str, str], image: dict
     assert made.returncode == 0, made.stdout + made.stderr
     assert not list((tmp_path / "wheelhouse").glob("torch*"))
     assert list((tmp_path / "wheelhouse").glob("pyarrow-*.whl")), "a table in Parquet is what the first page shows"
+    assert list((tmp_path / "wheelhouse").glob("pypdfium2-*.whl")), "PDFs are read on a host without internet, too"
     for gone in ("index", "checkout"):
         shutil.rmtree(tmp_path / gone)
     return install_in(image, tmp_path)

@@ -22,7 +22,7 @@ from npu_runner.config import GRAPH_MODES, RunnerConfig
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import AUTO, BUILT_IN, check_name, find_platform, platforms
 from npu_runner.platforms.examination import Examination, Findings, examination_of
-from npu_runner.platforms.host import Check, Host
+from npu_runner.platforms.host import Check, Host, run_program
 
 _MEMORY_OPTIONS = {
     "revision", "runner", "task", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
@@ -124,6 +124,7 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
         # Any other failure may still let a generation through.
         is_hopeless |= check.name in examination.needs and check.status != "ok"
         yield check
+    yield _check_pdf_fonts(examination)
     if examination.checks_layers and options.generation and not is_hopeless:
         yield from check_layers(examination, options.timeout_seconds)
     for mode in options.graph_modes or examination.graph_modes:
@@ -135,6 +136,20 @@ def examine_host(host: Host, options: DoctorOptions) -> Iterator[Check]:
             yield Check(f"generation ({name}, {mode})", "skipped", reason)
         else:
             yield from check_generation(examination, mode, num_ranks, options.timeout_seconds)
+
+
+def _check_pdf_fonts(examination: Examination) -> Check:
+    name = "pages of PDFs"
+    if examination.packages.get("pypdfium2") is None:
+        return Check(name, "skipped", "pypdfium2 is not installed; pip install 'pypdfium2>=5.15' adds PDFs")
+    outcome = run_program(examination.host, "npu_runner.prompts.media.pdf_fonts", [])
+    if outcome.error is not None:
+        return Check(name, "failed", outcome.error, "pip install --force-reinstall 'pypdfium2>=5.15'")
+    (fonts,) = outcome.reports
+    if not fonts["missing"]:
+        return Check(name, "ok", f"PDFium {fonts['pdfium']}; Chinese, Japanese and Korean text has fonts")
+    return Check(name, "warning", f"PDFium {fonts['pdfium']}; pages with text in fonts that are not embedded fail: no "
+                 f"font for {fonts['languages']}", "apt install fonts-noto-cjk")
 
 
 def _choose(findings: Findings, name: str) -> tuple[Examination, str]:

@@ -1,4 +1,5 @@
-"""`npu-runner models`: which model types are served, and how one checkpoint would be served, or why not.
+"""`npu-runner models`: which model types are served, and how one checkpoint would be served, or why not. Shows page
+readers, too.
 
 Asks the strategies, as a start does; has no list of its own. Loads no weights and touches no device.
 """
@@ -36,12 +37,18 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder, a hub id or a bare config.json "
                         "(default: the table of all model types)")
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    parser.add_argument("--reader", nargs="?", const="", metavar="NAME", help="show the file of a page reader, which "
+                        "rows --reader reads (default: list the readers)")
     add_some_options(parser, RunnerConfig, "settings of MODEL", ("revision", "runner", "task"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or one line about one model. Returns 1 if that one is not served."""
     settings = named_settings(arguments, RunnerConfig)
+    if arguments.reader is not None:
+        if arguments.model is not None:
+            raise ConfigError(f"--reader shows a page reader and no model; leave {arguments.model!r} out")
+        return _show_reader(arguments)
     if arguments.model is not None:
         found = explain(settings)
         print_result(arguments, found, [as_line(found)])
@@ -50,6 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--{name} is a setting of a model; name one, or leave it out")
     rows = table()
     print_result(arguments, rows, [] if arguments.json else as_lines(rows))
+    return 0
+
+
+def _show_reader(arguments: argparse.Namespace) -> int:
+    from npu_runner.readers.reader import read_reader, shipped_readers  # pydantic, which the table does not need
+
+    if arguments.reader:
+        print(read_reader(arguments.reader).to_json())
+        return 0
+    about = {name: reader.about for name, reader in shipped_readers().items()}
+    width = max(map(len, about))
+    print_result(arguments, about, [f"{name.ljust(width)}  {line}" for name, line in about.items()])
     return 0
 
 

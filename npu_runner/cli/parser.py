@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 Commands: typing.TypeAlias = "argparse._SubParsersAction[Parser]"
 
 FIRST: dict[str, tuple[str, ...]] = {
-    "rows": ("sources", "output", "prompt", "template", "image", "schema", "max_tokens", "id", "keep", "system",
+    "rows": ("sources", "output", "prompt", "template", "image", "schema", "max_tokens", "id", "keep", "reader",
              "media_dir", "sample"),
+    "read": ("sources", "output", "model", "reader", "prompt", "pages", "sample", "retry", "platform",
+             "data_parallel_size", "tensor_parallel_size"),
     "batch": ("input", "output", "model", "allowed_media_dir", "response_schema", "retry", "overwrite",
               "report", "platform", "data_parallel_size", "tensor_parallel_size", "max_model_len"),
     "check": ("input", "model", "allowed_media_dir", "response_schema", "sample", "device_memory", "platform",
@@ -37,6 +39,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ('rows photos --prompt "Read the receipt." --schema receipt.json --max-tokens 500 -o rows.jsonl',
          "ask for JSON that fits a schema"),
     ),
+    "read": (
+        ("read reports -o out --model chandra-ocr-2 --reader chandra-ocr-2", "write a Markdown file of each document; "
+         "the same command adds new documents, and goes on where it stopped"),
+        ("read reports -o out --model Qwen3-VL-8B --prompt 'Write this page as Markdown.' --sample 20",
+         "try a prompt with 20 pages"),
+        ("read scans -o out --model MinerU2.5 --pages 1-5", "read the first pages, by the reader of the model"),
+    ),
     "batch": (
         ("batch -i rows.jsonl -o answers.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",
          "answer the rows; the same command resumes a job that was killed"),
@@ -54,6 +63,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "table": (
         ("table answers.jsonl -i rows.jsonl -o table.parquet", "metadata, text, and a column for each field of JSON"),
         ("table answers.jsonl -o vectors.npy", "the vectors of an embedding model"),
+        ("table answers.jsonl -i pages.jsonl --markdown OUT", "a Markdown file of each document"),
     ),
     "merge": (("merge first.jsonl second.jsonl -o all.jsonl --dropped rest.jsonl", "each row once"),),
     "generate": (
@@ -67,7 +77,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "summary": (("summary answers.jsonl -i rows.jsonl --json", "add up all runs of a job, for a program"),),
     "report": (("report answers.jsonl -i rows.jsonl -o page.html --allowed-media-dir photos",
                 "show questions, images and answers"),),
-    "models": (("models", "list what is served"), ("models Qwen3-VL-8B", "say how this checkpoint would be served")),
+    "models": (("models", "list what is served"), ("models Qwen3-VL-8B", "say how this checkpoint would be served"),
+               ("models --reader chandra-ocr-2", "show what this page reader asks")),
     "doctor": (
         ("doctor", "look at this host, and answer a few questions with the embedded model"),
         ("doctor --platform npu --skip-generation --json", "check the NPUs in seconds, for a program"),

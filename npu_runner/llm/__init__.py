@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -92,8 +93,9 @@ _READ_SECONDS = 0.05
 
 class LLM:
     """A loaded model. `settings` are the fields of RunnerConfig, of PreprocessingOptions and of ReplicaOptions, or
-    vLLM's (docs/from-vllm.md); an unknown one is a ConfigError. One more is `allowed_media_dir`: the folder below which
-    addresses of images and videos may lie, for every call that names none itself.
+    vLLM's (docs/from-vllm.md); an unknown one is a ConfigError. Two more are `allowed_media_dir`, the folder below
+    which addresses of images and videos may lie, for every call that names none itself; and `pdf_passwords`, a JSON
+    file of an object with the passwords of PDFs by path, where * is all others.
 
         with LLM("path/to/checkpoint") as llm:
             for result in llm.chat(conversations, SamplingParams(temperature=0)):
@@ -113,6 +115,7 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any):
         given = {"model": str(model), **own_settings(str(model), settings)}
         self.allowed_media_dir: Path | str | None = given.pop("allowed_media_dir", None) or None
+        self._rules = MediaRules().with_passwords(given.pop("pdf_passwords", None))
         config, self.options, several = from_keywords(given, RunnerConfig, PreprocessingOptions, ReplicaOptions)
         check_format(config, settings.get("quantization"))
         self._turns = Turns()
@@ -201,7 +204,8 @@ class LLM:
         Options, which are for all conversations:
         - `allowed_media_dir`: an image_url or video_url, or an image that is text, may be a data: URL or, with this, a
           file below that folder; without it the setting of that name counts. A `pathlib.Path` is read wherever it lies.
-          Nothing is downloaded.
+          Nothing is downloaded. An image_url may name a page of a PDF or TIFF file, a size and a part of it
+          (docs/documents.md).
         - `mm_processor_kwargs`: how videos are sampled, {"fps": 1}, {"num_frames": 8} or {"max_frames": 9}, and how
           images (and frames of Qwen2-VL) are bounded, {"min_pixels": 3136, "max_pixels": 500_000}.
         - `chat_template`: text or file of one that stands in for the checkpoint's.
@@ -347,8 +351,8 @@ class LLM:
     # -- one call --------------------------------------------------------------------------------------------------
 
     def _media_rules(self, allowed_dir: Path | str | None) -> MediaRules:
-        return MediaRules(
-            allowed_dir=allowed_dir or self.allowed_media_dir,
+        return replace(
+            self._rules, allowed_dir=allowed_dir or self.allowed_media_dir,
             max_bytes=self.options.max_media_bytes, max_total_bytes=self.options.max_prompt_media_bytes)
 
     def _pool(self, prompts: Any, params: PoolingRequests, task: str, wrap: Callable[..., Any], use_tqdm: Bar,

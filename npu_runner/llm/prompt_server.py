@@ -87,7 +87,7 @@ class PromptServer(InlineReplica):
             num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
             worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting)
         self.endpoint = Endpoint(functools.partial(prepare_prompt, engine.processor), self._write, limits,
-                                 failed=failed_prompt)
+                                 failed=failed_prompt, pages_of=lambda task: task.pages)
         self.pool = self.endpoint.pool
         self._open.callback(self.pool.close)
         return ReplicaFacts(

@@ -54,6 +54,11 @@ class PromptTask(ABC):
         return ()
 
     @property
+    def pages(self) -> list[tuple[str, int]]:
+        """The pages of documents that it shows, as (document, page)."""
+        return [page for image, _ in self.images if isinstance(image, Media) and (page := image.page) is not None]
+
+    @property
     def is_worth_a_worker(self) -> bool:
         """Preparing it takes longer than the way to a worker and back."""
         return self.is_plain and (bool(self.images) or self.num_chars >= _LEAST_CHARS)

@@ -23,6 +23,7 @@ from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
 from npu_runner.prompts.media.images import prepare_image
 from npu_runner.prompts.media.media import Media
+from npu_runner.prompts.media.pages import OpenDocuments
 from npu_runner.prompts.media.processor_kwargs import FIELD, IMAGE_BOUNDS, bounded, checked_kwargs, most_tokens
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
@@ -173,6 +174,7 @@ class VisionPrompts:
         self._text_length = text_length
         self._max_source_pixels = max_source_pixels
         self._uses_mrope = uses_mrope
+        self.documents = OpenDocuments()
 
     @property
     def why_no_videos(self) -> str | None:
@@ -265,12 +267,15 @@ class VisionPrompts:
     def _show(self, item: Seen, where: str, num_tokens_before: int, requested: RequestedMedia) -> list[Shown]:
         source = item.source if isinstance(item, Video) else item
         is_low = isinstance(source, Media) and source.detail == "low"
-        name = ""
+        name, page = "", None
         if isinstance(source, Media):
-            where, name, source = source.where, source.name, source.load()
+            where, name = source.where, source.name
+            source, page = (source.load(), None) if isinstance(item, Video) else self.documents.load_image(
+                source, self._max_source_pixels)
         try:
             if not isinstance(item, Video):
-                return [Shown(self._prepare_image(source, requested.images, is_low=is_low))]
+                image = self._prepare_image(source, requested.images, is_low=is_low)
+                return [Shown(image if page is None else replace(image, page=page))]
             assert requested.videos is not None, "videos were refused before"
             assert isinstance(source, bytes), "a video is encoded bytes"
             return requested.videos.show(source, lambda num: self._text_length.check_tokens(num_tokens_before + num))

@@ -41,11 +41,14 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 class Medium(NamedTuple):
     url: str
     is_video: bool
+    options: str = "{}"
+    """The other fields of the address, as JSON."""
 
     @property
     def key(self) -> str:
         """A digest that stands for a URL, which may hold megabytes."""
-        return hashlib.blake2b(f"{self.is_video} {self.url}".encode("utf-8", "replace"), digest_size=12).hexdigest()
+        named = f"{self.is_video} {self.options} {self.url}"
+        return hashlib.blake2b(named.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
     @property
     def address(self) -> str:
@@ -225,7 +228,8 @@ def _texts_in(content: Any, media: list[Medium]) -> Iterator[str]:
         for name in ("image_url", "video_url"):
             url = part.get(name)
             if isinstance(url, dict) and isinstance(url.get("url"), str):
-                media.append(Medium(url["url"], name == "video_url"))
+                options = {field: value for field, value in url.items() if field != "url"}
+                media.append(Medium(url["url"], name == "video_url", json.dumps(options)))
 
 
 def _calls_in(message: dict[str, Any]) -> list[tuple[str, str]]:

@@ -34,9 +34,9 @@ from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits
 
 
-def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: Any) -> JobSummary:
+def run_batch_and_report(config: RunnerConfig, options: BatchOptions, *, unit: str = "row", **more: Any) -> JobSummary:
     """Run the job as the command does: with `options.metrics_file`, its last lines, `options.summary`, and then
-    `options.report`, if every row has its line. `more`: arguments of `run_batch`.
+    `options.report`, if every row has its line. `unit`: the word for a row. `more`: arguments of `run_batch`.
 
     A file that cannot be written is refused before the model is loaded. Raises JobError if it fails later.
     """
@@ -54,7 +54,7 @@ def run_batch_and_report(config: RunnerConfig, options: BatchOptions, **more: An
             # The job and the report read one opened input: standard input can be read only once.
             file = entered.enter_context(InputFile(options.input, output.parent))
         views = Views({metrics.path: metrics_of} if metrics is not None and metrics.path is not None else {},
-                      partial(_report_end, places["output"].name, summary_file))
+                      partial(_report_end, places["output"].name, summary_file), unit)
         summary = run_batch(config, replace(options, report=None, summary=None, metrics_file=None), input=file,
                             views=views, **more)
         if report is not None and file is not None and not summary.is_interrupted:

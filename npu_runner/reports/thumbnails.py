@@ -7,7 +7,9 @@ image: JPEG is decoded at an eighth of its sides where that is enough, and an im
 from __future__ import annotations
 
 import base64
+import functools
 import io
+import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ from PIL import Image
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.image_formats import open_encoded
 from npu_runner.prompts.media.images import open_image
-from npu_runner.prompts.media.media import load_media
+from npu_runner.prompts.media.media import Addresses, MediaRules, load_media
+from npu_runner.prompts.media.pages import OpenDocuments
 from npu_runner.prompts.media.videos import VideoFile
 from npu_runner.reports.cards import Medium
 from npu_runner.reports.priority import lower_session
@@ -61,8 +64,7 @@ class ThumbnailMaker:
     def __call__(self, medium: Medium) -> bytes | None:
         lower_session()
         try:
-            data = load_media(medium.url, self.allowed_media_dir, max_bytes=self.max_media_bytes)
-            image = _sheet(data, self.side) if medium.is_video else self._open(data)
+            image = self._sheet(medium) if medium.is_video else self._image(medium)
         except RequestError:
             return None
         image.thumbnail((self.side, self.side), Image.Resampling.LANCZOS)
@@ -70,9 +72,24 @@ class ThumbnailMaker:
         image.save(encoded, "JPEG", quality=_QUALITY)
         return encoded.getvalue()
 
-    def _open(self, data: bytes) -> Image.Image:
+    def _sheet(self, medium: Medium) -> Image.Image:
+        return _sheet(load_media(medium.url, self.allowed_media_dir, max_bytes=self.max_media_bytes), self.side)
+
+    def _image(self, medium: Medium) -> Image.Image:
+        rules = MediaRules(allowed_dir=self.allowed_media_dir, max_bytes=self.max_media_bytes)
+        address = {**json.loads(medium.options), "url": medium.url}
+        media = Addresses(rules).media({"type": "image_url", "image_url": address}, "")
+        assert media is not None, "it has an address"
+        data, _ = _documents().load_image(media, min(MAX_DECODED_PIXELS, self.max_source_pixels))
+        if isinstance(data, Image.Image):
+            return data
         small = _opened_small(data, self.max_source_pixels, 2 * self.side)
         return open_image(data if small is None else small, max_source_pixels=MAX_DECODED_PIXELS)
+
+
+@functools.cache
+def _documents() -> OpenDocuments:
+    return OpenDocuments()
 
 
 def _sheet(data: bytes, side: int) -> Image.Image:

@@ -27,6 +27,23 @@ class ReasoningTokens:
         return {"start": self.start, "end": self.end, "start_id": self.start_id, "end_id": self.end_id}
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageFacts:
+    """The facts of an image that shows a page, or a part of one. `width`, `height`: pixels before the model's own
+    resizing."""
+
+    is_blank: bool
+    """All its pixels are of nearly one colour."""
+    width: int
+    height: int
+    has_text: bool | None
+    """The page has a text layer; None: its file's kind has none."""
+
+    def to_json(self) -> dict[str, bool | int | None]:
+        """As a line of the output names them."""
+        return {"blank": self.is_blank, "width": self.width, "height": self.height, "text_layer": self.has_text}
+
+
 @dataclass(frozen=True)
 class ImageInput:
     """One image, decoded and resized, still in bytes: the device rescales and normalises it.
@@ -41,6 +58,8 @@ class ImageInput:
     grid_thw: tuple[int, int, int]
     """Patches in time (1), height and width, before merging."""
     num_tokens: int
+    page: PageFacts | None = None
+    """None: it is no page of a document."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,12 @@ class PromptInputs:
     position_delta: int = 0
     thinking: Thinking | None = None
     text: str | None = None
+
+    @property
+    def pages(self) -> list[PageFacts]:
+        """The pages that it shows, in its order."""
+        shown = (self.images[span.image_index].page for span in self.spans)
+        return [page for page in shown if page is not None]
 
     def without_text(self) -> PromptInputs:
         return self if self.text is None else replace(self, text=None)

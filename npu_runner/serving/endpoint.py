@@ -16,9 +16,10 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
 from npu_runner.request.pooling_params import PoolingParams
-from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.prompt_inputs import PageFacts, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.replica import FinishedRow
+from npu_runner.serving.workers.given_up import DocumentFailures
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
 
@@ -56,6 +57,12 @@ class Prepared:
     num_bytes: int = 0
 
     @property
+    def pages(self) -> list[PageFacts]:
+        """The pages of documents that it shows, in their order."""
+        prompts = self.prompt if isinstance(self.prompt, tuple) else (self.prompt,)
+        return [page for prompt in prompts for page in prompt.pages]
+
+    @property
     def num_sequences(self) -> int:
         """The engine makes this number of sequences of it."""
         if isinstance(self.prompt, tuple):
@@ -80,12 +87,16 @@ class Endpoint:
     """Takes tasks, gives prepared requests and writes answers. Its caller bounds what it holds.
 
     `prepare`: picklable; makes Prepared of a task, in a worker or here. `write` makes the bytes of an answer, or of an
-    error. `failed` makes Prepared of a task that no worker could prepare. `inherited`: descriptors that workers have.
+    error. `failed` makes Prepared of a task that no worker could prepare. `pages_of`: that of DocumentFailures.
+    `inherited`: descriptors that workers have.
     """
 
     def __init__(self, prepare: Callable[[Any], Prepared], write: Callable[[Prepared, Any], FinishedRow],
-                 limits: PoolLimits, inherited: Sequence[int] = (), *, failed: Callable[[Any, RequestError], Prepared]):
-        self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record)
+                 limits: PoolLimits, inherited: Sequence[int] = (), *, failed: Callable[[Any, RequestError], Prepared],
+                 pages_of: Callable[[Any], Iterable[tuple[str, int]]] = lambda task: ()):
+        self._documents: DocumentFailures[Any] = DocumentFailures(pages_of)
+        self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record,
+                                                refusal=self._documents.refusal)
         """Closed by the maker of the endpoint."""
         self._prepare = prepare
         self.finish = write
@@ -96,8 +107,12 @@ class Endpoint:
         self.wants_grammars = threading.Event()
         """A worker has prepared a request with a grammar. Of use while the model loads."""
 
-    def _record(self, result: Any) -> None:
+    def _record(self, task: Any, result: Any) -> None:
         """Called in the pool's thread."""
+        if isinstance(result, WorkerFailure):
+            self._documents.record(task, result)
+        elif isinstance(result, Prepared) and result.error is None:
+            self._documents.record(task, None)
         if isinstance(result, Prepared) and getattr(result.params, "structured_outputs", None) is not None:
             self.wants_grammars.set()
 

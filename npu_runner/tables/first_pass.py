@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from npu_runner.batch.rows import endpoints
-from npu_runner.batch.rows.openai_response import error_of, has_failed, name_of_answer, object_in
+from npu_runner.batch.rows.openai_response import PAGE, error_of, has_failed, name_of_answer, object_in
 from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
-from npu_runner.tables.column_types import DOUBLE, INT64, LIST, TEXT, VECTOR32, Seen, declared_types
+from npu_runner.tables.column_types import BOOL, DOUBLE, INT64, LIST, TEXT, VECTOR32, Seen, declared_types
 
 Answer = dict[str, Any]
 Cells = dict[str, Any]
@@ -26,6 +26,8 @@ VECTOR, SCORE, LABEL, PROBS = "vector", "score", "label", "probs"
 LOGPROB, PROMPT_COUNT = "mean_logprob", "prompt_tokens"
 TEXT_COLUMNS = ("text", "reasoning", "tool_calls", "finish_reason", "stop_reason")
 COUNT_COLUMNS = ("completion_tokens", "reasoning_tokens")
+PAGE_FACTS = {"blank": BOOL, "width": INT64, "height": INT64, "text_layer": BOOL}
+"""Facts of the page of a document that a row shows, which get columns. A row of several pages has none here."""
 ERROR_COLUMNS = ("error_code", "error_message")
 MAX_FIELDS = 256
 """Fields beside a schema's that get columns. Answers with more of them are no table; they stay text."""
@@ -44,7 +46,9 @@ def cells_of(answer: Answer) -> list[Cells]:
     if has_failed(answer):
         error = error_of(answer)
         return [{"custom_id": name, "error_code": error.get("code"), "error_message": error.get("message")}]
-    return [{"custom_id": name, **cells} for cells in endpoints.cells_of(answer["response"]["body"])]
+    page = answer.get(PAGE)
+    facts = {f"{PAGE}_{fact}": page.get(fact) for fact in PAGE_FACTS} if isinstance(page, dict) else {}
+    return [{"custom_id": name, **cells, **facts} for cells in endpoints.cells_of(answer["response"]["body"])]
 
 
 class FirstPass:
@@ -135,6 +139,7 @@ class FirstPass:
         if self._names.issuperset(TEXT_COLUMNS) or not self._names & _POOLED.keys():
             found |= {f"{FIELD}{name}": self._seen(name).type for name in self.field_names()}
             found |= {**dict.fromkeys(TEXT_COLUMNS, TEXT), LOGPROB: DOUBLE, **dict.fromkeys(COUNT_COLUMNS, INT64)}
+        found |= {name: kind for fact, kind in PAGE_FACTS.items() if (name := f"{PAGE}_{fact}") in self._names}
         return {**found, PROMPT_COUNT: INT64, **dict.fromkeys(ERROR_COLUMNS, TEXT)}
 
     def mixed(self) -> list[str]:

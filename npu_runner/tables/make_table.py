@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
 from npu_runner.batch.files.place import read_by
@@ -27,10 +29,13 @@ from npu_runner.tables.first_pass import (
     joiner,
     metadata_of,
 )
+from npu_runner.tables.markdown_files import DocumentNames, MarkdownFolder
 from npu_runner.tables.options import TableOptions
+from npu_runner.tables.page_answers import PageRow, page_answers
+from npu_runner.tables.page_markdown import PageCounts, find_parser, write_pages
 from npu_runner.tables.places import JobOutput, find_outputs
 from npu_runner.tables.prompt_text import read_schema
-from npu_runner.tables.table_writers import CsvWriter, JsonlWriter, ParquetTable, TableWriter, VectorsWriter
+from npu_runner.tables.table_writers import TableWriter, VectorsWriter, text_writer
 
 _RULE_OF_JOB = "answers.structured_outputs"
 
@@ -39,7 +44,12 @@ _RULE_OF_JOB = "answers.structured_outputs"
 class MadeTable:
     """The result, for the words at the end."""
 
-    output: str
+    output: str | None
+    """None: no table was asked for."""
+    pages: list[str]
+    """The words about Markdown and blocks."""
+    counts: PageCounts | None
+    """None: neither was asked for."""
     num_lines: int
     num_answers: int
     num_failed: int
@@ -69,7 +79,7 @@ class MadeTable:
                                     f"{self.first_broken_line}"),
             (self.num_repeated, f"{self.num_repeated} rows stand there again, or failed and were answered since"),
         ]
-        lines = [f"table     {self.output}: {text}"]
+        lines = [*([] if self.output is None else [f"table     {self.output}: {text}"]), *self.pages]
         lines += [f"left out  {reason}" for count, reason in left_out if count]
         if self.mixed:
             lines.append(f"text      values of several types: {', '.join(self.mixed)}")
@@ -83,18 +93,23 @@ class MadeTable:
 
 def make_table(name: str, options: TableOptions) -> MadeTable:
     """Raises ConfigError where there are no answers, or none that the format accepts; then the table is as before."""
-    if options.kind == "parquet":
+    if "parquet" in (options.kind, options.kind_of_blocks):
         pyarrow_for("Parquet", "write CSV, which needs no package: -o table.csv")
     with contextlib.ExitStack() as entered:
         output = entered.enter_context(JobOutput(name, options.max_row_bytes))
-        (place,) = find_outputs([("table", options.output)], [*output.read_names, *read_by(options)])
+        read = [*output.read_names, *read_by(options)]
+        places = {place.option: entered.enter_context(place) for place in find_outputs(
+            [("table", options.output), ("blocks", options.blocks)], read)}
         file = None if options.input is None else entered.enter_context(InputFile(options.input))
-        found = FirstPass(_schema(output, options))
+        found, names = FirstPass(_schema(output, options)), DocumentNames()
+        parser = find_parser(options.reader, str(options.input)) if options.has_pages else ""
         rows = None
         if file is not None:
             rows = file.scan_for(name, None if output.manifest is None else output.manifest.input)
             for request in requests_in(file, options.max_row_bytes):
                 found.add_request(request)
+                if options.markdown is not None:
+                    names.add(PageRow.from_request(request).document)
         output.scan(found.add_answer)
         output.refuse_other_files()
         joined = Joined(file, rows, output, options.max_row_bytes)
@@ -103,20 +118,19 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
                               "input of that job")
         shown = joined.places[output.sizes_A[joined.answers_R[joined.places]] >= 0]
         num_lines = int(output.sizes_A[joined.answers_R[shown]].sum())
-        ends: Counter[bool] = Counter()
-        make_writer, join = _writer(options, found, num_lines), joiner(found)
-        with place, place.writing() as stream:
-            writer = make_writer(stream, found.columns())
-            for request, answer in joined.pairs(shown):
-                for cells in cells_of(answer):
-                    writer.write(join(cells, metadata_of(request)))
-                    ends.update([cells["stop_reason"] == REPETITION_DETECTED]
-                                if cells.get("finish_reason") == "length" else [])
-            writer.finish()
+        ends, pages, counts = Counter[bool](), list[str](), None
+        if (place := places.get("table")) is not None:
+            with place.writing() as stream:
+                ends = _write_table(_writer(options, found, num_lines)(stream, found.columns()), found, joined, shown)
+        if options.has_pages and file is not None:
+            answers = page_answers(requests_in(file, options.max_row_bytes), joined, output)
+            folder = None if options.markdown is None else entered.enter_context(
+                MarkdownFolder(options.markdown, names, [path for _, path in read]))
+            pages, counts = write_pages(answers, options, parser, folder, places.get("blocks"))
         num_answered = len(joined.places)
     # An answer of no known endpoint counts as a broken line.
     return MadeTable(
-        output=options.output, num_lines=num_lines, num_answers=len(shown),
+        output=options.output, pages=pages, counts=counts, num_lines=num_lines, num_answers=len(shown),
         num_failed=int(output.failed_A[joined.answers_R[shown]].sum()),
         num_cut_off=ends[False], num_repetition=ends[True],
         num_unanswered=joined.num_rows - num_answered if joined.has_input else None,
@@ -127,14 +141,24 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
         has_more_metadata=MORE_METADATA in found.columns())
 
 
+def _write_table(writer: TableWriter, found: FirstPass, joined: Joined, shown: np.ndarray) -> Counter[bool]:
+    """Returns the numbers of answers that ended at their limit: False, cut off; True, because they repeated."""
+    ends, join = Counter[bool](), joiner(found)
+    for request, answer in joined.pairs(shown):
+        for cells in cells_of(answer):
+            writer.write(join(cells, metadata_of(request)))
+            ends.update([cells["stop_reason"] == REPETITION_DETECTED]
+                        if cells.get("finish_reason") == "length" else [])
+    writer.finish()
+    return ends
+
+
 def _writer(options: TableOptions, found: FirstPass,
             num_lines: int) -> Callable[[BinaryIO, Mapping[str, str]], TableWriter]:
     if options.kind == "npy":
         found.require_one_size()
         return partial(VectorsWriter, num_rows=num_lines, size=found.vector_size)
-    if options.kind == "csv":
-        return partial(CsvWriter, is_excel_safe=options.excel_safe)
-    return ParquetTable if options.kind == "parquet" else JsonlWriter
+    return text_writer(str(options.kind), options.excel_safe)
 
 
 def _schema(output: JobOutput, options: TableOptions) -> Any:

@@ -15,6 +15,8 @@ import jinja2.meta
 
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.text.template_sandbox import TEMPLATE_FAULTS, BoundedEnvironment
+from npu_runner.readers.package_prompt import ReaderPrompt, prompt_of
+from npu_runner.readers.reader import PageReader, find_reader, read_reader
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.records import Record, without_nan
 
@@ -26,20 +28,24 @@ class PromptText:
     """Makes the text of a prompt. Raises ConfigError for a file that cannot be read, and a template that does not
     compile."""
 
-    def __init__(self, options: RowsOptions):
+    def __init__(self, options: RowsOptions, default: str | None = None):
+        """`default`: the prompt where the options have none."""
         self._name = str(options.template)
         self._template: jinja2.Template | None = None
         self.needed: frozenset[str] | None = frozenset()
         """Columns that it reads; None: perhaps all."""
+        self.source: str | None
+        """The text, or that of the template."""
         if options.template is None:
             file = options.prompt_file
-            self._text = options.prompt if file is None else read_text("prompt_file", file)
+            given = options.prompt if file is None else read_text("prompt_file", file)
+            self.source = self._text = default if given is None else given
             return
         environment = BoundedEnvironment(
             undefined=jinja2.StrictUndefined, finalize=_printed, extensions=["jinja2.ext.loopcontrols"],
             trim_blocks=True, lstrip_blocks=True)
         environment.globals = {"range": environment.globals["range"]}
-        source = read_text("template", options.template)
+        self.source = source = read_text("template", options.template)
         try:
             self._template = environment.from_string(source)
             read = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -61,6 +67,21 @@ class PromptText:
             known = ", ".join(map(repr, list(columns)[:20]))
             raise ConfigError(f"template {self._name}: {record.where}: {error or type(error).__name__}; its columns "
                               f"are {known}") from error
+
+
+def find_page_reader(options: RowsOptions) -> tuple[PageReader | None, ReaderPrompt | None]:
+    """The reader that the options name, and its prompt where they have none. Raises ConfigError."""
+    if not options.has_reader:
+        return None, None
+    if options.reader is None:
+        assert options.model is not None, "one of the two is named"
+        reader = find_reader(options.model)
+    else:
+        reader = read_reader(options.reader)
+    if reader.after is not None:
+        raise ConfigError(f"reader {reader.name}: reads blocks, which are in the answers to {reader.after}; name that "
+                          "reader for pages, and for their answers this one with --rows")
+    return reader, None if options.has_prompt else prompt_of(reader, options.prompt_python)
 
 
 def read_text(option: str, path: Path) -> str:

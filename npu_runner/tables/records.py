@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, AnyStr, BinaryIO
 
@@ -23,9 +23,12 @@ from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS, MIB
 from npu_runner.tables.arrow_records import arrow_records, num_arrow_records
+from npu_runner.tables.documents import Documents, OpenedDocument
 from npu_runner.tables.sources import ARROW, CSV, MEDIA, PARQUET, Source, Sources
 
 Columns = Mapping[str, Any]
+Seen = Callable[[str, OpenedDocument, int], None]
+"""It is called with the name of a document, its facts, and the number of its pages of which there are records."""
 _SEPARATOR = re.compile(r"sep=([^\"\r\n])\r?\n?", re.IGNORECASE)
 _MAX_BYTES = LIMITS.max_row_bytes
 
@@ -38,7 +41,10 @@ class Record:
     where: str
     columns: Columns
     file: Source | None = None
-    """The image or video that the record is; None: it comes from a table."""
+    """The document, image or video that the record is; None: it comes from a table."""
+    document: OpenedDocument | None = None
+    """The document of which the record is a page."""
+    page: int = 1
     media_columns: Mapping[str, str | None] = field(default_factory=dict)
     """Columns that hold files in the form of Hugging Face's datasets, and the schema's names for them (Image, Video,
     Audio, ...); None: it has none."""
@@ -70,38 +76,53 @@ class Reader:
     `delimiter`, `encoding` of CSV files; None: as the file says, else a comma or a tab, and UTF-8.
     """
 
-    def __init__(self, sources: Sources, *, delimiter: str | None = None, encoding: str | None = None,
-                 needed: frozenset[str] | None = None):
+    def __init__(self, sources: Sources, documents: Documents, *, delimiter: str | None = None,
+                 encoding: str | None = None, needed: frozenset[str] | None = None):
         self.sources = sources
+        self._documents = documents
         self._delimiter, self._encoding, self._needed = delimiter, encoding, needed
 
-    def records(self) -> Iterator[Record]:
-        """In an order that follows from names and contents alone."""
-        for source in self.sources.files():
-            yield from self._records_of(source)
+    def records(self, seen: Seen | None = None) -> Generator[Record, None, None]:
+        """In an order that follows from names and contents alone. `seen` is called with each document."""
+        for source, name, document in self._opened():
+            if document is not None and seen is not None:
+                seen(name, document, len(self._documents.pages_of(document)))
+            yield from self._records_of(source, name, document)
 
-    def sample(self, num_wanted: int) -> Iterator[Record]:
+    def _opened(self) -> Iterator[tuple[Source, str, OpenedDocument | None]]:
+        return self._documents.opened((source, self.sources.shown(source.path)) for source in self.sources.files())
+
+    def sample(self, num_wanted: int, seen: Seen | None = None) -> Generator[Record, None, None]:
         """A number of records, evenly spread; all where there are fewer."""
-        total = sum(self._count(source) for source in self.sources.files())
+        total = sum(self._count(source, document) for source, _, document in self._opened())
         if num_wanted >= total:
-            yield from self.records()
+            yield from self.records(seen)
             return
         chosen = 0
-        for place, record in enumerate(self.records()):
+        for place, record in enumerate(self.records(seen)):
             if chosen < num_wanted and place == chosen * total // num_wanted:
                 chosen += 1
                 yield record
 
-    def _records_of(self, source: Source) -> Iterator[Record]:
-        name = self.sources.shown(source.path)
-        if source.kind in MEDIA:
-            folder, base = os.path.split(name)
-            yield Record(name, repr(name), {"path": name, "name": base, "folder": folder}, source)
+    def _records_of(self, source: Source, name: str, document: OpenedDocument | None) -> Iterator[Record]:
+        folder, base = os.path.split(name)
+        columns: dict[str, Any] = {"path": name, "name": base, "folder": folder}
+        if document is not None:
+            columns["pages"] = document.num_pages
+            for number in self._documents.pages_of(document):
+                yield Record(f"{name}#page={number}", f"{name!r}, page {number}", {**columns, "page": number}, source,
+                             document=document, page=number)
             return
-        for number, (where, columns, media) in enumerate(self._lines(source), 1):
-            yield Record(f"{name}#{number}", f"{name!r}, {where}", columns, None, media, is_text=source.kind == CSV)
+        if source.kind in MEDIA:
+            yield Record(name, repr(name), columns, source)
+            return
+        for number, (where, cells, media) in enumerate(self._lines(source), 1):
+            yield Record(f"{name}#{number}", f"{name!r}, {where}", cells, media_columns=media,
+                         is_text=source.kind == CSV)
 
-    def _count(self, source: Source) -> int:
+    def _count(self, source: Source, document: OpenedDocument | None) -> int:
+        if document is not None:
+            return len(self._documents.pages_of(document))
         if source.kind in MEDIA:
             return 1
         if source.kind in (PARQUET, ARROW):

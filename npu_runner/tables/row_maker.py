@@ -17,14 +17,15 @@ from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.file_kinds import image_kind, video_kind
+from npu_runner.readers.reader import PageFields, PageReader
 from npu_runner.request.limits import LIMITS, shown
 from npu_runner.tables.arrow_records import IMAGE
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import ALL, RESERVED, RowsOptions
 from npu_runner.tables.prompt_text import PromptText, read_schema
 from npu_runner.tables.records import Record
+from npu_runner.tables.sources import DOCUMENT, VIDEO, kind_of_name
 from npu_runner.tables.sources import IMAGE as IMAGE_FILE
-from npu_runner.tables.sources import VIDEO, kind_of_name
 
 _URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
 _OURS = ("messages", "prompt", "input", "metadata")
@@ -37,7 +38,7 @@ class RowMaker:
     """Makes the rows of one command. Raises ConfigError for a schema that cannot be read and for a field that users
     cannot set."""
 
-    def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder):
+    def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder, reader: PageReader | None = None):
         self.num_without_media = 0
         """Rows that should show an image or a video, and show none."""
         self.not_shown: dict[str, str] = {}
@@ -46,7 +47,15 @@ class RowMaker:
         self._prompt = prompt
         self._media = media
         self._url = _URLS[options.endpoint]
-        self._fixed = _fixed_fields(options)
+        self._reader = reader
+        self._system = options.system if options.system is not None or reader is None else reader.system
+        self.fixed = fixed_fields(options, {} if reader is None else reader.body)
+        """Fields of every body."""
+        # The fields of an address, without those that are None.
+        self.page = (PageFields() if reader is None else reader.page).model_copy(
+            update={} if options.dpi is None else {"dpi": options.dpi})
+        self._page = self.page.model_dump(mode="json", exclude_none=True, exclude={"grid"})
+        self._image = {} if reader is None else reader.image.model_dump(mode="json", exclude_none=True)
         self._is_checked = False
 
     @property
@@ -61,7 +70,7 @@ class RowMaker:
     def row(self, record: Record) -> tuple[str, bytes]:
         """The custom_id, and the line. Raises ConfigError, naming the record, where it cannot be a row."""
         custom_id = self._name(record)
-        body = {**self._question(record), **self._fixed}
+        body = {**self._question(record), **self.fixed}
         if metadata := self._metadata(record):
             body["metadata"] = metadata
         row = {"custom_id": custom_id, "method": "POST", "url": self._url, "body": body}
@@ -83,31 +92,33 @@ class RowMaker:
 
     def _name(self, record: Record) -> str:
         if self._options.id is None:
-            return _shortened(record.id)
+            return shortened(record.id)
         value = metadata_value(record.value(self._options.id), record.where)
         if value is None or value == "":
             raise ConfigError(f"{record.where}: its {self._options.id!r} is empty, and every row needs a custom_id; "
                               "name another --id, or none")
-        return _shortened(str(value))
+        return shortened(str(value))
 
     def _question(self, record: Record) -> dict[str, Any]:
         text = self._prompt.render(record)
         if self._options.endpoint == "completions":
             return {"prompt": text}
         shown = self._shown(record)
-        if self._options.endpoint == "embeddings" and not shown and self._options.system is None:
+        if self._options.endpoint == "embeddings" and not shown and self._system is None:
             return {"input": text}
-        content = [*shown, {"type": "text", "text": text}] if shown else text
-        messages = [{"role": "user", "content": content}]
-        if self._options.system is not None:
-            messages.insert(0, {"role": "system", "content": self._options.system})
+        # A reader may show an image and say nothing.
+        texts = [{"type": "text", "text": text}] if text or self._reader is None else []
+        parts = [*texts, *shown] if self._reader is not None and self._reader.text_first else [*shown, *texts]
+        messages = [{"role": "user", "content": parts if shown else text}]
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system})
         return {"messages": messages}
 
     def _shown(self, record: Record) -> list[dict[str, Any]]:
         """Images, then videos, as parts of a message."""
         if record.file is not None:
             kind = "video_url" if record.file.kind == VIDEO else "image_url"
-            return [{"type": kind, kind: {"url": self._media.address(record.file.path)}}]
+            return [{"type": kind, kind: {"url": self._media.address(record.file.path), **self._fields(record)}}]
         images, videos = self._options.image, self._options.video
         if not images and not videos:
             images = tuple(name for name in record.media_columns if self._has_images(record, name))
@@ -116,9 +127,21 @@ class RowMaker:
             for column in columns:
                 where = f"{record.where}, column {column!r}"
                 for url in self._media.addresses(record.value(column), where):
-                    parts.append({"type": kind, kind: {"url": url}})
+                    parts.append({"type": kind, kind: {"url": url, **(self._image if kind == "image_url" else {})}})
         self.num_without_media += not parts and bool(images or videos)
         return parts
+
+    def _fields(self, record: Record) -> dict[str, Any]:
+        """The fields of the address of a page or an image."""
+        document = record.document
+        if document is None:
+            return self._image if record.file is not None and record.file.kind == IMAGE_FILE else {}
+        # Only PDFs have a resolution.
+        fields = {name: value for name, value in self._page.items()
+                  if name != "dpi" or (record.file is not None and record.file.kind == DOCUMENT)}
+        size = {"size": document.sizes[record.page]} if record.page in document.sizes else {}
+        version = {} if document.version is None else {"version": document.version}
+        return {"page": record.page, **fields, **size, **version}
 
     def _has_images(self, record: Record, column: str) -> bool:
         """By the schema, or where it does not say, by the first bytes or the name of each file in the cell."""
@@ -136,7 +159,10 @@ class RowMaker:
             columns |= {name: (name, None) for name in self._all_columns(record)} if column == ALL else {
                 column: (column, kind)}
         columns |= {name: (column, None) for name in RESERVED if (column := getattr(options, name)) is not None}
-        found = {}
+        found: dict[str, Any] = {}
+        if record.document is not None or (self._reader is not None and record.file is not None):
+            num_pages = 1 if record.document is None else record.document.num_pages
+            found = {"document": record.columns["path"], "page": record.page, "pages": num_pages}
         for name, (column, kind) in columns.items():
             where = f"{record.where}, column {column!r}"
             value = record.value(column)
@@ -218,7 +244,7 @@ def _refuse(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} in it is no JSON")
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """A custom_id that a job accepts. A longer one is cut, and a digest of all of it is added."""
     if len(name) <= LIMITS.max_custom_id_chars:
         return name
@@ -226,8 +252,8 @@ def _shortened(name: str) -> str:
     return f"{name[:LIMITS.max_custom_id_chars - _DIGEST_CHARS - 1]}~{digest}"
 
 
-def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
-    """Fields of every body."""
+def fixed_fields(options: RowsOptions, of_reader: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of every body. The options go before those of a reader."""
     body = dict(options.body or {})
     fields: dict[str, Any] = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
     if options.schema is not None:
@@ -243,10 +269,10 @@ def _fixed_fields(options: RowsOptions) -> dict[str, Any]:
         else:
             described = {"name": "answer", "schema": schema, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": described}
-    for name in body:
-        if name in fields:
+    for name in [*body, *of_reader]:
+        if name in fields and name in body:
             raise ConfigError(f"body: {name} is said by --{'schema' if name == 'response_format' else 'max-tokens'} "
                               "already; leave one of them out")
         if name in _OURS:
             raise ConfigError(f"body: {name} is made of the records; metadata comes with --keep, --expected and --kind")
-    return fields | body
+    return {**of_reader, **fields, **body}

@@ -1,4 +1,4 @@
-"""The files of the named sources: images and videos, and files of records, in an order that never changes.
+"""The files of the named sources: documents, images, videos and files of records, in an order that never changes.
 
 A folder is walked in the order of its names' bytes, so that no file system decides. Knows nothing of their contents.
 """
@@ -16,17 +16,21 @@ from pathlib import Path
 from npu_runner.batch.files.durable import clear_file_errors
 from npu_runner.errors import ConfigError
 
-IMAGE, VIDEO, CSV, JSONL, PARQUET, ARROW = "image", "video", "csv", "jsonl", "parquet", "arrow"
+DOCUMENT, IMAGE, VIDEO = "document", "image", "video"
+CSV, JSONL, PARQUET, ARROW = "csv", "jsonl", "parquet", "arrow"
 _ENDINGS = {
+    "pdf": DOCUMENT,
     **dict.fromkeys(("png", "jpg", "jpeg", "jfif", "webp", "gif", "bmp", "tif", "tiff", "heic", "heif", "avif", "jp2"),
                     IMAGE),
     **dict.fromkeys(("mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "ogv", "flv", "wmv"), VIDEO),
     **dict.fromkeys(("csv", "tsv"), CSV), **dict.fromkeys(("jsonl", "ndjson"), JSONL), "parquet": PARQUET}
-MEDIA = (IMAGE, VIDEO)
+MEDIA = (DOCUMENT, IMAGE, VIDEO)
 _SAVED = "state.json"
 """Lists the files that `save_to_disk` of Hugging Face's datasets has written. Other programs use the name, too."""
-_REMEDIES = {**dict.fromkeys(("xlsx", "xls", "xlsm", "ods"), "is a spreadsheet; save it as CSV"),
-             "pdf": "is a PDF; make an image of each page, and name those"}
+_REMEDIES = {
+    **dict.fromkeys(("xlsx", "xls", "xlsm", "ods"), "is a spreadsheet; save it as CSV"),
+    **dict.fromkeys(("docx", "doc", "pptx", "ppt", "odt", "odp", "rtf"),
+                    "is an Office file; soffice --convert-to pdf makes a PDF of it")}
 _OF_DATASETS = {_SAVED, "dataset_info.json", "dataset_dict.json"}
 
 
@@ -66,8 +70,8 @@ class Sources:
         kinds = ", ".join(f"{count} {ending}" for ending, count in sorted((+self.left_out).items())[:10])
         remedies = {_REMEDIES[ending] for kind in self.left_out if (ending := kind[1:]) in _REMEDIES}
         more = f" ({'; '.join(f'one {remedy}' for remedy in sorted(remedies))})" if remedies else ""
-        return (f"{self.left_out.total()} files that are no image, video or table by name: {kinds}{more}" if kinds
-                else "")
+        return (f"{self.left_out.total()} files that are no document, image, video or table by name: {kinds}{more}"
+                if kinds else "")
 
     def shown(self, path: str) -> str:
         """A path below the root, as text: bytes that are not UTF-8 stand as \\xNN."""
@@ -81,12 +85,12 @@ class Sources:
 
     def _refuse_both(self, name: str, kinds: dict[bool, str], source: Source) -> None:
         """Tables beside images may be records, or describe the images: the user knows. `kinds`: a path of each kind so
-        far, by whether it is an image or a video."""
+        far, by whether it is a document, an image or a video."""
         kinds.setdefault(source.kind in MEDIA, source.path)
         if len(kinds) == 2:
-            raise ConfigError(f"source {name!r}: holds images or videos ({self.shown(kinds[True])}) and tables "
-                              f"({self.shown(kinds[False])}); name a pattern in quotes such as 'folder/*.png', or two "
-                              "sources if rows are to be made of both")
+            raise ConfigError(f"source {name!r}: holds images, videos or documents ({self.shown(kinds[True])}) and "
+                              f"tables ({self.shown(kinds[False])}); name a pattern in quotes such as 'folder/*.png', "
+                              "or two sources if rows are to be made of both")
 
     def _files_at(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)
@@ -100,8 +104,8 @@ class Sources:
         elif is_pattern:
             self._leave_out(path)
         else:
-            others = (f"its name ends in none of {', '.join(sorted(_ENDINGS))}, which is how images, videos and tables "
-                      "are told apart")
+            others = (f"its name ends in none of {', '.join(sorted(_ENDINGS))}, which is how documents, images, videos "
+                      "and tables are told apart")
             raise ConfigError(f"source {path!r}: {_REMEDIES.get(_ending(path), others)}")
 
     def _leave_out(self, path: str) -> None:
@@ -110,7 +114,7 @@ class Sources:
             self.left_out["hidden" if name.startswith(".") else f".{ending}" if ending else "without ending"] += 1
 
     def _in_folder(self, folder: str) -> Iterator[Source]:
-        """The folder's images, videos and tables."""
+        """The folder's documents, images, videos and tables."""
         for path in _walk(folder):
             kind = None if os.path.basename(path).startswith(".") else kind_of_name(path)
             if kind is None:

@@ -5,11 +5,12 @@ The same cells give the same bytes, as long as pyarrow is the same.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -135,6 +136,13 @@ class VectorsWriter(TableWriter):
     def add(self, values: list[Any]) -> None:
         (vector,) = values
         self.file.write(self._none if vector is None else vector.astype("<f4").tobytes())
+
+
+def text_writer(kind: str, is_excel_safe: bool) -> Callable[[BinaryIO, Mapping[str, str]], TableWriter]:
+    """The writer of a format that has columns."""
+    if kind == "csv":
+        return functools.partial(CsvWriter, is_excel_safe=is_excel_safe)
+    return ParquetTable if kind == "parquet" else JsonlWriter
 
 
 def _as_list(vector_D: np.ndarray) -> list[float | None]:

@@ -4,7 +4,7 @@
 # brings that pair. Run it where there is internet.
 # usage: make_wheelhouse.sh [--python 3.12] [--machine aarch64] FOLDER [REQUIREMENT...]
 #   --python, --machine   of the Ascend host (python3 --version, uname -m); the defaults are those of vllm-ascend's images on ARM
-#   REQUIREMENT           more packages beside pyarrow, which is in it: as 'av>=17.1' for videos, 'pillow-heif>=1.0' for HEIC, 'ray[data]>=2.40'
+#   REQUIREMENT           more packages beside those for tables and PDFs, which are in it: as 'av>=17.1' for videos, 'pillow-heif>=1.0' for HEIC, 'ray[data]>=2.40'
 set -euo pipefail
 
 fail() {
@@ -33,8 +33,8 @@ mkdir -p "$folder"
 
 python3 -m pip wheel --no-deps --wheel-dir "$folder" "$root"
 grep -v '^torch' "$root/requirements-npu.txt" >"$folder/requirements.txt"
-# Tables in Parquet are what the first page shows, and a host without internet cannot add pyarrow later.
-sed -n 's/^tables = \["\(.*\)"\]$/\1/p' "$root/pyproject.toml" >>"$folder/requirements.txt"
+# Tables in Parquet are what the first page shows, and a host without internet can add neither pyarrow nor a reader of PDFs.
+sed -n 's/^\(tables\|pdf\) = \["\(.*\)"\]$/\2/p' "$root/pyproject.toml" | sed 's/", "/\n/g' >>"$folder/requirements.txt"
 [ $# -eq 0 ] || printf '%s\n' "$@" >>"$folder/requirements.txt"
 # What regress_ascend.sh runs: install.sh lays it around the environment, as it lies in a checkout.
 mkdir "$folder/regression"

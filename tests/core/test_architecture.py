@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # room that it imports. Rooms of one floor do not import each other.
 FLOORS = [
     {"assets", "errors", "processes", "threads"},
-    {"platforms", "request"},
+    {"platforms", "readers", "request"},
     {"checkpoint", "config", "core", "grammars"},
     {"layers", "prompts", "sampling"},
     {"models", "serving"},
@@ -35,7 +35,9 @@ FLOORS = [
 # 111: tables makes rows of files and reads answers (batch, with request, prompts, config and errors), cli calls it.
 # 118: reports looks at a job from outside (batch, with request, prompts, config, errors and serving), cli calls it;
 # before that batch made the page within a job. 119: llm, a room of its own now, serves calls (serving, prompts).
-MOST_ARROWS = 119
+# 120: prompts asks a process of its own (processes) which fonts of PDFs this host lacks.
+# 125: readers (errors) fill rows and parse answers (tables), cli shows them; tables opens documents (serving).
+MOST_ARROWS = 125
 # The most lines of Python in a room; all the other modules of the package together are "front". A feature pays rent:
 # raise a number only with its reason beside it, and lower it whenever the room gets lighter.
 # reports: 264 lines of views (metrics, the words and the JSON of a run, the totals of all runs) came from batch.
@@ -47,11 +49,14 @@ MOST_ARROWS = 119
 # processes: a writer takes what waits at once, which made the driver a tenth faster.
 # front, platforms, strategies: classes of other packages that still have a renamed member are refused by name.
 # platforms, runner: on npu the queries of a row attend together, which reads keys once for all of its drafts (185).
+# prompts, serving, request, llm, batch: pages of PDFs and TIFFs are rendered and counted, and given up by document.
+# readers, tables, cli: readers fill the rows of pages, documents have a file beside rows, answers become Markdown and
+# blocks, and `read` runs the steps.
 MOST_LINES = {
-    "platforms": 14444, "batch": 7607, "prompts": 5760, "runner": 4777, "checkpoint": 3855, "serving": 2501,
-    "engine": 2495, "tables": 2269, "core": 2171, "grammars": 1997, "models": 1919, "cli": 1956, "layers": 1871,
-    "sampling": 1776, "request": 1712, "strategies": 1600, "reports": 1487, "llm": 1458, "front": 956,
-    "processes": 758, "assets": 11,
+    "platforms": 14444, "batch": 7643, "prompts": 6763, "runner": 4777, "checkpoint": 3855, "serving": 2570,
+    "engine": 2495, "tables": 3503, "core": 2171, "grammars": 1997, "models": 1919, "cli": 2206, "layers": 1871,
+    "sampling": 1776, "request": 1737, "strategies": 1600, "reports": 1508, "llm": 1462, "front": 956,
+    "processes": 758, "readers": 983, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
 MOST_OWN_IMPORTS = 20

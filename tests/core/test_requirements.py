@@ -76,7 +76,8 @@ def test_no_hint_names_a_package_that_is_on_no_index() -> None:
 
 def test_hints_ask_for_the_ranges_of_the_extras() -> None:
     """`pip install 'av>=17.1'` in a message is what pyproject.toml asks for."""
-    asked = {str(each) for part in ("transformers", "ray", "heif", "video", "tables") for each in ranges(part).values()}
+    asked = {str(each) for part in ("transformers", "ray", "heif", "video", "tables", "pdf")
+             for each in ranges(part).values()}
     texts = [path.read_text() for folder in ("npu_runner", "strategies") for path in (ROOT / folder).rglob("*.py")]
     hints = {hint for text in texts for hint in re.findall(r"pip install '([^']+)'", text)}
     assert {str(Requirement(hint)) for hint in hints} == asked

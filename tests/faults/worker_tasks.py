@@ -47,3 +47,10 @@ class TakeSteps:
         for _ in range(12):
             time.sleep(0.05)
         return task
+
+
+def die_at_odd(task: tuple[str, int]) -> int:
+    """A page is rendered, or ends the process if its number is odd."""
+    if task[1] % 2:
+        os.abort()
+    return task[1]

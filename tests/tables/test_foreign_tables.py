@@ -223,12 +223,12 @@ def test_a_folder_of_other_files_says_what_was_left_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    for name in ("a.pdf", "b.PDF", "c.xlsx"):
-        (tmp_path / "docs" / name).write_bytes(b"%PDF")
+    for name in ("a.docx", "b.DOCX", "c.xlsx"):
+        (tmp_path / "docs" / name).write_bytes(b"PK")
     for source in ("docs", "docs/*"):
         assert cli.main(["rows", source, "--prompt", "?", "-o", "r.jsonl"]) == 2
         said = capsys.readouterr().err
-        assert "there is no record in it, so there are no rows; left out: 3 files that are no image" in said
-        assert "2 .pdf, 1 .xlsx (one is a PDF; make an image of each page" in said
+        assert "there is no record in it, so there are no rows; left out: 3 files that are no document" in said
+        assert "2 .docx, 1 .xlsx (one is a spreadsheet; save it as CSV; one is an Office file; soffice" in said
     assert cli.main(["rows", "docs/c.xlsx", "--prompt", "?", "-o", "r.jsonl"]) == 2
     assert "c.xlsx': is a spreadsheet; save it as CSV" in capsys.readouterr().err

@@ -56,7 +56,8 @@ def test_a_folder_gives_its_images_and_videos_by_name(pictures: Path, tmp_path: 
 
 def test_what_is_left_out_is_said(pictures: Path, tmp_path: Path) -> None:
     said = made(tmp_path / "r.jsonl", pictures, prompt="?").to_lines()
-    assert "left out  4 files that are no image, video or table by name: 1 .txt, 2 hidden, 1 without ending" in said
+    named = "1 .txt, 2 hidden, 1 without ending"
+    assert f"left out  4 files that are no document, image, video or table by name: {named}" in said
     assert f"--allowed-media-dir {pictures}" in said[-1]
 
 
@@ -109,9 +110,9 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_images_beside_tables_are_not_guessed_at(pictures: Path, tmp_path: Path) -> None:
     (pictures / "metadata.csv").write_text("file_name,text\nb.png,hello\n")
-    with pytest.raises(ConfigError, match=r"holds images or videos .* and tables"):
+    with pytest.raises(ConfigError, match=r"holds images, videos or doc.* and tables"):
         rows(tmp_path / "r.jsonl", pictures)
-    with pytest.raises(ConfigError, match=r"'.*/pictures/\*': holds images or videos .* and tables .*or two sources"):
+    with pytest.raises(ConfigError, match=r"'.*/pictures/\*': holds images, videos .* and tables .*or two sources"):
         rows(tmp_path / "r.jsonl", f"{pictures}/*")
     assert not (tmp_path / "r.jsonl").exists()
     (found,) = rows(tmp_path / "r.jsonl", pictures / "metadata.csv", image=("file_name",))
@@ -251,7 +252,7 @@ def test_a_file_of_another_program_hides_no_picture(pictures: Path, tmp_path: Pa
     # One who may put files there cannot choose which pictures count either.
     (pictures / "sub" / "state.json").write_text('{"_data_files": [{"filename": "x.arrow"}]}')
     (pictures / "sub" / "x.arrow").write_bytes((SAVED / "data-00000-of-00001.arrow").read_bytes())
-    with pytest.raises(ConfigError, match="holds images or videos"):
+    with pytest.raises(ConfigError, match="holds images, videos or documents"):
         rows(tmp_path / "r.jsonl", pictures)
 
 

@@ -66,6 +66,8 @@ class BatchOptions:
     None: failed rows are in the output."""
     allowed_media_dir: Path | None = field(default=None, metadata={"file": READ})
     """Images and videos may be files below this folder; None: only data: URLs are allowed."""
+    pdf_passwords: Path | None = field(default=None, metadata={"file": READ})
+    """JSON file of an object: for the path of a PDF, as rows name it, or * for all others, its password."""
     ordered: bool = False
     """Answers in the order of the input instead of the order in which they finish. The file is sorted once it is whole;
     a stream is refused."""

@@ -25,12 +25,13 @@ _BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{rema
 class Progress:
     """`update` may be called at any rate; it shows something when enough time has passed."""
 
-    def __init__(self, style: str = "auto", stream: TextIO | PatientStream | None = None):
+    def __init__(self, style: str = "auto", stream: TextIO | PatientStream | None = None, unit: str = "row"):
+        """`unit`: the word for a row."""
         self._stream = patient(sys.stderr if stream is None else stream)
         self._out = cast(TextIO, self._stream)
         if style == "auto":
             style = "bar" if self._stream.isatty() else "lines"
-        self._style = style
+        self._style, self._unit = style, unit
         self._bar: tqdm | None = None
         self._num_rows = self._num_before = 0
         self._start_time = 0.0
@@ -66,7 +67,7 @@ class Progress:
         if self._style == "bar":
             self.close()
             self._bar = tqdm(
-                total=num_rows, initial=num_before, unit="row", file=self._out, dynamic_ncols=True,
+                total=num_rows, initial=num_before, unit=self._unit, file=self._out, dynamic_ncols=True,
                 bar_format=_BAR_FORMAT)
 
     def update(self, tally: Counts, get_stats: Callable[[], EngineStats], *, is_last: bool = False) -> None:
@@ -90,12 +91,12 @@ class Progress:
     def _pace(self, tally: Counts, stats: EngineStats, seconds: float, rate_lately: float) -> list[str]:
         # The time left follows from the rate over all of this run.
         num_done = tally.num_done
-        rows = f"{self._num_before + num_done}/{self._num_rows} rows"
+        rows = f"{self._num_before + num_done}/{self._num_rows} {self._unit}s"
         if not num_done and stats.num_running:
             rows += f" ({stats.num_running} in flight have {stats.num_decode_tokens} tokens)"
         rest = tally.seconds_left(self._num_rows - self._num_before - num_done, stats, seconds)
         left = [] if rest is None else [f"{tqdm.format_interval(rest)} left"]
-        return [rows, *left, f"{num_done / max(seconds, 1e-3):.2f} rows/s (lately {rate_lately:.2f})"]
+        return [rows, *left, f"{num_done / max(seconds, 1e-3):.2f} {self._unit}s/s (lately {rate_lately:.2f})"]
 
     def close(self) -> None:
         if self._bar is not None:

@@ -100,7 +100,8 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
         source=source,
         media=MediaRules(
             allowed_dir=None if folder is None else folder.resolve(),
-            max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes),
+            max_bytes=options.workers.max_media_bytes, max_total_bytes=options.workers.max_prompt_media_bytes,
+        ).with_passwords(options.pdf_passwords),
         limits=PoolLimits(
             num_workers=options.workers.num_workers(num_cpus()) if num_workers is None else num_workers,
             task_timeout_seconds=options.workers.preprocessing_timeout,
@@ -147,7 +148,7 @@ class RowServer(InlineReplica):
             seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
         self.endpoint = Endpoint(preprocessor, self._finish_row, self._plan.limits, self._plan.inherited,
-                                 failed=preprocessor.failed)
+                                 failed=preprocessor.failed, pages_of=preprocessor.pages_of)
         self._open.callback(self.endpoint.pool.close)
 
     def serve(self, stamp: JobStamp) -> None:
@@ -169,7 +170,7 @@ class RowServer(InlineReplica):
         form: AnswerForm = prepared.form
         counts = Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
         data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
-                          is_unparsed=bool(counts.num_unparsed))
+                          is_unparsed=bool(counts.num_unparsed), pages=prepared.pages)
         return FinishedRow(prepared.number, counts, data)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:

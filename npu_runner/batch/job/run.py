@@ -60,6 +60,8 @@ class Views:
 
     files: Mapping[Path, Callable[[Status], bytes]] = field(default_factory=dict)
     end: Callable[[JobSummary, JobHistory, Progress], None] = lambda summary, history, progress: None
+    unit: str = "row"
+    """The word for a row in lines of progress."""
 
 
 def job_places(options: BatchOptions, config: RunnerConfig | None = None) -> dict[str, Place]:
@@ -101,7 +103,7 @@ def run_batch(config: RunnerConfig, options: BatchOptions, *,
     start_time()  # raises ConfigError
     places = job_places(options, config)
     with StopSignals() as signals, _quiet_streams() as stderr:
-        progress = Progress(options.progress, stderr)
+        progress = Progress(options.progress, stderr, views.unit)
         job = _Job(config, options, places, progress, signals, open_model, input, views)
         try:
             job.run()

@@ -27,6 +27,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
+from npu_runner.prompts.text.messages import NO_FILE_PARTS
 from npu_runner.prompts.text.tool_parsers import parse_calls
 from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput
@@ -44,10 +45,19 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    """The address of an image: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low"."""
+    """The address of an image: a data: URL, file:// or a path. Detail is the checkpoint's, but for "low". The other
+    fields are PageOptions', which checks their values."""
 
     url: str = Field(min_length=1)
     detail: Literal["auto", "high", "low"] | None = None
+    page: int | None = None
+    dpi: float | None = None
+    longest: int | None = None
+    shortest: int | None = None
+    box: list[float] | None = None
+    rotate: int | None = None
+    size: list[int] | None = None
+    version: str | None = None
 
 
 class ImagePart(Strict):
@@ -223,7 +233,12 @@ def check_messages(body: Mapping[str, Any]) -> None:
         if isinstance(message, dict):
             _refuse_message(message, f"messages[{index}]")
             content = message.get("content")
-            num_parts += len(content) if isinstance(content, list) else 0
+            parts = content if isinstance(content, list) else []
+            num_parts += len(parts)
+            for number, part in enumerate(parts):
+                if isinstance(part, dict) and part.get("type") == "file":
+                    field = f"messages[{index}].content[{number}]"
+                    raise RequestError(f"{field}: {NO_FILE_PARTS}", "unsupported_part", field)
     check_count("messages", "parts", num_parts, LIMITS.max_parts)
 
 

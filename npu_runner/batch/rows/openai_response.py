@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,14 @@ from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, opened, t
 from npu_runner.batch.rows.shape import check_shape, parse_json, row_key
 from npu_runner.errors import RequestError, ServerError
 from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.prompt_inputs import PageFacts
 
 _CALLERS_FAULTS = ("invalid_structured_outputs", "unsupported_parameter")
 """Codes of completions that were given up by the fault of their request."""
 _SERVED_FINISH_REASONS = ("stop", "length")
+PAGE = "page"
+"""A member of an answer: the facts of the page of a document that the row shows, or a list of several. Else it is not
+there."""
 UNPARSED = "unparsed"
 """A member of an answer's body, true where a rule asked for JSON and a completion is none; else it is not there."""
 
@@ -62,9 +66,9 @@ def placed(error: RequestError, form: AnswerForm | None, index: int | None) -> R
 
 
 def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp,
-               is_unparsed: bool = False) -> bytes:
+               is_unparsed: bool = False, pages: Sequence[PageFacts] = ()) -> bytes:
     """The result row of a request that was answered. `form`: how its endpoint writes a completion. `is_unparsed`: a
-    rule asked for JSON, and a completion is none."""
+    rule asked for JSON, and a completion is none. `pages`: the pages that it shows."""
     digest = row_digest(custom_id)
     head = {"id": form.id_prefix and f"{form.id_prefix}{digest}", "object": form.object,
             "created": stamp.created if form.has_created else None, "model": form.model or stamp.model_name}
@@ -76,7 +80,10 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = AnswerRow(out=io.BytesIO(), digest=digest, logprobs_json=LogprobsJson(),
                     splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
-    row.write(opened({"id": f"batch_req_{digest}", "custom_id": custom_id}, "response"))
+    names: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": custom_id}
+    if pages:
+        names[PAGE] = pages[0].to_json() if len(pages) == 1 else [page.to_json() for page in pages]
+    row.write(opened(names, "response"))
     row.write(opened({"status_code": 200, "request_id": f"req_{digest}"}, "body"))
     row.write(opened({name: value for name, value in head.items() if value is not None}, form.list_name) + "[")
     for number, completion in enumerate(form.in_order(output.completions)):

@@ -15,6 +15,7 @@ from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_hal
 from npu_runner.batch.rows.shape import RowSource, name_of
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.media.page_options import pages_in
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -49,6 +50,13 @@ class RowPreprocessor:
     def failed(self, row: RawRow, error: RequestError) -> Prepared:
         """A row that could not be parsed; its name is searched for nevertheless."""
         return Prepared(number=row.number, line=row.line, name=self.source.name(row), error=error)
+
+    def pages_of(self, row: RawRow) -> list[tuple[str, int]]:
+        """The pages of documents that a row shows, as (document, page); none of a row that cannot be parsed."""
+        try:
+            return list(pages_in(read_json(self.source.read(row))))
+        except RequestError:
+            return []
 
     def _prepare(self, row: RawRow, line: bytes, custom_id: str | None) -> Prepared:
         fields = read_json(line)

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 # A descriptor of the named object, which is not opened: a link or a device, too.
 _NAMED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,14 +48,22 @@ class AllowedFolder:
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """A regular file, from its beginning to `max_bytes` at most. Raises as `num_bytes` does."""
+        with self.open(name) as file:
+            # read() allocates the whole size at once
+            return file.read(min(os.fstat(file.fileno()).st_size, max_bytes))
+
+    def open(self, name: str) -> BinaryIO:
+        """A regular file. Raises as `num_bytes` does."""
         with self._opened(name) as (parent, last, status):
             _require_regular(status)
             # It may be another file by now, but no link, and in a folder that was reached without one.
-            descriptor = os.open(last, _READ, dir_fd=parent)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            _require_regular(status)
-            return file.read(min(status.st_size, max_bytes))  # read() allocates the whole size at once
+            file = os.fdopen(os.open(last, _READ, dir_fd=parent), "rb")
+        try:
+            _require_regular(os.fstat(file.fileno()))
+        except OSError:
+            file.close()
+            raise
+        return file
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, str, os.stat_result]]:

@@ -61,7 +61,6 @@ _MAX_TURNING_BYTES = 1 << 16
 _MAX_UNPACKED_BYTES = 1 << 20  # Pillow refuses a longer one
 _SUBFILE_TYPE = 254  # TIFF's NewSubfileType, of bits
 _REDUCED_OR_MASK = 1 | 4
-_MAX_DIRECTORIES = 64
 
 
 def open_encoded(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
@@ -155,21 +154,41 @@ def _unpacks(kind: bytes, text: bytes) -> bool:
     return not unpacker.unconsumed_tail
 
 
-def _check_pages(data: bytes) -> None:
-    """TIFF, as faxes and scanners write it: one of several pages would be read, and the others never missed. Reduced
-    copies of a page, and masks, are none."""
-    file = io.BytesIO(data)
-    directory = TiffImagePlugin.ImageFileDirectory_v2(data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8])
-    seen: set[int] = set()
-    num_pages = 0
+def is_big_tiff(head: bytes) -> bool:
+    """Whether the offsets in a TIFF file with these first bytes have 64 bits."""
+    return head[2:4] in (b"+\0", b"\0+")
+
+
+def tiff_pages(file: Any) -> Iterator[int]:
+    """The offset of the directory of each page, from the first on. Reduced copies of a page, and masks, are none. Each
+    step raises what Pillow raises."""
+    file.seek(0)
+    head = file.read(16)
+    directory = TiffImagePlugin.ImageFileDirectory_v2(head if is_big_tiff(head) else head[:8])
+    first, num_pages, seen = directory.next, 0, set[int]()
     while directory.next and directory.next not in seen:
-        seen.add(file.seek(directory.next))
+        offset = file.seek(directory.next)
+        seen.add(offset)
         directory.load(file)
         kind = directory.get(_SUBFILE_TYPE, 0)
-        num_pages += not (isinstance(kind, int) and kind & _REDUCED_OR_MASK)
-        if num_pages > 1 or len(seen) > _MAX_DIRECTORIES:
-            raise RequestError("the TIFF file has several pages, and an image is one; write a file for each page",
-                               code="image_several_pages")
+        if not (isinstance(kind, int) and kind & _REDUCED_OR_MASK):
+            num_pages += 1
+            yield offset
+    if first and not num_pages:
+        yield first
+
+
+def _check_pages(data: bytes) -> None:
+    """TIFF, as faxes and scanners write it: one of several pages would be read, and the others never missed."""
+    pages = tiff_pages(io.BytesIO(data))
+    next(pages, None)
+    if next(pages, None) is not None:
+        raise several_pages("TIFF file")
+
+
+def several_pages(what: str) -> RequestError:
+    return RequestError(f"the {what} has several pages, and an image is one; name the page: #page=1 behind a file's "
+                        "path, or the field page", code="image_several_pages")
 
 
 def _check_codestream(data: bytes, max_source_pixels: int) -> None:

@@ -13,8 +13,8 @@ import contextlib
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -27,6 +27,7 @@ from npu_runner.prompts.media.video_settings import VideoSettings
 from npu_runner.request.limits import LIMITS, field_error
 from npu_runner.request.prompt_inputs import ImageInput
 
+_Opened = TypeVar("_Opened")
 # H, W sides of an image
 
 _REMEDY = "convert it to JPEG or PNG"
@@ -107,12 +108,18 @@ def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.m
 def _open(data: bytes | bytearray | memoryview, max_source_pixels: int) -> Image.Image:
     if len(data) == 0:
         raise RequestError("the image has zero bytes", code="image_empty")
+    return opening(lambda: open_encoded(data, max_source_pixels), bytes(data[:32]), max_source_pixels)
+
+
+def opening(open_it: Callable[[], _Opened], head: bytes, max_source_pixels: int) -> _Opened:
+    """The result of `open_it`, which reads headers with Pillow. Raises RequestError for anything that it raises.
+    `head`: the first 32 bytes of the file."""
     try:
         with warnings.catch_warnings(), _pillow_allows(max_source_pixels):
             warnings.simplefilter("ignore")  # Pillow's own bomb warning: our limit is checked right after
-            return open_encoded(data, max_source_pixels)
+            return open_it()
     except (UnidentifiedImageError, SyntaxError) as error:
-        raise _not_recognised(bytes(data[:32])) from error
+        raise _not_recognised(head) from error
     except RequestError:
         raise
     except MemoryError as error:
@@ -152,7 +159,7 @@ def _not_recognised(head: bytes) -> RequestError:
     unreadable = {
         f"{unread}": unread is not None,
         "SVG": b"<svg" in head or b"<?xml" in head,
-        "PDF": head.startswith(b"%PDF"),
+        "PDF, whose pages are read by the file's path and #page=1": head.startswith(b"%PDF"),
         "HTML": b"<html" in head.lower() or b"<!doctype" in head.lower(),
     }
     kind = next((f"it looks like {name}" for name, found in unreadable.items() if found), "unknown format")

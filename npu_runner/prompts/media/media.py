@@ -1,5 +1,7 @@
 """Reads the bytes behind an address of an image or a video: inline data, or a file in the allowed folder.
 
+An address may also name a page of the file.
+
 Addresses are counted and measured first; each different one is then read once. Knows nothing of what the bytes are. No
 network: a job reads only files that its owner put on this machine.
 """
@@ -11,13 +13,16 @@ import binascii
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
+from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES, HEAD_BYTES, document_kind
+from npu_runner.prompts.media.page_options import AS_IT_IS, PageOptions, split_page
+from npu_runner.prompts.media.pdf_passwords import password_of, read_passwords
 from npu_runner.request.limits import LIMITS, field_error
 
 KINDS = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
@@ -33,7 +38,13 @@ class MediaRules:
     max_bytes: int = LIMITS.max_media_bytes
     """The limit for one file or decoded data: URL."""
     max_total_bytes: int = LIMITS.max_prompt_media_bytes
-    """The limit for all different files of a prompt."""
+    """The limit for all different files of a prompt. Documents are read in parts, and count in neither."""
+    pdf_passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """As `read_passwords` gives them."""
+
+    def with_passwords(self, file: Path | str | None) -> MediaRules:
+        """With the passwords in a file, if there is one. Raises ConfigError."""
+        return replace(self, pdf_passwords=read_passwords(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +56,8 @@ class Media:
     rules: MediaRules
     detail: str | None = None
     """OpenAI's: "low" has few tokens."""
+    options: PageOptions = AS_IT_IS
+    """The page of a document, and the part and the size of an image."""
 
     def load(self) -> bytes:
         """Its bytes, read now. Raises RequestError naming the field, as `load_media` does."""
@@ -54,7 +67,30 @@ class Media:
     @property
     def name(self) -> str:
         """The file's address, for messages; empty for a data: URL."""
-        return "" if self.url[:5].lower() == "data:" else f"{_shown(self.url)}: "
+        if self.is_inline:
+            return ""
+        return f"{_shown(self.url if self.options.page is None else f'{self.url}#page={self.options.page}')}: "
+
+    @property
+    def is_inline(self) -> bool:
+        """Its bytes are in the address."""
+        return self.url.strip()[:5].lower() == "data:"
+
+    @property
+    def password(self) -> str | None:
+        """The password of the file, if it is a PDF that needs one."""
+        return password_of(self.rules.pdf_passwords, self.url, self.rules.allowed_dir)
+
+    @property
+    def page(self) -> tuple[str, int] | None:
+        """(document, page), if it seems to be one by its name."""
+        is_one = self.options.page is not None or self.url.lower().endswith(DOCUMENT_SUFFIXES)
+        return (self.url, self.options.page or 1) if is_one else None
+
+    def open(self) -> BinaryIO:
+        """The file, opened now. Raises RequestError naming the field, as `load_media` does."""
+        with _named(self.where), _file(self.url, self.rules.allowed_dir) as (folder, path):
+            return folder.open(path)
 
     def num_bytes(self) -> int:
         """The bytes that `load` gives, without reading a file; an upper bound for a data: URL."""
@@ -73,8 +109,8 @@ def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int
     kind, rest = _kind_of(url)
     if kind == "data":
         return _decode_data_url(rest, max_bytes)
-    with _allowed_folder(rest, allowed_media_dir) as folder:
-        return _bounded(folder.read(rest, max_bytes + 1), max_bytes, _shown(rest))
+    with _file(url, allowed_media_dir) as (folder, path):
+        return bounded(folder.read(path, max_bytes + 1), max_bytes, _shown(rest))
 
 
 def _kind_of(url: Any) -> tuple[str, str]:
@@ -104,11 +140,32 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
     kind, rest = _kind_of(url)
     if kind == "data":
         return len(rest)
-    with _allowed_folder(rest, rules.allowed_dir) as folder:
-        size = folder.num_bytes(rest)
-    if size > rules.max_bytes:
-        raise _too_large(rules.max_bytes, _shown(rest))
+    with _file(url, rules.allowed_dir) as (folder, path):
+        size = folder.num_bytes(path)
+        if path.lower().endswith(DOCUMENT_SUFFIXES):
+            return 0
+        if size > rules.max_bytes:
+            with folder.open(path) as file:
+                if document_kind(file.read(HEAD_BYTES), path) is not None:
+                    return 0
+            raise _too_large(rules.max_bytes, _shown(rest))
     return size
+
+
+def _with_page(url: str, options: PageOptions, where: str, rules: MediaRules) -> tuple[str, PageOptions]:
+    """The address of a file without the page that it names, and `options` with this. A file of this literal name goes
+    first."""
+    found = split_page(url)
+    if found is None:
+        return url, options
+    if url.strip()[:5].lower() != "file:":
+        with contextlib.suppress(RequestError), _file(url, rules.allowed_dir) as (folder, path):
+            folder.num_bytes(path)
+            return url, options
+    named = PageOptions.from_fields({"page": found[1]}, where)
+    if options.page not in (None, named.page):
+        raise field_error(f"{where}.page", f"it is {options.page}, and the address names page {named.page}; give one")
+    return found[0], replace(options, page=named.page)
 
 
 class Addresses:
@@ -120,7 +177,7 @@ class Addresses:
 
     def __init__(self, rules: MediaRules):
         self._rules = rules
-        self._known: dict[tuple[str, str, str | None], Media] = {}
+        self._known: dict[tuple[str, str, str | None, PageOptions], Media] = {}
 
     def media(self, part: Mapping[str, Any], where: str) -> Media | None:
         """The image or video of a part of KINDS, not read yet; None where the part holds the image or video itself.
@@ -135,14 +192,19 @@ class Addresses:
                               "are", "unsupported_field")
         url, rules = value.get("url") if isinstance(value, Mapping) else value, self._rules
         if isinstance(url, Path):
-            url = os.path.realpath(url)
+            found = None if os.path.exists(url) else split_page(str(url))
+            url = os.path.realpath(url) if found is None else f"{os.path.realpath(found[0])}#page={found[1]}"
             rules = replace(rules, allowed_dir=os.path.dirname(url))
+        options = AS_IT_IS
+        if isinstance(url, str) and KINDS[name] == "image":
+            options = PageOptions.from_fields(value, where) if isinstance(value, Mapping) else options
+            url, options = _with_page(url, options, where, rules)
         with _named(where):
             _kind_of(url)
         assert isinstance(url, str), "_kind_of has refused all else"
         low = detail if detail == "low" else None
-        media = Media(url=url, where=where, rules=rules, detail=low)
-        return self._known.setdefault((url, str(rules.allowed_dir), low), media)
+        media = Media(url=url, where=where, rules=rules, detail=low, options=options)
+        return self._known.setdefault((url, str(rules.allowed_dir), low, options), media)
 
     def check_sizes(self, where: str) -> None:
         """Raises RequestError for files that are missing or too large, before any of them is read. `where`: the field
@@ -167,13 +229,13 @@ def _decode_data_url(rest: str, max_bytes: int) -> bytes:
     if not comma:
         raise RequestError("the data: URL has no comma before its data", code="media_bad_data_url")
     if not "".join(head.split()).lower().endswith(";base64"):
-        return _bounded(unquote_to_bytes(body), max_bytes)
+        return bounded(unquote_to_bytes(body), max_bytes)
     if len(body) > 4 * max_bytes:  # even percent-encoded, that is more than max_bytes
         raise _too_large(max_bytes)
     text = b"".join(unquote_to_bytes(body).split())
     text += b"=" * (-len(text) % 4)  # browsers accept missing padding, so people write it
     try:
-        return _bounded(base64.b64decode(text, validate=True), max_bytes)
+        return bounded(base64.b64decode(text, validate=True), max_bytes)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"the data: URL is not valid base64 ({error})", code="media_bad_data_url") from error
 
@@ -191,8 +253,9 @@ def _path_of_file_url(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _allowed_folder(given: str, allowed_media_dir: Path | str | None) -> Iterator[AllowedFolder]:
-    """The folder, within which errors become a RequestError that names the file `given`."""
+def _file(url: str, allowed_media_dir: Path | str | None) -> Iterator[tuple[AllowedFolder, str]]:
+    """The folder and the path of a file in it. Within, errors become a RequestError that names the file."""
+    _, given = _kind_of(url)
     if allowed_media_dir is None:
         raise RequestError("files are not allowed here; name their folder: allowed_media_dir (--allowed-media-dir)",
                            code="media_not_allowed")
@@ -202,7 +265,7 @@ def _allowed_folder(given: str, allowed_media_dir: Path | str | None) -> Iterato
         raise ConfigError(f"allowed_media_dir {str(allowed_media_dir)!r} is not a folder") from error
     try:
         with folder:
-            yield folder
+            yield folder, given
     except OutsideError as error:
         raise RequestError(f"{_shown(given)}: outside the folder {_shown(str(allowed_media_dir))} "
                            "(allowed_media_dir)", "media_not_allowed") from error
@@ -214,7 +277,8 @@ def _allowed_folder(given: str, allowed_media_dir: Path | str | None) -> Iterato
         raise RequestError(f"{_shown(given)}: cannot be read ({reason})", code="media_unreadable") from error
 
 
-def _bounded(data: bytes, max_bytes: int, name: str = "the file") -> bytes:
+def bounded(data: bytes, max_bytes: int, name: str = "the file") -> bytes:
+    """`data`. Raises RequestError for more than `max_bytes`."""
     if len(data) > max_bytes:
         raise _too_large(max_bytes, name)
     return data

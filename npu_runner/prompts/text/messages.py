@@ -22,6 +22,8 @@ from npu_runner.request.limits import LIMITS, check_count, field_error, shown, w
 Seen = bytes | Image.Image | Media | Video
 """An image or a video."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+NO_FILE_PARTS = ("a file part is not read; a page of a PDF is an image: write the PDF below the allowed folder, and "
+                 "give an image_url with its path and #page=1")
 _FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("name",), "user": ("name",), "tool": ("name", "tool_call_id"),
     "assistant": ("name", "reasoning_content", "tool_calls")}
@@ -174,6 +176,8 @@ def _part(part: Any, role: str, where: str, seen: list[tuple[Seen, str]],
         return {"type": "text", "text": checked_text(part.get("text"), f"{where}.text")}
     if addresses is not None and name == "image_pil":  # vLLM's
         part, name = {"type": "image", "image": part.get("image_pil")}, "image"
+    if name == "file":
+        raise field_error(where, NO_FILE_PARTS, "unsupported_part")
     if not isinstance(name, str) or name not in KINDS:
         raise _no_such_part(name, where, "a part is text, image, image_url, video or video_url")
     item = None if addresses is None else addresses.media(part, where)

@@ -82,14 +82,17 @@ class WorkerPool(Generic[Task]):
     """Applies `function` (picklable) to the tasks that are submitted; `get` fetches results in order of completion.
 
     Workers start with the first task. `inherited`: file descriptors that workers have too, under the same numbers.
-    `seen` is called with each result, in the pool's thread, before it can be fetched. All methods are the caller's
-    thread's.
+    `seen` is called with each task and its result, before this can be fetched. `refusal` is called with each task
+    before it starts, and gives the failure of one that must not start. Both are called in the pool's thread; all
+    methods are the caller's thread's.
     """
 
     def __init__(self, function: Callable[[Task], Any], limits: PoolLimits, inherited: Sequence[int] = (), *,
-                 seen: Callable[[Any], None] = lambda result: None):
+                 seen: Callable[[Task, Any], None] = lambda task, result: None,
+                 refusal: Callable[[Task], WorkerFailure | None] = lambda task: None):
         self._function = function
         self._seen = seen
+        self._refusal = refusal
         self._inherited = tuple(inherited)
         self._limits = limits
         self._tasks: deque[PoolItem[Task]] = deque()
@@ -210,7 +213,8 @@ class WorkerPool(Generic[Task]):
         for worker in list(self._workers):
             if not worker.is_ready or worker.item is not None:
                 continue
-            item = self._next_task(worker)
+            while (item := self._next_task(worker)) is not None and (refusal := self._refusal(item.task)) is not None:
+                self._deliver(item, refusal, 0)
             if item is None:
                 continue
             worker.watch = Stopwatch()
@@ -317,7 +321,7 @@ class WorkerPool(Generic[Task]):
         return status
 
     def _deliver(self, item: PoolItem[Task], result: Any, num_bytes: int) -> None:
-        self._seen(result)
+        self._seen(item.task, result)
         self._results.put(replace(item, result=result, num_bytes=num_bytes), num_bytes, waits=False)
 
 

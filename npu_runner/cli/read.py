@@ -1,0 +1,182 @@
+"""`npu-runner read`: documents in, Markdown out: the steps `rows`, `batch` and `table` with their files in one folder.
+
+Called again it goes on with the same files. Each step is the function of its command; knows nothing of pages or models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings
+from npu_runner.cli.parser import Commands, add_command
+from npu_runner.config import RunnerConfig
+from npu_runner.tables.options import RowsOptions, TableOptions
+
+if TYPE_CHECKING:
+    from npu_runner.tables.make_rows import MadeRows
+    from npu_runner.tables.page_markdown import PageCounts
+
+_OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
+            "sample", "preprocessing_workers", "preprocessing_timeout")
+_OF_JOB = ("retry", "max_failures", "data_parallel_size", "progress", "report")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files in the folder of the results."""
+
+    folder: Path
+
+    @property
+    def pages(self) -> Path:
+        return self.folder / "pages.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        return self.folder / "answers.jsonl"
+
+    @property
+    def block_rows(self) -> Path:
+        return self.folder / "block-rows.jsonl"
+
+    @property
+    def block_answers(self) -> Path:
+        return self.folder / "block-answers.jsonl"
+
+    @property
+    def table(self) -> Path:
+        """Parquet where pyarrow is installed, else CSV."""
+        return self.folder / f"pages.{'parquet' if importlib.util.find_spec('pyarrow') else 'csv'}"
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "read", run, "read documents: a folder of PDFs, TIFFs and images in, a Markdown file of each out",
+        "Makes rows of the pages, answers them, and writes Markdown, blocks and a table into one folder. Run "
+        "again, it adds new documents, and answers the pages without an answer. The exit status is the highest one of "
+        "the steps (npu-runner batch --help).")
+    parser.add_argument("sources", nargs="+", metavar="DOCS",
+                        help="a folder, a file, or a pattern in quotes such as 'reports/**/*.pdf'")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="FOLDER",
+                        help="the folder of all results; it is made where it is not there")
+    add_some_options(parser, RowsOptions, "rows", _OF_ROWS)
+    add_some_options(parser, BatchOptions, "job", _OF_JOB)
+    add_model_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the steps. Returns the highest exit status of them; raises what they raise."""
+    from npu_runner.tables.sources import find_sources
+
+    sample = getattr(arguments, "sample", None)
+    # Another prompt or reader may follow a trial, so a trial has files of its own.
+    files = _Files(arguments.output if sample is None else arguments.output / f"sample-{sample}")
+    root = Path(find_sources(arguments.sources).root)
+    config, job = read_model_settings(arguments, BatchOptions, input=str(files.pages), output=str(files.answers),
+                                      allowed_media_dir=root)
+    rows = _rows_options(arguments, config, files)
+    for folder in dict.fromkeys((arguments.output, files.folder)):
+        with clear_file_errors(f"output {folder}"):
+            folder.mkdir(exist_ok=True)
+    from npu_runner.readers.answers.html_tags import require
+    from npu_runner.reports.report import run_batch_and_report
+    from npu_runner.tables.make_rows import make_rows
+
+    for package in ("nh3", "markdownify"):
+        require(package)  # and not after hours of answers
+    made = make_rows(arguments.sources, rows, always_describes=True)
+    _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
+    ended = run_batch_and_report(config, job, unit="page")
+    jobs, statuses = [job], [ended.exit_status]
+    blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    if blocks is not None and not ended.is_interrupted:
+        from npu_runner.tables.block_rows import make_block_rows
+
+        _say(make_block_rows([job.output], RowsOptions(
+            output=str(files.block_rows), reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
+        jobs.append(replace(job, input=str(files.block_rows), output=str(files.block_answers), report=None))
+        ended = run_batch_and_report(config, jobs[-1], unit="block")
+        statuses.append(ended.exit_status)
+    if not ended.is_interrupted:
+        _write_results(files, jobs)
+    return max(statuses)
+
+
+def _reader_of_blocks(name: str) -> str | None:
+    """The reader of the second stage, where this one is the first."""
+    from npu_runner.readers.reader import shipped_readers
+
+    return next((each.name for each in shipped_readers().values() if each.after == name), None)
+
+
+def _write_results(files: _Files, jobs: Sequence[BatchOptions]) -> None:
+    from npu_runner.reports.summary import PastJob
+    from npu_runner.tables.make_table import make_table
+
+    table = make_table(jobs[-1].output, TableOptions(
+        output=str(files.table), input=jobs[-1].input, markdown=files.folder / "markdown",
+        blocks=str(files.folder / "blocks.jsonl")))
+    assert table.counts is not None, "Markdown was asked for"
+    summary = summary_of(table.counts, [PastJob(each.output).totals(each.input).to_json() for each in jobs])
+    with clear_file_errors(f"output {files.folder}"), replacing(files.folder / "summary.json") as file:
+        file.write(json.dumps(summary, indent=2).encode() + b"\n")
+    _say([*table.to_lines(), line_of(summary, files.folder)])
+
+
+def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, files: _Files) -> RowsOptions:
+    """Without a reader and a prompt, the reader is that of the model."""
+    given = {name: value for name, value in vars(arguments).items() if name in _OF_ROWS}
+    if not given.keys() & {"reader", "prompt", "prompt_file"}:
+        from npu_runner.checkpoint.files import resolve_checkpoint
+
+        given["model"] = resolve_checkpoint(config.model, config.revision, with_weights=False)
+    return RowsOptions(output=str(files.pages), append="sample" not in given and files.pages.exists(), **given)
+
+
+def _lines_of_fonts(made: MadeRows) -> Iterable[str]:
+    """The scripts that this host cannot render, where there are documents."""
+    from npu_runner.prompts.media.pdf_fonts import fonts_of_host
+
+    fonts = fonts_of_host() if made.described.num_documents else None
+    if fonts is not None and fonts.missing:
+        yield (f"fonts     pages with text in fonts that are not embedded fail: no font for {fonts.languages}; apt "
+               "install fonts-noto-cjk")
+
+
+def summary_of(pages: PageCounts, jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`jobs`: the totals of all runs of each stage. The first one answers a row for each page."""
+    answered = jobs[0]["rows"]["answered"]
+    seconds = sum(job["seconds"].get("serve", 0.0) for job in jobs)
+    tokens = sum(job["tokens"]["completion"] for job in jobs)
+    return {
+        "documents": {"total": pages.num_documents, "whole": pages.num_documents - pages.num_with_gaps,
+                      "with_gaps": pages.num_with_gaps},
+        "pages": {"total": pages.num_pages, **dict(sorted(pages.flaws.items()))},
+        "pages_per_second": round(answered / seconds, 3) if seconds else None,
+        "tokens_per_page": round(tokens / answered, 1) if answered else None,
+        "jobs": list(jobs)}
+
+
+def line_of(summary: dict[str, Any], folder: Path) -> str:
+    """The last line."""
+    documents, pages = summary["documents"], dict(summary["pages"])
+    total = pages.pop("total")
+    flaws = "".join(f"; {kind}: {count}" for kind, count in pages.items())
+    pace = "" if summary["pages_per_second"] is None else (
+        f"; {summary['pages_per_second']:g} pages/s, {summary['tokens_per_page'] or 0:g} tokens per page")
+    return (f"read      {folder}: {documents['total']} documents, {documents['whole']} whole, {documents['with_gaps']} "
+            f"with gaps; {total} pages{flaws}{pace}")
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,347 @@
+"""Opens a PDF or a TIFF file and renders its pages. Knows no requests and no addresses.
+
+pypdfium2 is imported with the first PDF. PDFium may be called by one thread at a time, so each call holds a lock.
+A document reads its file while it is open, and only the parts that a page needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, BinaryIO, ClassVar, Literal
+
+from PIL import Image
+
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.file_kinds import HEAD_BYTES, Kind, document_kind
+from npu_runner.prompts.media.image_formats import is_big_tiff, tiff_pages
+from npu_runner.prompts.media.images import open_image, opening
+from npu_runner.prompts.media.page_options import AS_IT_IS, DEFAULT_DPI, PageOptions
+from npu_runner.prompts.media.pdf_fonts import require_fonts
+from npu_runner.request.limits import LIMITS
+
+_VERSION_BYTES = 4096
+PDFIUM_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class RenderedPage:
+    """`has_text`: the page has a text layer; None: its file's kind has none."""
+
+    image: Image.Image
+    has_text: bool | None
+
+
+class Document(ABC):
+    """An open document. Its methods raise RequestError: media_unreadable where the file cannot be read, else a code
+    that names the document's or the page's fault. Pages are counted from 0."""
+
+    kind: ClassVar[Kind]
+    is_encrypted = False
+
+    def __init__(self, file: BinaryIO):
+        self._file = _File(file)
+
+    @cached_property
+    def version(self) -> str:
+        version = document_version(self._file)
+        self._file.raise_error()
+        return version
+
+    @property
+    @abstractmethod
+    def num_pages(self) -> int: ...
+
+    def page_size(self, index: int, dpi: float = DEFAULT_DPI) -> tuple[int, int]:
+        """Width and height in pixels. A TIFF file has its own, whatever `dpi` is."""
+        return self._size(index, PageOptions(dpi=dpi, longest=1 << 40), 1 << 80)
+
+    def size(self, index: int, options: PageOptions) -> tuple[int, int]:
+        """Width and height in pixels with these options, before `box`."""
+        return self._size(index, options, 1 << 80)
+
+    @abstractmethod
+    def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
+        """The page as RGB, at its size before `box`. It is refused before it is rendered if it has more than
+        `max_pixels`."""
+
+    def render(self, index: int, options: PageOptions = AS_IT_IS,
+               max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
+        """The page or a part of it, with all of the options. A part is cut out of the whole page, because PDFium gives
+        other pixels to letters and lines at the edge of a smaller bitmap."""
+        whole = self.render_whole(index, options, max_pixels)
+        return replace(whole, image=options.part_of(whole.image))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Document:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_document(file: BinaryIO | int, *, password: str | None = None, name: str = "") -> Document:
+    """The document in a file or a descriptor, which it owns from now on. `name`: with the suffix of a PDF it is opened
+    as one without a PDF's mark.
+
+    Raises RequestError: pdf_broken, pdf_password, media_unreadable, an error of images for a TIFF file, and
+    image_not_recognised for any other file.
+    """
+    file = os.fdopen(file, "rb") if isinstance(file, int) else file
+    try:
+        with reading(file):
+            file.seek(0)
+            head = file.read(HEAD_BYTES)
+        kind = document_kind(head, name)
+        if kind == "PDF":
+            return PdfDocument(file, password)
+        if kind == "TIFF":
+            return TiffDocument(file, head)
+        raise RequestError("the file is neither a PDF nor a TIFF file", "image_not_recognised")
+    except BaseException:
+        file.close()
+        raise
+
+
+def document_version(file: Any) -> str:
+    """Digest of a file's size, its first and its last 4 KiB, in hexadecimal digits."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    digest = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=16)
+    for start in (0, max(0, num_bytes - _VERSION_BYTES)):
+        file.seek(start)
+        digest.update(file.read(_VERSION_BYTES))
+    return digest.hexdigest()
+
+
+class PdfDocument(Document):
+    """A PDF."""
+
+    kind = "PDF"
+
+    def __init__(self, file: BinaryIO, password: str | None):
+        super().__init__(file)
+        try:
+            import pypdfium2
+        except ImportError as error:
+            raise RequestError("the file is a PDF, and pypdfium2 is not installed here; pip install 'pypdfium2>=5.15'",
+                               "image_not_recognised") from error
+        self._pdfium, self._raw = pypdfium2, pypdfium2.raw
+        with self._calls("pdf_broken", "the PDF cannot be opened; write it again, for instance with qpdf"):
+            try:
+                self._pdf = pypdfium2.PdfDocument(self._file, password=password)
+            except pypdfium2.PdfiumError as error:
+                if error.err_code != self._raw.FPDF_ERR_PASSWORD:
+                    raise
+                which = "needs a password" if password is None else "has another password than the given one"
+                raise RequestError(f"the PDF {which}; name it in the file of --pdf-passwords (pdf_passwords)",
+                                   "pdf_password") from error
+            self._pdf.init_forms()  # before any page is loaded: filled-in values are not rendered otherwise
+            self.is_encrypted = self._raw.FPDF_GetSecurityHandlerRevision(self._pdf) != -1
+            self._num_pages = len(self._pdf)
+        if self._num_pages < 1:
+            self.close()
+            raise RequestError("the PDF has no pages", "pdf_broken")
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]:
+        if not 0 <= index < self._num_pages:
+            raise _missing(index, self._num_pages)
+        with self._calls_for(index):
+            width, height = self._pdf.get_page_size(index)
+        if not (math.isfinite(width * height) and min(width, height) > 0):
+            raise RequestError(f"page {index + 1} of the PDF has no size ({width:g} x {height:g} points)",
+                               "pdf_page_broken")
+        return options.size_of_points(width, height, max_pixels)
+
+    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
+        width, height = self._size(index, options, max_pixels)
+        with self._calls_for(index):
+            page = self._pdf[index]
+            try:
+                has_text = self._has_text(page)
+                bitmap = self._pdfium.PdfBitmap.new_native(width, height, self._raw.FPDFBitmap_BGR)
+                bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
+                # Not the helper of pypdfium2: it takes a scale, and this size is exact.
+                arguments = (bitmap, page, 0, 0, width, height, 0, self._raw.FPDF_ANNOT)
+                self._raw.FPDF_RenderPageBitmap(*arguments)
+                if self._pdf.formenv:
+                    self._raw.FPDF_FFLDraw(self._pdf.formenv, *arguments)
+                image = bitmap.to_pil()
+                bitmap.close()
+            finally:
+                page.close()
+        return RenderedPage(image, has_text)
+
+    def _has_text(self, page: Any) -> bool:
+        """Raises RequestError for text that would be missing in the image."""
+        textpage = page.get_textpage()
+        try:
+            text = textpage.get_text_range()
+            require_fonts(self._raw, textpage, text)
+            return bool(text.strip())
+        finally:
+            textpage.close()
+
+    def close(self) -> None:
+        with PDFIUM_LOCK:
+            self._pdf.close()
+        super().close()
+
+    @contextlib.contextmanager
+    def _calls(self, code: str, what: str) -> Iterator[None]:
+        """Calls of PDFium, whose failure is a RequestError with this code."""
+        with PDFIUM_LOCK:
+            try:
+                yield
+            except MemoryError as error:
+                cannot = what.partition(";")[0]
+                raise RequestError(f"{cannot}: it needs more memory than there is; lower dpi or longest",
+                                   "image_out_of_memory") from error
+            except (self._pdfium.PdfiumError, OverflowError, ValueError) as error:
+                self._file.raise_error()
+                raise RequestError(f"{what} ({error})"[:500], code) from error
+            self._file.raise_error()
+
+    def _calls_for(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return self._calls("pdf_page_broken", f"page {index + 1} of the PDF cannot be rendered")
+
+
+class TiffDocument(Document):
+    """A TIFF file, whose pages are its images. Reduced copies of a page, and masks, are none."""
+
+    kind = "TIFF"
+
+    def __init__(self, file: BinaryIO, head: bytes):
+        super().__init__(file)
+        self._head = head
+        self._directories = tiff_pages(self._file)
+        self._offsets: list[int] = []
+        """Offsets of the pages that were found, in their order."""
+        self._fault: RequestError | None = None
+        """The error that ended the walk."""
+        self._find(0)
+
+    @property
+    def num_pages(self) -> int:
+        self._find(None)
+        return len(self._offsets)
+
+    def _find(self, index: int | None) -> None:
+        """Walk to the page's directory, or with None to the last one. A fault is the same each time."""
+        while index is None or len(self._offsets) <= index:
+            if self._fault is not None:
+                raise self._fault
+            try:
+                offset = opening(lambda: next(self._directories, None), self._head[:32], LIMITS.max_source_pixels)
+                self._file.raise_error()
+            except RequestError as error:
+                self._fault = error
+                raise
+            if offset is None:
+                return
+            self._offsets.append(offset)
+
+    def _open(self, index: int, max_pixels: int) -> Image.Image:
+        self._find(index)
+        if not 0 <= index < len(self._offsets):
+            raise _missing(index, len(self._offsets))
+        file: Any = _AtDirectory(self._file, self._offsets[index], self._head)
+        image: Image.Image = opening(lambda: Image.open(file, formats=["TIFF"]), self._head[:32], max_pixels)
+        self._file.raise_error()
+        return image
+
+    def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]:
+        return options.size_of_pixels(*self._open(index, max_pixels).size, max_pixels)
+
+    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
+        image = self._open(index, max_pixels)
+        try:
+            image = open_image(image, max_source_pixels=max_pixels)
+        finally:
+            self._file.raise_error()
+        return RenderedPage(options.resized(image, max_pixels), None)
+
+
+def _missing(index: int, num_pages: int) -> RequestError:
+    pages = "1 page" if num_pages == 1 else f"{num_pages} pages"
+    return RequestError(f"page {index + 1}: the document has {pages}", "pdf_page_missing")
+
+
+class _File:
+    """A file that keeps its first error, which libraries hide. Reads give no bytes from then on."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._error: OSError | None = None
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise _unreadable(self._error) from self._error
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        try:
+            return b"" if self._error is not None else self._file.read(num_bytes)
+        except OSError as error:
+            self._error = error
+            return b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _AtDirectory:
+    """A TIFF file whose header names the directory at `offset` as the first one. So each page is opened as the only
+    image of a file: Pillow's own `seek` keeps the pixels of the last one."""
+
+    def __init__(self, file: _File, offset: int, head: bytes):
+        order: Literal["little", "big"] = "little" if head[:2] == b"II" else "big"
+        start, size = (8, 8) if is_big_tiff(head) else (4, 4)
+        self._header = head[:start] + offset.to_bytes(size, order)
+        self._file = file
+        self.seek, self.tell, self.fileno = file.seek, file.tell, file.fileno
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        start = self._file.tell()
+        data = self._file.read(num_bytes)
+        return self._header[start : start + len(data)] + data[max(0, len(self._header) - start):]
+
+
+@contextlib.contextmanager
+def reading(file: BinaryIO) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: OSError) -> RequestError:
+    return RequestError(f"the file cannot be read ({error.strerror or error})", "media_unreadable")

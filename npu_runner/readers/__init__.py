@@ -1,0 +1,1 @@
+"""Readers: what each page reader is asked, and how its answers are read."""

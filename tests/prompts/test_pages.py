@@ -1,0 +1,306 @@
+"""Addresses of pages: their fields, the documents that stay open, and the fonts that a host lacks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pypdfium2
+import pytest
+from PIL import Image
+
+from npu_runner.errors import ConfigError, JobError, RequestError
+from npu_runner.prompts.media import pdf_fonts
+from npu_runner.prompts.media.media import Addresses, MediaRules
+from npu_runner.prompts.media.page_options import pages_in
+from npu_runner.prompts.media.pages import OpenDocuments
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.prompt_inputs import PageFacts
+from tests.prompts.image_bytes import encoded, photo
+from tests.prompts.pdf_files import CJK, cjk, colour, empty, mixed, pdf, shades, text, tiff
+
+WHERE = "messages[0].content[0]"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "a.pdf").write_bytes(pdf(text("one"), mixed, colour(0.97)))
+    (tmp_path / "one.PDF").write_bytes(pdf(text("alone")))
+    (tmp_path / "a.tif").write_bytes(tiff(*shades(3)))
+    (tmp_path / "one.tiff").write_bytes(tiff(*shades(1)))
+    (tmp_path / "a.png").write_bytes(encoded(photo(40, 60)))
+    return tmp_path
+
+
+def loaded(folder: Path, address: Any, documents: OpenDocuments | None = None, **rules: Any) -> Any:
+    """What stands behind an address: (image or bytes, facts)."""
+    given = Addresses(MediaRules(**{"allowed_dir": folder, **rules}))
+    media = given.media({"type": "image_url", "image_url": address}, WHERE)
+    assert media is not None
+    given.check_sizes("messages")
+    return (documents or OpenDocuments()).load_image(media, LIMITS.max_source_pixels)
+
+
+def pixels(folder: Path, address: Any, documents: OpenDocuments | None = None) -> np.ndarray:
+    return np.asarray(loaded(folder, address, documents)[0])
+
+
+def refusal(folder: Path, address: Any, **rules: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        loaded(folder, address, **rules)
+    assert caught.value.message.startswith(WHERE)
+    return caught.value
+
+
+def test_an_address_names_its_page(folder: Path) -> None:
+    second = pixels(folder, {"url": "a.pdf", "page": 2})
+    for address in ("a.pdf#page=2", {"url": "a.pdf#page=2", "page": 2}, f"file://{folder}/a.pdf#page=2",
+                    folder / "a.pdf#page=2", "./a.pdf#page=02"):  # fmt: skip
+        np.testing.assert_array_equal(pixels(folder, address), second)
+    assert not np.array_equal(pixels(folder, "a.pdf#page=1"), second)
+    assert pixels(folder, "a.tif#page=3").shape[1] == 66
+    (folder / "link.pdf").symlink_to(folder / "a.pdf")
+    np.testing.assert_array_equal(pixels(folder, folder / "link.pdf#page=2"), second)
+
+
+def test_a_file_of_the_literal_name_goes_first(folder: Path) -> None:
+    (folder / "a.pdf#page=2").write_bytes(encoded(photo(8, 8)))
+    (folder / "b.pdf#page=2").write_bytes(pdf(colour(0)))
+    assert loaded(folder, "a.pdf#page=2") == ((folder / "a.pdf#page=2").read_bytes(), None)
+    assert loaded(folder, folder / "a.pdf#page=2") == ((folder / "a.pdf#page=2").read_bytes(), None)
+    assert (pixels(folder, "b.pdf#page=2") == 0).all()
+    assert loaded(folder, f"file://{folder}/{quote('a.pdf#page=2')}")[1] is None
+    np.testing.assert_array_equal(pixels(folder, f"file://{folder}/a.pdf#page=2"), pixels(
+        folder, {"url": "a.pdf", "page": 2}))
+
+
+def test_without_a_page_a_file_of_one_page_is_that_page(folder: Path) -> None:
+    for name in ("a.pdf", "a.tif"):
+        found = refusal(folder, name)
+        assert (found.code, "#page=1" in found.message) == ("image_several_pages", True)
+    np.testing.assert_array_equal(pixels(folder, "one.PDF"), pixels(folder, "one.PDF#page=1"))
+    np.testing.assert_array_equal(pixels(folder, "one.tiff"), np.asarray(shades(1)[0].convert("RGB")))
+
+
+@pytest.mark.parametrize(("address", "field"), [
+    ({"url": "a.pdf#page=2", "page": 1}, "page"), ({"url": "a.pdf", "page": 0}, "page"),
+    ({"url": "a.pdf", "page": True}, "page"), ({"url": "a.pdf#page=0"}, "page"), ({"url": "a.pdf", "dpi": 17}, "dpi"),
+    ({"url": "a.pdf", "dpi": 601}, "dpi"), ({"url": "a.pdf", "longest": 0}, "longest"),
+    ({"url": "a.pdf", "shortest": 1.5}, "shortest"), ({"url": "a.pdf", "box": [0, 0, 1]}, "box"),
+    ({"url": "a.pdf", "box": [0.5, 0, 0.5, 1]}, "box"), ({"url": "a.pdf", "box": [0, 0, 1.01, 1]}, "box"),
+    ({"url": "a.pdf", "box": [0, float("nan"), 1, 1]}, "box"), ({"url": "a.pdf", "rotate": 45}, "rotate"),
+    ({"url": "a.pdf", "size": [10]}, "size"), ({"url": "a.pdf", "size": "10"}, "size"),
+    ({"url": "a.pdf", "version": "x"}, "version"), ({"url": "a.png", "page": 1}, ""),
+    ({"url": "a.png", "dpi": 150}, ""),
+    ({"url": "a.tif", "page": 1, "dpi": 150}, "")])  # fmt: skip
+def test_a_value_that_no_field_has_is_refused(address: Any, field: str, folder: Path) -> None:
+    found = refusal(folder, address)
+    assert found.code == "invalid_value"
+    assert found.param == f"{WHERE}.image_url{f'.{field}' if field else ''}"
+
+
+def test_options_work_on_every_image(folder: Path) -> None:
+    image = photo(40, 60)
+    expected = image.resize((20, 30), Image.Resampling.BICUBIC).crop((2, 3, 10, 30)).rotate(-90, expand=True)
+    found, facts = loaded(folder, {"url": "a.png", "longest": 30, "box": [0.1, 0.1, 0.5, 1], "rotate": 90})
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert facts == PageFacts(is_blank=False, width=27, height=8, has_text=None)
+    inline = "data:image/png;base64," + b64encode((folder / "a.png").read_bytes()).decode()
+    np.testing.assert_array_equal(pixels(folder, {"url": inline, "size": [7, 9]}), np.asarray(
+        image.resize((7, 9), Image.Resampling.BICUBIC)))
+
+
+def test_facts_of_pages(folder: Path) -> None:
+    facts = [loaded(folder, {"url": "a.pdf", "page": page, "dpi": 72})[1] for page in (1, 2, 3)]
+    assert facts[0] == PageFacts(is_blank=False, width=420, height=595, has_text=True)
+    assert (facts[2].is_blank, facts[2].has_text) == (True, False)
+    assert not loaded(folder, "a.tif#page=2")[1].is_blank
+    for spread, is_blank in ((8, True), (9, False)):
+        image = Image.new("RGB", (10, 10), (100, 50, 200))
+        image.putpixel((3, 3), (100, 50 + spread, 200))
+        (folder / "b.tif").write_bytes(tiff(image))
+        assert loaded(folder, "b.tif")[1].is_blank is is_blank
+
+
+def test_a_pdf_is_no_data_url(folder: Path) -> None:
+    inline = "data:application/pdf;base64," + b64encode(pdf(empty)).decode()
+    found = refusal(folder, inline)
+    assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+
+
+def test_documents_do_not_count_as_media(folder: Path) -> None:
+    for name in ("a.pdf#page=1", "a.tif#page=2"):
+        for limits in ({"max_bytes": 10}, {"max_total_bytes": 20}):
+            assert loaded(folder, name, **limits)[1] is not None
+    (folder / "named_otherwise").write_bytes((folder / "a.pdf").read_bytes())
+    assert loaded(folder, {"url": "named_otherwise", "page": 1}, max_bytes=10)[1] is not None
+    (folder / "picture.pdf").write_bytes((folder / "a.png").read_bytes())
+    assert refusal(folder, "picture.pdf", max_bytes=10).code == "media_too_large"
+
+
+def test_a_password_comes_from_a_file(folder: Path) -> None:
+    (folder / "locked.pdf").write_bytes(pdf(text("locked"), password="secret"))
+    found = refusal(folder, "locked.pdf")
+    assert (found.code, "--pdf-passwords" in found.message) == ("pdf_password", True)
+    for name in ("locked.pdf", "*"):
+        (folder / "passwords").write_text(f'{{"{name}": "secret"}}')
+        rules = MediaRules().with_passwords(folder / "passwords")
+        assert "secret" not in repr(rules)
+        for address in ("locked.pdf", "./locked.pdf", f"file://{folder}/locked.pdf"):
+            assert loaded(folder, address, pdf_passwords=rules.pdf_passwords)[1].has_text
+    for wrong in ("[]", '{"a": 1}', '{"a": "secret"'):
+        (folder / "passwords").write_text(wrong)
+        with pytest.raises(ConfigError, match="pdf_passwords") as caught:
+            MediaRules().with_passwords(folder / "passwords")
+        assert "secret" not in str(caught.value)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_four_documents_stay_open(folder: Path) -> None:
+    for number in range(6):
+        (folder / f"{number}.pdf").write_bytes(pdf(*[colour(number / 10)] * 2))
+    documents, before = OpenDocuments(), num_descriptors()
+    for page in (1, 2):
+        for number in (0, 1, 2, 3, 4, 5, 5):
+            found = pixels(folder, f"{number}.pdf#page={page}", documents)
+            assert abs(found.astype(int) - 255 * number / 10).max() < 1
+    assert num_descriptors() == before + 4
+
+
+def test_a_replaced_document_is_opened_again(folder: Path) -> None:
+    documents = OpenDocuments()
+    version = {"url": "one.PDF", "version": None}
+    (folder / "one.PDF").write_bytes(pdf(colour(0)))
+    assert (pixels(folder, "one.PDF", documents) == 0).all()
+    with (folder / "one.PDF").open("rb") as file:
+        from npu_runner.prompts.media.documents import document_version
+
+        version["version"] = document_version(file)
+    assert (pixels(folder, version, documents) == 0).all()
+    (folder / "new").write_bytes(pdf(colour(1)))
+    (folder / "new").rename(folder / "one.PDF")
+    assert (pixels(folder, "one.PDF", documents) == 255).all()
+    assert refusal(folder, version).code == "document_changed"
+    assert refusal(folder, {"url": "a.png", "version": "0" * 32}).code == "document_changed"
+
+
+def test_parts_of_one_page_are_cut_out_of_it(folder: Path) -> None:
+    documents = OpenDocuments()
+    whole = pixels(folder, {"url": "a.pdf", "page": 2, "dpi": 96})
+    height, width, _ = whole.shape
+    top, left = height // 2, width // 4  # both sides are multiples of the fractions, or rounded outwards
+    for _ in range(2):
+        found = pixels(folder, {"url": "a.pdf", "page": 2, "dpi": 96, "box": [left / width, top / height, 1, 1]},
+                       documents)
+        np.testing.assert_array_equal(found, whole[-found.shape[0] :, -found.shape[1] :])
+        assert abs(found.shape[0] - (height - top)) <= 1
+    other = pixels(folder, {"url": "a.pdf", "page": 1, "dpi": 96, "box": [0, 0, 1, 0.5]}, documents)
+    np.testing.assert_array_equal(other, pixels(folder, {"url": "a.pdf", "page": 1, "dpi": 96})[: other.shape[0]])
+
+
+def test_pages_of_a_request_are_known_by_name() -> None:
+    parts = [{"type": "image_url", "image_url": address} for address in (
+        {"url": "a.pdf#page=3"}, {"url": "a.pdf", "page": 4}, {"url": "b.TIF"}, {"url": "c.png"}, "d.pdf#page=2", 5)]
+    parts.append({"type": "text", "text": "e.pdf#page=2"})
+    assert list(pages_in({"messages": [{"role": "user", "content": parts}]})) == [
+        ("a.pdf", 3), ("a.pdf", 4), ("b.TIF", 1), ("d.pdf", 2)]  # fmt: skip
+
+
+# -- fonts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CJK)
+def test_text_that_pdfium_leaves_out_fails_by_name(name: str, tmp_path: Path) -> None:
+    """On every host: the page fails if, and only if, nothing of it is rendered."""
+    data = pdf(cjk(name))
+    (tmp_path / "a.pdf").write_bytes(data)
+    is_rendered = bool(np.asarray(pypdfium2.PdfDocument(data)[0].render().to_pil()).min() < 128)
+    assert is_rendered is (name not in pdf_fonts.fonts_here().missing)
+    if is_rendered:
+        assert loaded(tmp_path, "a.pdf")[1].has_text
+    else:
+        found = refusal(tmp_path, "a.pdf")
+        assert found.code == "pdf_font_missing"
+        assert CJK[name][0] in found.message
+        assert "apt install fonts-noto-cjk" in found.message
+
+
+def test_an_invisible_layer_of_text_needs_no_font(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(pdf(cjk("Japan1", is_invisible=True)))
+    assert loaded(tmp_path, "a.pdf")[1] == PageFacts(is_blank=True, width=876, height=1240, has_text=True)
+
+
+def test_a_process_of_its_own_finds_the_same_fonts() -> None:
+    assert pdf_fonts.fonts_of_host() == pdf_fonts.fonts_here()
+
+
+def test_another_set_of_fonts_ends_the_job(qwen: ChatProcessor, folder: Path) -> None:
+    again = pickle.loads(pickle.dumps(qwen))
+    assert again.documents.fonts_digest == pdf_fonts.fonts_here().digest == qwen.identity()["decoders"]["pdf_fonts"]
+    assert loaded(folder, "one.PDF", again.documents)[1] is not None
+    documents = OpenDocuments()
+    documents.fonts_digest = "of other fonts"
+    assert loaded(folder, "one.tiff", documents)[1] is not None
+    with pytest.raises(JobError, match="fonts were installed"):
+        loaded(folder, "one.PDF", documents)
+
+
+def test_without_a_pdf_its_library_is_not_imported(qwen_folder: Path, folder: Path) -> None:
+    code = f"""
+import sys
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.media.media import MediaRules
+processor = ChatProcessor({str(qwen_folder)!r})
+processor.identity()
+ask = lambda url: processor([{{"role": "user", "content": [{{"type": "image_url", "image_url": {{"url": url}}}}]}}],
+                            media=MediaRules(allowed_dir={str(folder)!r}))
+ask("a.png")
+print("pypdfium2" in sys.modules)
+(page,) = ask("a.pdf#page=1").pages
+print("pypdfium2" in sys.modules, page.has_text)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_a_host_without_pypdfium2_says_so(folder: Path) -> None:
+    code = f"""
+import sys
+sys.modules["pypdfium2"] = None
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.documents import open_document
+try:
+    open_document(open({str(folder / "a.pdf")!r}, "rb"))
+except RequestError as error:
+    print(error.code, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("image_not_recognised")
+    assert "pip install 'pypdfium2>=5.15'" in done.stdout
+
+
+def test_bytes_of_a_pdf_are_told_how_pages_are_read(qwen: ChatProcessor) -> None:
+    with pytest.raises(RequestError, match="by the file's path and #page=1"):
+        qwen([{"role": "user", "content": [{"type": "image", "image": pdf(empty)}]}])
+    with pytest.raises(RequestError, match="a file part is not read") as caught:
+        qwen([{"role": "user", "content": [{"type": "file", "file": {"file_id": "a"}}]}])
+    assert caught.value.code == "unsupported_part"
+
+
+def test_a_tiff_file_in_memory_of_several_pages_names_the_page() -> None:
+    from npu_runner.prompts.media.images import open_image
+
+    with pytest.raises(RequestError, match="#page=1"):
+        open_image(io.BytesIO(tiff(*shades(2))).getvalue())

@@ -1,0 +1,180 @@
+"""`read` runs rows, batch and table over one folder, and goes on there. The embedded model answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from npu_runner.cli import main as cli
+from tests.batch.scripted import read_rows
+from tests.tables.pages import pdf
+
+SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--max-tokens", "16",
+         "--preprocessing-workers", "1"]  # fmt: skip
+A7 = (210.0, 298.0)
+Read = Callable[..., tuple[int, str]]
+
+
+def documents(folder: Path) -> Path:
+    found = folder / "docs"
+    pdf(found / "reports" / "a.pdf", A7, A7, A7)
+    (found / "broken.pdf").write_bytes(b"%PDF-1.7\nnothing")
+    Image.new("RGB", (60, 40), "red").save(found / "c.png")
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The folder after one command, and its exit status."""
+    folder = tmp_path_factory.mktemp("read")
+    arguments = ["read", str(documents(folder)), "-o", str(folder / "out"), "--prompt", "What is it?", *SMALL]
+    return folder, cli.main(arguments)
+
+
+@pytest.fixture
+def folder(finished: tuple[Path, int], tmp_path: Path) -> Path:
+    shutil.copytree(finished[0], tmp_path / "read")
+    return tmp_path / "read"
+
+
+@pytest.fixture
+def read(folder: Path, capsys: pytest.CaptureFixture[str]) -> Read:
+    def call(*more: str, prompt: str = "What is it?") -> tuple[int, str]:
+        status = cli.main(["read", str(folder / "docs"), "-o", str(folder / "out"), "--prompt", prompt, *SMALL, *more])
+        return status, capsys.readouterr().err
+
+    return call
+
+
+def markdown(folder: Path) -> dict[str, bytes]:
+    root = folder / "out" / "markdown"
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.md")}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "out" / "summary.json").read_text()))
+
+
+def test_one_command_makes_all_files(finished: tuple[Path, int]) -> None:
+    folder, status = finished
+    assert status == 3, "the broken document failed"
+    answers = {row["custom_id"]: row for row in read_rows(folder / "out" / "answers.jsonl")}
+    pages = [row["custom_id"] for row in read_rows(folder / "out" / "pages.jsonl")]
+    assert answers.keys() == set(pages) == {"broken.pdf#page=1", "c.png",
+                                            *(f"reports/a.pdf#page={number}" for number in (1, 2, 3))}  # fmt: skip
+    files = markdown(folder)
+    assert files.keys() == {"broken.pdf.md", "c.png.md", "reports/a.pdf.md"}
+    assert b"<!-- page 1 has no answer: pdf_broken -->" in files["broken.pdf.md"]
+    text = answers["reports/a.pdf#page=2"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert f"<!-- page 2 -->\n\n{text}\n" in files["reports/a.pdf.md"].decode()
+    found = summary(folder)
+    assert found["documents"] == {"total": 3, "whole": 2, "with_gaps": 1}
+    assert found["pages"]["total"] == 5
+    assert found["pages"]["no answer"] == 1
+    (job,) = found["jobs"]
+    assert found["tokens_per_page"] == round(job["tokens"]["completion"] / 4, 1)
+    assert found["pages_per_second"] == round(4 / job["seconds"]["serve"], 3)
+    assert {"blocks.jsonl", "pages.jsonl.documents.jsonl"} < {path.name for path in (folder / "out").iterdir()}
+
+
+def test_the_same_command_does_nothing_again(read: Read, folder: Path) -> None:
+    before = {path: path.read_bytes() for path in (folder / "out").glob("*.jsonl")}, markdown(folder)
+    status, said = read()
+    assert status == 3, "the failed page is there"
+    assert "nothing to do: all 5 rows are finished" in said
+    assert "broken    1 document did not open (1 pdf_broken), as 'broken.pdf'" in said
+    assert ({path: path.read_bytes() for path in (folder / "out").glob("*.jsonl")}, markdown(folder)) == before
+
+
+def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: Path) -> None:
+    before = markdown(folder)
+    pdf(folder / "docs" / "reports" / "a.pdf", A7)
+    status, said = read()
+    assert status == 2
+    assert "document 'reports/a.pdf': has changed since its rows were made" in said
+    assert "read: into another folder" in said
+    assert markdown(folder) == before
+
+
+def test_another_prompt_is_refused(read: Read) -> None:
+    status, said = read(prompt="Another?")
+    assert status == 2
+    assert "were made with another reader, prompt or option" in said
+
+
+def test_a_model_without_a_reader_needs_a_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["read", str(folder / "docs"), "-o", str(folder / "new"), *SMALL]) == 2
+    assert "no shipped reader matches its files; name one with --reader" in capsys.readouterr().err
+    assert not (folder / "new" / "pages.jsonl").exists()
+
+
+def test_new_documents_are_added_and_gone_ones_kept(read: Read, folder: Path) -> None:
+    before, answers = markdown(folder), (folder / "out" / "answers.jsonl").read_bytes()
+    pdf(folder / "docs" / "a_first.pdf", A7, A7)
+    os.unlink(folder / "docs" / "reports" / "a.pdf")
+    status, said = read("--progress", "lines")
+    assert status == 3, "an earlier page has failed"
+    assert "made of   2 pages of 1 document" in said
+    assert "gone      1 document, as 'reports/a.pdf'" in said
+    assert "/7 pages" in said
+    assert (folder / "out" / "answers.jsonl").read_bytes().startswith(answers)
+    assert markdown(folder).items() > before.items()
+    assert summary(folder)["documents"] == {"total": 4, "whole": 3, "with_gaps": 1}
+
+
+def test_a_sample_has_a_folder_of_its_own(read: Read, folder: Path) -> None:
+    before = (folder / "out" / "pages.jsonl").read_bytes()
+    status, said = read("--sample", "2", prompt="Another?")
+    assert status in (0, 3)
+    assert len(read_rows(folder / "out" / "sample-2" / "answers.jsonl")) == 2
+    assert "sample-2" in said.splitlines()[-1]
+    assert (folder / "out" / "pages.jsonl").read_bytes() == before
+
+
+def test_a_reader_of_two_stages_reads_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model finds no layout, so that each page is asked about as a whole."""
+    arguments = ["read", str(folder / "docs" / "reports"), "-o", str(folder / "two"), "--reader", "mineru2.5-layout"]
+    assert cli.main([*arguments, *SMALL]) == 0
+    said = capsys.readouterr().err
+    assert "made of   0 blocks of 0 pages, 3 pages without a block to read" in said
+    assert len(read_rows(folder / "two" / "block-answers.jsonl")) == 3
+    (file,) = (folder / "two" / "markdown").glob("*.md")
+    assert file.read_text().count("<!-- page ") >= 3
+    found = json.loads((folder / "two" / "summary.json").read_text())
+    assert found["pages"]["total"] == 3
+    assert len(found["jobs"]) == 2
+
+
+@pytest.mark.full("kills the command and starts it again, which loads the model each time")
+def test_a_killed_command_goes_on_and_reads_each_page_once(tmp_path: Path) -> None:
+    found = documents(tmp_path)
+    pdf(found / "more.pdf", *[A7] * 40)
+    command = [sys.executable, "-m", "npu_runner", "read", str(found), "--prompt", "What is it?", *SMALL]
+    rng, killed, whole = random.Random(5), tmp_path / "killed", tmp_path / "whole"
+    for _ in range(6):
+        running = subprocess.Popen([*command, "-o", str(killed)], stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(1, 8))
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    for folder in (killed, whole):
+        done = subprocess.run([*command, "-o", str(folder)], capture_output=True, check=False)
+        assert done.returncode == 3, done.stderr.decode()
+    names = [row["custom_id"] for row in read_rows(killed / "answers.jsonl")]
+    assert sorted(names) == sorted(row["custom_id"] for row in read_rows(killed / "pages.jsonl"))
+    assert len(names) == len(set(names)) == 45
+    for path in (whole / "markdown").rglob("*.md"):
+        assert (killed / "markdown" / path.relative_to(whole / "markdown")).read_bytes() == path.read_bytes()
+    for name in ("pages.jsonl", "pages.jsonl.documents.jsonl", "blocks.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
