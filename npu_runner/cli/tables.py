@@ -16,8 +16,8 @@ from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 def add_rows(commands: Commands) -> None:
     parser = add_command(
         commands, "rows", _rows,
-        "make the rows of a job: of a folder of images, a CSV, JSONL or Parquet file, a Hugging Face dataset",
-        "Makes a row of every image, video or record of the sources, for npu-runner batch. The same "
+        "make the rows of a job: of folders of documents and images, CSV, JSONL or Parquet, a Hugging Face dataset",
+        "Makes a row of every page, image, video or record of the sources, for npu-runner batch. The same "
         "sources give the same bytes. Parquet and datasets need pyarrow (pip install 'pyarrow>=17').")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help="a folder, a file, or a pattern in quotes such as 'photos/**/*.png'")

@@ -77,7 +77,7 @@ class DocumentOpener:
     """Opens one document: (number, path, address in rows). Runs in a worker process; picklable."""
 
     ranges: PageRanges = PageRanges()
-    page: PageFields = PageFields()
+    page: PageFields = field(default_factory=PageFields)
     passwords: Mapping[str, str] = field(default_factory=dict)
     """By the address in rows."""
 

@@ -14,6 +14,7 @@ import pypdfium2
 import pytest
 
 from npu_runner.batch.files.output_lock import job_at_work
+from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.cli import main as cli
 from npu_runner.processes.child import describe_exit
 from npu_runner.prompts.media import pdf_fonts
@@ -21,7 +22,7 @@ from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES
 from npu_runner.prompts.processor import ChatProcessor
 from tests.batch.job_folder import Job
 from tests.batch.page_engine import PageEngine, asks
-from tests.batch.scripted import read_rows, row, write_rows
+from tests.batch.scripted import OneRow, ScriptedProcessor, read_rows, row, write_rows
 from tests.prompts.image_bytes import encoded
 from tests.prompts.pdf_files import cjk, colour, empty, mixed, one_page, pdf, shades, text, tiff
 from tests.prompts.preprocessing_checkpoints import write_qwen_vl
@@ -127,6 +128,32 @@ def test_other_fonts_or_another_pdfium_are_refused_by_name(folder: Path, capfd: 
         assert batch(folder, "--retry", "errors") == 2
         assert "prompts.decoders" in capfd.readouterr().err
     path.write_text(before)
+
+
+def test_generate_shows_a_page(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(image: str) -> tuple[int, str]:
+        status = cli.main(["generate", "--image", image, "What colour is it?", "--max-tokens", "8", *SMALL[:6],
+                           "--pdf-passwords", "passwords.json"])  # fmt: skip
+        return status, capfd.readouterr().out
+
+    monkeypatch.chdir(folder)
+    of_image = generate("good-1.png")
+    assert of_image[0] == 0
+    assert generate('{"url": "good.pdf", "page": 1, "dpi": 96}') == of_image
+    assert generate("locked.pdf")[0] == generate("scan.tif#page=1")[0] == 0
+    assert {generate(image)[0] for image in ("gone.pdf#page=1", "good.pdf", '{"page": 1}', "{")} == {2}
+
+
+def test_pages_of_a_row_are_known_without_preparing_it() -> None:
+    rows = [(asks("a.pdf", page=2), [("a.pdf", 2)]), (asks("a.pdf#page=3"), [("a.pdf", 3)]), (asks("b.png"), []),
+            (row("text"), [])]  # fmt: skip
+    for request, expected in rows:
+        source = OneRow(json.dumps(request).encode())
+        prepare = RowPreprocessor(source=source, processor=ScriptedProcessor())  # type: ignore[arg-type]
+        assert prepare.pages_of(source.row) == expected
+    assert prepare.pages_of(OneRow(b"{").row) == []
 
 
 # -- kills ----------------------------------------------------------------------------------------------------------

@@ -191,6 +191,7 @@ def test_the_doctor_examines_it(installed: Callable[..., None], tmp_path: Path) 
     installed(FOURTH)
     host = Host(environment={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     checks = {check.name: check for check in examine_host(host, DoctorOptions(platform="fourth", generation=False))}
+    checks.pop("pages of PDFs")  # it looks at this host, whatever its platform is
     assert {name: check.status for name, check in checks.items()} == {
         "platform": "ok", "Python packages": "ok", "import torch": "ok", "fourth": "ok",
         "generation (fourth, eager)": "skipped"}  # fmt: skip

@@ -78,7 +78,8 @@ def test_a_host_without_npu_is_told_so(tmp_path: Path) -> None:
     checks = list(examine_host(empty_host(tmp_path), DoctorOptions(generation=False)))
     assert checks[0].found.startswith("cpu: it can be used; no npu on this host (no torch_npu, no CANN, ")
     assert "; no cuda on this host (" in checks[0].found
-    assert [check.status for check in checks[1:]] == ["ok", "ok", "ok", "skipped"]
+    of_host = [check.status for check in checks[1:] if check.name != "pages of PDFs"]
+    assert of_host == ["ok", "ok", "ok", "skipped"]
 
 
 @pytest.mark.skipif(has_real_cann(), reason="torch_npu is installed")

@@ -20,6 +20,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.documents import Document, document_version, open_document
 from npu_runner.prompts.media.page_options import PageOptions
 from tests.full_set import examples
+from tests.prompts.image_bytes import tiff_of_kinds
 from tests.prompts.pdf_files import (
     A5,
     colour,
@@ -146,6 +147,16 @@ def test_pages_of_a_tiff_file_are_those_of_pillow(compression: str | None, is_fi
             document.render(5)
 
 
+@pytest.mark.parametrize("big", [False, True])
+def test_reduced_copies_are_no_pages_of_a_tiff_file(big: bool) -> None:
+    red, blue, lime = ([255, 0, 0], [0, 0, 255], [0, 255, 0])
+    for kinds, colours in (((0, 0, 0), (red, blue, lime)), ((2, 1, 2), (red, lime)), ((1, 0), (blue,)), ((1,), (red,))):
+        with opened(tiff_of_kinds(*kinds, big=big)) as document:
+            assert document.num_pages == len(colours)
+            found = [pixels(document.render(index).image)[5, 5].tolist() for index in range(len(colours))]
+            assert tuple(found) == colours
+
+
 def test_options_apply_to_the_page_of_a_tiff_file() -> None:
     (image,) = shades(1, (200, 100), "RGB")
     expected = image.resize((100, 50), Image.Resampling.BICUBIC).crop((10, 5, 60, 50)).transpose(
@@ -219,7 +230,7 @@ def test_a_fault_of_the_disk_is_no_broken_document() -> None:
 
 
 def test_only_a_page_is_read() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), dtype=np.uint8)
     pages = [lambda canvas, n=n: canvas.drawInlineImage(Image.fromarray(noise + n), 0, 0) for n in range(40)]
     disk = Disk(data := pdf(*pages))
     with open_document(disk) as document:

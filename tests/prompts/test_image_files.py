@@ -22,7 +22,7 @@ from npu_runner.prompts.media.image_settings import ImageSettings, read_image_se
 from npu_runner.prompts.media.images import open_image, prepare_image
 from npu_runner.prompts.processor import ChatProcessor
 from tests.full_set import examples
-from tests.prompts.image_bytes import encoded, photo, png
+from tests.prompts.image_bytes import encoded, photo, png, tiff_of_kinds
 
 ANY = 1 << 20
 """Tokens: more than any image here has."""
@@ -180,35 +180,19 @@ def test_an_animation_is_its_first_frame(kind: str) -> None:
     assert pixels(data)[5, 5].tolist() == [255, 0, 0]
 
 
-def tiff(*kinds: int, big: bool = False) -> bytes:
-    """A page of each of these NewSubfileTypes, the first in red. Pillow before 11.3 writes the kind of the first alone,
-    and one page of a BigTIFF."""
-    (entry, end), size = ("<HHQQ", "<Q") if big else ("<HHLL", "<L"), 32 * 32 * 3
-    data = bytearray(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 16) if big else struct.pack("<2sHL", b"II", 42, 8))
-    for number, kind in enumerate(kinds):
-        tags = {254: kind, 256: 32, 257: 32, 258: 8, 259: 1, 262: 2, 273: 0, 277: 3, 278: 32, 279: size}
-        head = struct.pack("<Q" if big else "<H", len(tags))
-        pixels_at = len(data) + len(head) + len(tags) * struct.calcsize(entry) + struct.calcsize(end)
-        tags[273] = pixels_at
-        data += head + b"".join(struct.pack(entry, tag, 4, 1, value) for tag, value in tags.items())
-        data += struct.pack(end, 0 if number == len(kinds) - 1 else pixels_at + size)
-        data += Image.new("RGB", (32, 32), ("red", "blue", "lime")[number]).tobytes()
-    return bytes(data)
-
-
 @pytest.mark.parametrize("big", [False, True])
 def test_of_several_pages_none_is_left_out_in_silence(big: bool) -> None:
     """A fax of two pages is two images: one would be answered, and the other never missed."""
     for kinds in ((0, 0), (2, 2), (2, 1, 2)):
-        found = refusal(tiff(*kinds, big=big))
+        found = refusal(tiff_of_kinds(*kinds, big=big))
         assert (found.code, "several pages" in found.message) == ("image_several_pages", True)
     for kinds in ((0,), (0, 1), (0, 1, 4)):  # reduced copies and a mask
-        assert Image.open(io.BytesIO(tiff(*kinds, big=big))).n_frames == len(kinds)  # type: ignore[attr-defined]
-        assert pixels(tiff(*kinds, big=big))[5, 5].tolist() == [255, 0, 0]
+        assert Image.open(io.BytesIO(tiff_of_kinds(*kinds, big=big))).n_frames == len(kinds)  # type: ignore[attr-defined]
+        assert pixels(tiff_of_kinds(*kinds, big=big))[5, 5].tolist() == [255, 0, 0]
 
 
 def test_a_circle_of_directories_ends() -> None:
-    data = bytearray(tiff(0))
+    data = bytearray(tiff_of_kinds(0))
     (first,) = struct.unpack_from("<L", data, 4)
     (count,) = struct.unpack_from("<H", data, first)
     struct.pack_into("<L", data, first + 2 + 12 * count, first)

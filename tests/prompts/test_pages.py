@@ -139,7 +139,8 @@ def test_a_pdf_is_no_data_url(folder: Path) -> None:
 
 def test_documents_do_not_count_as_media(folder: Path) -> None:
     for name in ("a.pdf#page=1", "a.tif#page=2"):
-        assert loaded(folder, name, max_bytes=10, max_total_bytes=20)[1] is not None
+        for limits in ({"max_bytes": 10}, {"max_total_bytes": 20}):
+            assert loaded(folder, name, **limits)[1] is not None
     (folder / "named_otherwise").write_bytes((folder / "a.pdf").read_bytes())
     assert loaded(folder, {"url": "named_otherwise", "page": 1}, max_bytes=10)[1] is not None
     (folder / "picture.pdf").write_bytes((folder / "a.png").read_bytes())

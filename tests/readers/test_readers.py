@@ -7,12 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pypdfium2
 import pytest
 from PIL import Image
 
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.cli import main as cli
 from npu_runner.errors import ConfigError
+from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.readers.reader import Grid, PageReader, find_reader, read_reader, shipped_readers
 from tests.tables.made import rows
 from tests.tables.pages import pdf
@@ -215,6 +217,21 @@ def test_a_size_on_a_grid_keeps_its_bounds_and_its_ratio(size: tuple[int, int]) 
         # No side is wrong by more than a cell.
         assert abs(width - ratio * height) <= 28 * (1 + ratio)
     assert math.isfinite(width / height)
+
+
+@pytest.mark.parametrize("name", ["lighton-ocr-3", "olmocr-2"])
+def test_a_page_has_exactly_the_longer_side_that_its_reader_names(name: str, tmp_path: Path) -> None:
+    """As pypdfium2 renders it at that scale, which may round up to one pixel more."""
+    page = SHIPPED[name].page
+    sizes = [(595.28, 841.89), (841.89, 595.28), (612, 792), (210, 298), (2384, 3370), (227, 850), (960, 540)]
+    document = pypdfium2.PdfDocument(pdf(tmp_path / "a.pdf", *sizes))
+    for (width, height), found in zip(sizes, document, strict=True):
+        assert page.longest is not None
+        rendered = found.render(scale=page.longest / max(found.get_size()))
+        options = PageOptions(longest=page.longest, shortest=page.shortest)
+        size = options.size_of_points(*found.get_size(), 1 << 40)
+        assert max(size) == page.longest, (width, height)
+        assert max(abs(size[0] - rendered.width), abs(size[1] - rendered.height)) <= 1, (width, height)
 
 
 def test_no_prompt_of_another_author_is_shipped() -> None:

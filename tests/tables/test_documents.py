@@ -21,6 +21,7 @@ from npu_runner.serving.workers.pool import PoolLimits
 from npu_runner.tables.documents import DocumentOpener, Documents, PageRanges
 from npu_runner.tables.sources import DOCUMENT, Source
 from tests.full_set import only_full
+from tests.prompts.real_documents import real_documents
 from tests.tables.made import made, rows
 from tests.tables.pages import pdf
 
@@ -317,3 +318,25 @@ def test_numbers_of_pages_are_pdfiums(folder: Path, tmp_path: Path) -> None:
     for name, line in documents(tmp_path / "r.jsonl")[1].items():
         if name.lower().endswith("pdf"):
             assert line["pages"] == len(pypdfium2.PdfDocument(folder / name))
+
+
+@pytest.mark.full("opens the real documents that scripts/test_all.sh fetches")
+def test_real_documents_are_counted_as_pdfium_counts_them(tmp_path: Path) -> None:
+    found = real_documents()
+    if not found:
+        pytest.skip("no package with documents was fetched")
+    (tmp_path / "docs").mkdir()
+    for name, data in found.items():
+        (tmp_path / "docs" / name).write_bytes(data)
+    result = made(tmp_path / "r.jsonl", tmp_path / "docs", prompt="?")
+    _, lines = documents(tmp_path / "r.jsonl")
+    num_pages = 0
+    for name in [name for name in found if name.lower().endswith(".pdf")]:
+        try:
+            pages = len(pypdfium2.PdfDocument(tmp_path / "docs" / name))
+        except pypdfium2.PdfiumError:
+            pages = 0
+        assert (lines[name]["pages"] or 0) == pages, name
+        assert (lines[name]["error"] is None) == (pages > 0), name
+        num_pages += pages or 1
+    assert result.num_rows >= num_pages

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +155,26 @@ def test_a_reader_of_two_stages_reads_blocks(folder: Path, capsys: pytest.Captur
     found = json.loads((folder / "two" / "summary.json").read_text())
     assert found["pages"]["total"] == 3
     assert len(found["jobs"]) == 2
+
+
+@pytest.mark.full("kills the command and starts it again, which loads the model each time")
+def test_a_killed_command_goes_on_and_reads_each_page_once(tmp_path: Path) -> None:
+    found = documents(tmp_path)
+    pdf(found / "more.pdf", *[A7] * 40)
+    command = [sys.executable, "-m", "npu_runner", "read", str(found), "--prompt", "What is it?", *SMALL]
+    rng, killed, whole = random.Random(5), tmp_path / "killed", tmp_path / "whole"
+    for _ in range(6):
+        running = subprocess.Popen([*command, "-o", str(killed)], stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(1, 8))
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    for folder in (killed, whole):
+        done = subprocess.run([*command, "-o", str(folder)], capture_output=True, check=False)
+        assert done.returncode == 3, done.stderr.decode()
+    names = [row["custom_id"] for row in read_rows(killed / "answers.jsonl")]
+    assert sorted(names) == sorted(row["custom_id"] for row in read_rows(killed / "pages.jsonl"))
+    assert len(names) == len(set(names)) == 45
+    for path in (whole / "markdown").rglob("*.md"):
+        assert (killed / "markdown" / path.relative_to(whole / "markdown")).read_bytes() == path.read_bytes()
+    for name in ("pages.jsonl", "pages.jsonl.documents.jsonl", "blocks.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()

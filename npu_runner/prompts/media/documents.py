@@ -38,10 +38,6 @@ class RenderedPage:
     image: Image.Image
     has_text: bool | None
 
-    @property
-    def num_pixels(self) -> int:
-        return self.image.width * self.image.height
-
 
 class Document(ABC):
     """An open document. Its methods raise RequestError: media_unreadable where the file cannot be read, else a code
@@ -55,7 +51,9 @@ class Document(ABC):
 
     @cached_property
     def version(self) -> str:
-        return document_version(self._file)
+        version = document_version(self._file)
+        self._file.raise_error()
+        return version
 
     @property
     @abstractmethod

@@ -109,7 +109,7 @@ class OpenDocuments:
         if self._page is None or self._page[0] != named:
             self._page = None  # its memory is free before another page is rendered
             whole = document.render_whole((options.page or 1) - 1, options, max_pixels)
-            if options.box is not None and whole.num_pixels <= _MOST_KEPT_PIXELS:
+            if options.box is not None and whole.image.width * whole.image.height <= _MOST_KEPT_PIXELS:
                 self._page = (named, whole)
         else:
             whole = self._page[1]
