@@ -33,9 +33,9 @@ def parse_divs(text: str, label: str) -> ParsedAnswer:
         return ParsedAnswer(blocks=())
     if text.count("<") > _MAX_TAGS:
         raise AnswerError(f"has more than {_MAX_TAGS} tags")
-    soup = require("bs4").BeautifulSoup(text, "html.parser")
-    if soup.find() is None:
+    if "<" not in text:
         raise AnswerError("has no HTML")
+    soup = require("bs4").BeautifulSoup(text, "html.parser")
     try:
         if soup.find("div", attrs={"data-label": True}, recursive=False) is None:
             return ParsedAnswer(blocks=(Block(label=PAGE, text=_markdown(soup)),))
