@@ -56,7 +56,7 @@ MOST_LINES = {
     "platforms": 14444, "batch": 7643, "prompts": 6763, "runner": 4777, "checkpoint": 3855, "serving": 2570,
     "engine": 2495, "tables": 3503, "core": 2171, "grammars": 1997, "models": 1919, "cli": 2206, "layers": 1871,
     "sampling": 1776, "request": 1737, "strategies": 1600, "reports": 1508, "llm": 1462, "front": 956,
-    "processes": 758, "readers": 983, "assets": 11,
+    "processes": 758, "readers": 992, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
 MOST_OWN_IMPORTS = 20

@@ -60,6 +60,12 @@ def test_the_page_numbers_of_nanonets_are_blocks() -> None:
     assert [(block.label, block.text) for block in parsed.blocks][1:] == [("page_number", "9/22")]
 
 
+def test_blocks_may_lie_in_an_element_of_their_own() -> None:
+    inner = CASES["divs"][0].answer
+    for answer in (f"<html><body>{inner}</body></html>", f"<div>\n{inner}\n</div>", f"```html\n{inner}\n```"):
+        assert parse_answer("divs", answer) == parse_answer("divs", inner)
+
+
 def test_html_that_is_left_open_is_ended() -> None:
     rows = "<table><tr><td>a<td>b<tr><td>c"
     assert parse_answer("markdown", rows).markdown == (

@@ -19,6 +19,7 @@ from npu_runner.readers.answers.markdown_text import clean_markdown
 from npu_runner.readers.answers.parsers import parse_answer
 from tests.full_set import examples
 
+pytestmark = pytest.mark.filterwarnings("ignore::bs4.MarkupResemblesLocatorWarning")
 RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 TAGS = re.compile(
     "p|[uod]l|li|d[td]|h[1-6r]|pre|code|em|strong|[abius]|img|blockquote|br|table|t(head|body|foot|r|d|h)|caption|"

@@ -20,7 +20,8 @@ _FENCE = re.compile(r"\A\s*```[a-zA-Z]*\n(.*?)(?:\n```\s*)?\Z", re.DOTALL)
 _TAG_LIKE = re.compile(r"<(?=[A-Za-z/!?<])|&(?=#?\w+;)")
 _RAW = ("pre", "code", "math", "chem")
 # Anything else in angle brackets is text, so that no parser hides what stands behind <script> or in #include <vector>.
-_TAGS = "|".join((*TAGS, "div", "span", "pre", "big", "chem", "blockquote", "figure", "figcaption", "form", "label"))
+_TAGS = "|".join((*TAGS, "div", "span", "pre", "big", "chem", "blockquote", "figure", "figcaption", "form", "label",
+                  "html", "head", "body"))
 _TEXT = re.compile(rf"<(?!/?(?:{_TAGS})[\s/>])", re.IGNORECASE)
 _MAX_TAGS = 20_000
 
@@ -33,12 +34,15 @@ def parse_divs(text: str, label: str) -> ParsedAnswer:
         return ParsedAnswer(blocks=())
     if text.count("<") > _MAX_TAGS:
         raise AnswerError(f"has more than {_MAX_TAGS} tags")
-    soup = require("bs4").BeautifulSoup(text, "html.parser")
-    if soup.find() is None:
+    if "<" not in text:
         raise AnswerError("has no HTML")
+    soup = require("bs4").BeautifulSoup(text, "html.parser")
     try:
-        if soup.find("div", attrs={"data-label": True}, recursive=False) is None:
+        first = soup.find("div", attrs={"data-label": True})
+        if first is None:
             return ParsedAnswer(blocks=(Block(label=PAGE, text=_markdown(soup)),))
+        while first.parent is not soup:  # a <div> or <body> around all blocks
+            first.parent.unwrap()
         return ParsedAnswer(blocks=tuple(block for node in list(soup.children) if (block := _block(node))))
     except RecursionError as error:
         raise AnswerError("has tags within tags, too deep to read") from error

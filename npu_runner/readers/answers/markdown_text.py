@@ -23,14 +23,19 @@ _HTML_LINE = re.compile(r"[\s>*+.):\d-]*<")
 _IN_MATH = r"\n(?![ \t]*[\n<])"
 _STARTS_HTML = re.compile(r"^[\s>*+.):\d-]*<(?!https?:)", re.MULTILINE)
 _PART = re.compile(
-    r"(?P<escape>\\[\\`])|(?P<address><https?://[^\s<>\"'=`]+(?:\?[^\s<>\"'/`]*)?>|<[\w.+-]+@[\w-]+(?:\.[\w-]+)+>)"
+    r"(?P<escape>\\[\\`])"
+    # Addresses in angle brackets. None could be a tag with an attribute that runs something.
+    r"|(?P<address><https?://[^\s<>\"'=`]+(?:\?[^\s<>\"'/`]*)?>|<[\w.+-]+@[\w-]+(?:\.[\w-]+)+>)"
     r"|(?P<ticks>(?<!`)`+)(?!`)(?P<code>[^\n]*?[^`\n])(?P=ticks)(?!`)"
     rf"|(?P<comment>{COMMENT})"
     r"|(?P<tag>\\?</?[A-Za-z][^<>]*>)"
+    # Formulas: $$x$$, $x$ but no prices, \(x\) and \[x\].
     rf"|\$\$(?P<display>(?:[^$\n]|{_IN_MATH})+)\$\$|(?<![\\$])\$(?![\s$])(?P<inline>[^$\n]*[^\s$\\])\$(?![\d$])"
     rf"|\\[(\[](?P<tex>(?:[^\\\n]|\\[^()\[\]\n]|{_IN_MATH})+?)\\[)\]]"
+    # Anything else that a parser of HTML could take for the begin of a tag.
     r"|(?P<open>\\?<(?=[A-Za-z/!?<]))"
     r"|(?P<image>!+\[)|(?P<link>\]\()"
+    # [name]: at the begin of a line defines a link for the whole document.
     r"|(?P<definition>^[ >*+.)\d-]*\[(?=[^\]]{1,999}\]:))", re.MULTILINE)
 _LESS = re.compile(r"<(?=[A-Za-z/?<])")
 _MARKUP = re.compile(r"[\\`*_\[\]~$!&<:]")
