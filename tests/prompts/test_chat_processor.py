@@ -22,6 +22,7 @@ from preprocessing_checkpoints import write_json, write_llama, write_qwen_vl
 
 from npu_runner.checkpoint.files import PROMPT_FILES
 from npu_runner.errors import JobError, ModelError, RequestError
+from npu_runner.prompts.media.pdf_fonts import fonts_here
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.full_set import examples
@@ -313,10 +314,12 @@ def test_identity_holds_the_versions_of_what_makes_prompts(
 def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
     qwen_folder: Path, llama: ChatProcessor
 ) -> None:
-    heif, videos = (importlib.metadata.version(name) for name in ("pillow-heif", "av"))
+    heif, pdf, videos = (importlib.metadata.version(name) for name in ("pillow-heif", "pypdfium2", "av"))
+    fonts = fonts_here()
+    of_images = {"pillow-heif": heif, "pypdfium2": pdf, "pdfium": fonts.pdfium, "pdf_fonts": fonts.digest}
     accepts_videos = ChatProcessor(str(qwen_folder), ProcessorSettings(accepts_videos=True))
-    assert accepts_videos.identity()["decoders"] == {"pillow-heif": heif, "av": videos}
-    assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == {"pillow-heif": heif}
+    assert accepts_videos.identity()["decoders"] == {**of_images, "av": videos}
+    assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == of_images
     assert "decoders" not in llama.identity()
 
 

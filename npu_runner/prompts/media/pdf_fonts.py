@@ -33,7 +33,7 @@ _COLLECTIONS = {
     "Japan1": ("Japanese", "HeiseiMin-W3", "UniJIS-UCS2-H", "日本語テストかな"),
     "Korea1": ("Korean", "HYSMyeongJo-Medium", "UniKS-UCS2-H", "한국어시험"),
 }
-_CJK = re.compile("[\u1100-\u11ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc"
+_CJK = re.compile("[\u1100-\u11ff\u2e80-\u2fff\u3001-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc"
                   "\U00020000-\U0003ffff]")
 _OWN_FAMILY = "Chrom"
 """PDFium's built-in fonts are of families that begin so; they have no such characters."""
@@ -121,7 +121,7 @@ def _name(read: Any, font: Any) -> str:
 
 
 def _lines() -> bytes:
-    """A PDF with a page of one line for each collection."""
+    """A PDF with a page of one line for each collection. It has no table of its objects: PDFium finds them."""
     objects, kids = [b"<</Type/Catalog/Pages 2 0 R>>", b""], []
     for name, (_, font, cmap, text) in _COLLECTIONS.items():
         first = len(objects) + 1
@@ -136,13 +136,8 @@ def _lines() -> bytes:
             f"<</Type/FontDescriptor/FontName/{font}/Flags 6/FontBBox[0 -200 1000 900]/ItalicAngle 0/Ascent 800"
             "/Descent -200/CapHeight 700/StemV 80>>")]
     objects[1] = f"<</Type/Pages/Kids[{' '.join(kids)}]/Count {len(kids)}/MediaBox[0 0 220 44]>>".encode()
-    file, places = b"%PDF-1.7\n", []
-    for number, body in enumerate(objects, start=1):
-        places.append(len(file))
-        file += b"%d 0 obj\n%b\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    return file + (b"xref\n0 %d\n0000000000 65535 f \n%btrailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n"
-                   % (len(objects) + 1, table, len(objects) + 1, len(file)))
+    bodies = b"".join(b"%d 0 obj\n%b\nendobj\n" % (number, body) for number, body in enumerate(objects, start=1))
+    return b"%%PDF-1.7\n%btrailer<</Size %d/Root 1 0 R>>\n" % (bodies, len(objects) + 1)
 
 
 def main(arguments: Sequence[str]) -> None:
