@@ -275,7 +275,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
         before = path.read_bytes()
         for place in (path, link):
             options = {"input": str(job.input), "output": str(job.output), "allowed_media_dir": media,
-                       "response_schema": schema}
+                       "response_schema": schema, "pdf_passwords": passwords}
             with pytest.raises(ConfigError, match=rf"{written} .*: is (the {read}|an image or a video \(PNG\))"):
                 job_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
                     model=str(job.model), chat_template=str(template), lora=str(adapter)))  # fmt: skip
