@@ -47,8 +47,8 @@ MOST_ARROWS = 120
 # platforms: vendors' operator packages, which replace functions that we call, are found in their libraries (110).
 # processes: a writer takes what waits at once, which made the driver a tenth faster.
 # front, platforms, strategies: classes of other packages that still have a renamed member are refused by name.
-# all rooms from batch to tables below: pages of PDF and TIFF files are images (fields of addresses, documents that stay
-# open, fonts that a host lacks, documents that are given up, passwords, facts of pages).
+# prompts, request, batch, serving, cli, reports, llm, tables: pages of documents are images, with the fields of their
+# addresses, documents that stay open, fonts that a host lacks, documents that are given up, passwords, facts of pages.
 MOST_LINES = {
     "platforms": 14361, "batch": 7636, "prompts": 6755, "runner": 4735, "checkpoint": 3855, "serving": 2570,
     "engine": 2495, "tables": 2274, "core": 2171, "grammars": 1997, "models": 1919, "cli": 2008, "layers": 1871,
