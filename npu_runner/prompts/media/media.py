@@ -85,7 +85,7 @@ class Media:
     @property
     def page(self) -> tuple[str, int] | None:
         """(document, page), if it seems to be one by its name."""
-        is_one = self.options.page is not None or self.url.lower().endswith(DOCUMENT_SUFFIXES)
+        is_one = self.options.page is not None or self.url[-5:].lower().endswith(DOCUMENT_SUFFIXES)
         return (self.url, self.options.page or 1) if is_one else None
 
     def open(self) -> BinaryIO:
