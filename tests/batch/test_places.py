@@ -260,6 +260,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
     """By its name, by a hard link of it, and, of a folder, a file in it."""
     schema, template, media, adapter = (job.folder / name for name in ("s.json", "t.jinja", "media", "adapter"))
     schema.write_text('{"type": "object"}')
+    (passwords := job.folder / "passwords").write_text("{}")
     template.write_text("{{ messages }}")
     media.mkdir(), adapter.mkdir()
     (media / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(60))
@@ -267,14 +268,14 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
     (adapter / "adapter_model.safetensors").write_bytes(bytes(8))
     files = {"input": [job.input], "response_schema": [schema], "chat_template": [template],
              "allowed_media_dir": [media / "a.png"], "model": [job.model / "config.json"],
-             "lora": [*adapter.iterdir()]}  # fmt: skip
+             "lora": [*adapter.iterdir()], "pdf_passwords": [passwords]}  # fmt: skip
     for path in files[read]:
         link = job.folder / "link"
         os.link(path, link)
         before = path.read_bytes()
         for place in (path, link):
             options = {"input": str(job.input), "output": str(job.output), "allowed_media_dir": media,
-                       "response_schema": schema}
+                       "response_schema": schema, "pdf_passwords": passwords}
             with pytest.raises(ConfigError, match=rf"{written} .*: is (the {read}|an image or a video \(PNG\))"):
                 job_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
                     model=str(job.model), chat_template=str(template), lora=str(adapter)))  # fmt: skip

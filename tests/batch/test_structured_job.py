@@ -202,8 +202,8 @@ def test_the_table_of_tokens_is_begun_while_the_model_loads_if_a_first_row_needs
     seen, begun = threading.Event(), []
     look_at, profile = Endpoint._record, ModelRunner.profile_run
 
-    def look(endpoint: Endpoint, prepared: Any) -> None:
-        look_at(endpoint, prepared)
+    def look(endpoint: Endpoint, task: Any, prepared: Any) -> None:
+        look_at(endpoint, task, prepared)
         seen.set()
 
     def profile_run(runner: ModelRunner) -> Any:

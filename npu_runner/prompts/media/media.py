@@ -12,6 +12,7 @@ import base64
 import binascii
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.allowed_folder import AllowedFolder, OutsideError
-from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES, HEAD_BYTES, document_kind
+from npu_runner.prompts.media.file_kinds import DOCUMENT_SUFFIXES
 from npu_runner.prompts.media.page_options import AS_IT_IS, PageOptions, split_page
 from npu_runner.prompts.media.pdf_passwords import password_of, read_passwords
 from npu_runner.request.limits import LIMITS, field_error
@@ -84,7 +85,7 @@ class Media:
     @property
     def page(self) -> tuple[str, int] | None:
         """(document, page), if it seems to be one by its name."""
-        is_one = self.options.page is not None or self.url.lower().endswith(DOCUMENT_SUFFIXES)
+        is_one = self.options.page is not None or self.url[-5:].lower().endswith(DOCUMENT_SUFFIXES)
         return (self.url, self.options.page or 1) if is_one else None
 
     def open(self) -> BinaryIO:
@@ -93,9 +94,12 @@ class Media:
             return folder.open(path)
 
     def num_bytes(self) -> int:
-        """The bytes that `load` gives, without reading a file; an upper bound for a data: URL."""
+        """The bytes that `load` gives, without reading a file; an upper bound for a data: URL. 0 for a document, of
+        which parts are read, and for an image that is named like one: `load_image` bounds it."""
+        rules = self.rules if self.page is None else replace(self.rules, max_bytes=sys.maxsize)
         with _named(self.where):
-            return _num_bytes(self.url, self.rules)
+            num_bytes = _num_bytes(self.url, rules)
+        return num_bytes if self.page is None else 0
 
 
 def load_media(url: str, allowed_media_dir: Path | str | None, *, max_bytes: int = LIMITS.max_media_bytes) -> bytes:
@@ -142,13 +146,8 @@ def _num_bytes(url: str, rules: MediaRules) -> int:
         return len(rest)
     with _file(url, rules.allowed_dir) as (folder, path):
         size = folder.num_bytes(path)
-        if path.lower().endswith(DOCUMENT_SUFFIXES):
-            return 0
-        if size > rules.max_bytes:
-            with folder.open(path) as file:
-                if document_kind(file.read(HEAD_BYTES), path) is not None:
-                    return 0
-            raise _too_large(rules.max_bytes, _shown(rest))
+    if size > rules.max_bytes:
+        raise _too_large(rules.max_bytes, _shown(rest))
     return size
 
 

@@ -111,7 +111,7 @@ AS_IT_IS = PageOptions()
 def split_page(url: str) -> tuple[str, int] | None:
     """The address of a document and the number of the page behind it; None: the address names no page."""
     found = _PAGE.fullmatch(url)
-    if found is None or not found[1].lower().endswith(DOCUMENT_SUFFIXES):
+    if found is None or not found[1][-5:].lower().endswith(DOCUMENT_SUFFIXES):
         return None
     return found[1], int(found[2])
 
@@ -129,7 +129,7 @@ def pages_in(value: Any) -> Iterator[tuple[str, int]]:
         url, page = (given.get("url"), given.get("page")) if isinstance(given, dict) else (given, None)
         if isinstance(url, str) and (found := split_page(url)) is not None:
             url, page = found
-        if isinstance(url, str) and url.lower().endswith(DOCUMENT_SUFFIXES):
+        if isinstance(url, str) and url[-5:].lower().endswith(DOCUMENT_SUFFIXES):
             yield url, page if isinstance(page, int) else 1
 
 
