@@ -165,7 +165,7 @@ OTHER_MISTAKES = [
     ("file", "old", "new", "reported"),
     [
         ("kernels.py", 'cache_mode="Norm"', 'cache_modus="Norm"', f"torch_npu.{_SCATTER}: no cache_modus"),
-        ("attention.py", "block_table=metadata", "page_table=metadata",
+        ("attention.py", "block_table=tables_BW", "page_table=tables_BW",
          "torch.ops.air.npu_fused_infer_attention_score: no page_table"),
         ("ops.py", "npu_rms_norm(x, weight, eps)", "npu_rms_norm(x)", "torch_npu.npu_rms_norm: wants gamma"),
         ("ops.py", "npu_swiglu(gate_up_T2I)", "npu_swiglu(gate_up_T2I, -1, 2)",
