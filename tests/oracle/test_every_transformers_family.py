@@ -15,13 +15,17 @@ from huggingface_hub.errors import StrictDataclassError
 
 from npu_runner import LLM, strategies
 from npu_runner.errors import ModelError
+from npu_runner.models.transformers_check import FLOAT32_BOUNDS, HALF_BOUNDS, Distances
+from npu_runner.strategies import transformers_model
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import foreign_config, make_foreign_checkpoint
-from tests.oracle.running import SMALL, assert_equals_reference
+from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
 modeling_auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
 
 TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
+PROMPT = list(range(203, 3, -1))
+"""Two chunks. Logits of all of its tokens are compared."""
 MOST_PARAMETERS = 20_000_000
 # Names of sizes that few families have; what more some need to be small or whole.
 MORE_SIZES: dict[str, Any] = {
@@ -84,4 +88,23 @@ def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monke
     except ModelError as reason:
         leave_out(model_type, f"refused: {reason}")
     with llm:
+        assert_prompt_rows_equal(path, llm, PROMPT)
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
+
+
+@pytest.mark.slow
+@pytest.mark.full("each family that is served, started twice; whatever starts in the fast set is within the bounds, too")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", sorted(SERVED))
+def test_a_family_without_fault_stays_far_below_the_bounds(model_type: str, dtype: str, tmp_path: Path,
+                                                          monkeypatch: Any) -> None:
+    found: list[Distances] = []
+    compare = transformers_model.compare_at_start
+    monkeypatch.setattr(transformers_model, "compare_at_start",
+                        lambda *args: (found.append(compare(*args)), found[-1])[1])
+    monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
+    LLM(make_small(tmp_path, model_type), platform="cpu", **{**SMALL, "dtype": dtype}).close()
+    print(f"{model_type} {dtype}: attention {found[0].attention:.1e}, others {found[0].others:.1e}")
+    bounds = FLOAT32_BOUNDS if dtype == "float32" else HALF_BOUNDS
+    assert found[0].attention < bounds.attention / 5
+    assert found[0].others < bounds.others / 5
