@@ -119,7 +119,7 @@ class TransformersStrategy(LoadStrategy):
         logger.warning("model_type %r has no strategy of its own: %s of transformers is served by the generic one, "
                        "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
         self._num_positions = num_positions
-        causal_lm = self._without_weights(self._config, _SERVING, context.dtype)
+        causal_lm = _without_weights(self._model_class, self._config, _SERVING, context.dtype)
         return TransformersModel(causal_lm, self._observed.calls, context)
 
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
@@ -199,10 +199,10 @@ class TransformersStrategy(LoadStrategy):
 
     @cached_property
     def _observed(self) -> Observed:
-        """The network's calls of attention. Run without weights, in 16 bits, because grouped GEMMs need them."""
-        causal_lm = self._without_weights(_without_growth(self._config), _PROBING, torch.bfloat16)
+        """The network's calls of attention. It has no weights, and 16 bits because grouped GEMMs need them."""
+        model_class, config = self._model_class, _without_growth(self._config)
         try:
-            return observe(causal_lm)
+            return observe(_without_weights(model_class, config, _PROBING, torch.bfloat16))
         except ModelError as reason:
             raise self._refusal(str(reason)) from reason
         except Exception as error:
@@ -214,21 +214,6 @@ class TransformersStrategy(LoadStrategy):
         return ModelError(f"{self.path}: model_type {self._raw.get('model_type')!r} has no strategy of its own, and "
                           f"the generic one, through transformers, does not serve it: {reason}")
 
-    def _without_weights(self, config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import eager_mask
-
-        AttentionInterface.register(_SERVING, attend)
-        AttentionInterface.register(_PROBING, attend)
-        # Where no mask function is registered, as for serving, transformers makes no mask.
-        AttentionMaskInterface.register(_PROBING, claim_mask)
-        AttentionInterface.register(_COMPARING, compared(_definition_of_attention))
-        AttentionMaskInterface.register(_COMPARING, eager_mask)
-        model_class = self._model_class
-        with torch.device("meta"):
-            network: nn.Module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
-        return network.eval()
-
     @property
     def _longest(self) -> int:
         positions = getattr(self._config, "max_position_embeddings", None)
@@ -236,6 +221,21 @@ class TransformersStrategy(LoadStrategy):
             raise self._refusal("its config says no max_position_embeddings")
         rope = _growing_rope(self._config)
         return min(int(positions), rope[1]) if rope else int(positions)
+
+
+def _without_weights(model_class: Any, config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(_SERVING, attend)
+    AttentionInterface.register(_PROBING, attend)
+    # Where no mask function is registered, as for serving, transformers makes no mask.
+    AttentionMaskInterface.register(_PROBING, claim_mask)
+    AttentionInterface.register(_COMPARING, compared(_definition_of_attention))
+    AttentionMaskInterface.register(_COMPARING, eager_mask)
+    with torch.device("meta"):
+        network: nn.Module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
+    return network.eval()
 
 
 @contextmanager

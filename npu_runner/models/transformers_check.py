@@ -2,7 +2,8 @@
 
 A start does this once, before the KV cache is measured. Knows no family and imports nothing of transformers.
 
-T tokens of the prompt, N query heads, K kv heads, H head dim, V vocabulary, W blocks, G groups of R rows of X numbers.
+T tokens of the prompt, N query heads, H head dim, V vocabulary, NB blocks of S tokens, K kv heads. A distance is
+between G groups of R rows of X numbers. C tokens stand in both runs.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Replay:
     returns the outputs of the first run."""
 
     first: Comparison
-    is_other_T: Tensor
+    compared_C: Tensor
+    """Places of the tokens that both runs have."""
     bound: float
     worst: float = 0.0
 
@@ -89,8 +91,8 @@ class Replay:
 
     def check(self, name: str, found: Tensor, expected: Tensor) -> None:
         """Raises ModelError where rows (1, T, groups, X) of the same tokens differ."""
-        rows = ~self.is_other_T
-        error = distance_of_worst_row(*(x[0, rows].transpose(0, 1) for x in (found, expected)))
+        error = distance_of_worst_row(*(x[0].index_select(0, self.compared_C).transpose(0, 1)
+                                        for x in (found, expected)))
         if not error <= self.bound:
             raise ModelError(
                 f"{name}: a token changes by {error:.1%} with what else lies in its step, outside attention, and "
@@ -120,14 +122,19 @@ def compare_at_start(model: TransformersModel, num_positions: int, vocab_size: i
     Raises ModelError where the two differ: in an attention call, or in what other tokens change outside attention.
     """
     bounds = FLOAT32_BOUNDS if model.context.dtype == torch.float32 else HALF_BOUNDS
-    ids_2T, positions_2T, is_other_T = (x.to(model.context.device) for x in _two_runs(num_positions, vocab_size))
+    ids_2T, positions_2T, compared_C = (x.to(model.context.device) for x in _two_runs(num_positions, vocab_size))
     resolve_windows(model, num_positions)
-    comparison = Comparison(steps=_paged_steps(model, len(is_other_T)), bound=bounds.attention)
-    model.step.comparison = comparison
+    steps, cache = _paged_steps(model, ids_2T.shape[1])
+    layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
+    for layer in layers:
+        layer.k_cache, layer.v_cache = cache
+    comparison = model.step.comparison = Comparison(steps=steps, bound=bounds.attention)
     with own_attention(model.causal_lm):
         expected = model.causal_lm(input_ids=ids_2T[:1], position_ids=positions_2T[:1], use_cache=False).logits
-    replay = Replay(first=comparison, is_other_T=is_other_T, bound=bounds.others)
-    model.step.comparison, model.step.replay = None, replay
+    for layer in layers:
+        del layer.k_cache, layer.v_cache
+    model.step.comparison = None
+    replay = model.step.replay = Replay(first=comparison, compared_C=compared_C, bound=bounds.others)
     found_TV = model.compute_logits(model(ids_2T[1], positions_2T[1], None))
     replay.check("logits", found_TV[None, :, None], expected.flip(1)[:, :, None])
     model.step.replay = None
@@ -145,7 +152,7 @@ def distance_of_worst_row(found_GRX: Tensor, expected_GRX: Tensor) -> float:
 
 
 def _two_runs(num_positions: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and positions (2, T) of both runs, and (T,) which tokens of the second are others than the first's."""
+    """Ids and positions (2, T) of both runs, and (C,) which of the second are the first's, at T - 1 - t."""
     num_tokens = min(NUM_TOKENS, num_positions)
     generator = torch.Generator().manual_seed(0)
     ids_2T = torch.randint(vocab_size, (2, num_tokens), generator=generator)
@@ -155,24 +162,22 @@ def _two_runs(num_positions: int, vocab_size: int) -> tuple[Tensor, Tensor, Tens
     is_other_T = torch.arange(num_tokens) % 4 == 3
     for x_2T in (ids_2T, positions_2T):
         x_2T[1] = torch.where(is_other_T, x_2T[1], x_2T[0].flip(0))
-    return ids_2T, positions_2T, is_other_T
+    return ids_2T, positions_2T, (~is_other_T).nonzero()[:, 0]
 
 
-def _paged_steps(model: TransformersModel, num_tokens: int) -> list[tuple[slice, AttentionMetadata]]:
-    """A prompt as two chunks and a decode step, over a small cache that all layers share."""
+def _paged_steps(model: TransformersModel,
+                 num_tokens: int) -> tuple[list[tuple[slice, AttentionMetadata]], tuple[Tensor, Tensor]]:
+    """A prompt as two chunks and a decode step, and keys and values (NB, S, K, H) of a small cache for all layers."""
     context, call = model.context, model.calls[0]
     attention, device, block_size = context.attention, context.device, context.block_size
     assert block_size is not None, "a runner gives it"
     num_blocks = -(-num_tokens // block_size)
     sizes = (1, 1 + num_blocks, block_size, call.num_kv_heads, call.head_dim)
     keys, values = make_kv_cache(sizes, context.dtype, device)
-    for module in model.modules():
-        if isinstance(module, PagedAttention):
-            module.k_cache, module.v_cache = keys[0], values[0]
     tables_1W = np.arange(num_blocks, 0, -1, dtype=np.int32)[None]  # never block 0, and out of order
     places_T = np.arange(num_tokens)
     slots_T = (tables_1W[0, places_T // block_size] * block_size + places_T % block_size).astype(np.int32)
-    slots, tables = (torch.from_numpy(array).to(device) for array in (slots_T, tables_1W.copy()))
+    slots, tables = (torch.from_numpy(array.copy()).to(device) for array in (slots_T, tables_1W))
     steps = []
     for start, stop in pairwise(sorted({0, num_tokens // 2, num_tokens - 1, num_tokens})):
         is_prefill = stop < num_tokens
@@ -180,4 +185,4 @@ def _paged_steps(model: TransformersModel, num_tokens: int) -> list[tuple[slice,
                 else attention.plan_decode([stop], tables_1W, device))
         length = torch.tensor([stop], dtype=torch.int32, device=device)
         steps.append((slice(start, stop), AttentionMetadata(is_prefill, slots[start:stop], length, tables, plan)))
-    return steps
+    return steps, (keys[0], values[0])

@@ -303,13 +303,15 @@ def test_the_start_says_that_it_is_the_generic_path(foreign: Any, caplog: pytest
 # -- what only shows in a run -----------------------------------------------------------------------------------------
 
 
-def test_a_network_that_mixes_tokens_outside_attention_does_not_start(foreign: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("dtype", "part"), [("float32", 0.1), ("bfloat16", 1.0)])
+def test_a_network_that_mixes_tokens_outside_attention_does_not_start(dtype: str, part: float, foreign: Any,
+                                                                      monkeypatch: Any) -> None:
     from transformers.models.gemma.modeling_gemma import GemmaMLP
 
     forward = GemmaMLP.forward
-    monkeypatch.setattr(GemmaMLP, "forward", lambda self, x: forward(self, x) + 0.1 * x.roll(1, dims=1))
+    monkeypatch.setattr(GemmaMLP, "forward", lambda self, x: forward(self, x) + part * x.roll(1, dims=1))
     with pytest.raises(ModelError, match=r"a token changes by .* with what else lies in its step"):
-        LLM(foreign("gemma"), platform="cpu", **SMALL)
+        LLM(foreign("gemma"), platform="cpu", **{**SMALL, "dtype": dtype})
 
 
 def test_a_network_that_counts_positions_itself_does_not_start(foreign: Any, monkeypatch: Any) -> None:
