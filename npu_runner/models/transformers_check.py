@@ -28,7 +28,7 @@ NUM_TOKENS = 65
 
 @dataclass(frozen=True, kw_only=True)
 class Distances:
-    """The largest distance of a row, relative to the RMS of all rows. docs/generic.md has those of 30 families."""
+    """The largest distance of a row, relative to the RMS of all rows. docs/generic.md has those of 61 families."""
 
     attention: float
     """A row is one head of one token. The query, key and value are the same on both sides."""
