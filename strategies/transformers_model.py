@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -32,7 +34,8 @@ from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.transformers_model import TransformersModel, attend, check_tokens_stand_alone
+from npu_runner.models.transformers_check import compare_at_start, compared
+from npu_runner.models.transformers_model import TransformersModel, attend
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
 from npu_runner.strategies.base import LoadStrategy
 
@@ -40,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _OLDEST = (5, 20)
 REQUIRED = "transformers 5.20 or newer (pip install 'transformers>=5.20,<6')"
-_SERVING, _PROBING = "npu_runner", "npu_runner_probe"
+_SERVING, _PROBING, _COMPARING = "npu_runner", "npu_runner_probe", "npu_runner_compared"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Masks and places that old checkpoints stored and every model computes.
 _COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
@@ -116,7 +119,7 @@ class TransformersStrategy(LoadStrategy):
         logger.warning("model_type %r has no strategy of its own: %s of transformers is served by the generic one, "
                        "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
         self._num_positions = num_positions
-        causal_lm = self._without_weights(self._config, _SERVING, context.dtype)
+        causal_lm = _without_weights(self._model_class, self._config, _SERVING, context.dtype)
         return TransformersModel(causal_lm, self._observed.calls, context)
 
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
@@ -128,7 +131,9 @@ class TransformersStrategy(LoadStrategy):
             local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True)
         _check_loading(self.path, loading)
         model.attach(causal_lm.to(context.device).eval())
-        check_tokens_stand_alone(model, self._num_positions, model_config.vocab_size)
+        distances = compare_at_start(model, self._num_positions, model_config.vocab_size, _own_attention)
+        logger.info("compared with transformers: attention differs by %.1e of its size, all else by %.1e",
+                    distances.attention, distances.others)
         return sum(parameter.nbytes for parameter in causal_lm.parameters())
 
     # -- helpers ---------------------------------------------------------------------------------------------------
@@ -194,10 +199,10 @@ class TransformersStrategy(LoadStrategy):
 
     @cached_property
     def _observed(self) -> Observed:
-        """The network's calls of attention. Run without weights, in 16 bits, because grouped GEMMs need them."""
-        causal_lm = self._without_weights(_without_growth(self._config), _PROBING, torch.bfloat16)
+        """The network's calls of attention. It has no weights, and 16 bits because grouped GEMMs need them."""
+        model_class, config = self._model_class, _without_growth(self._config)
         try:
-            return observe(causal_lm)
+            return observe(_without_weights(model_class, config, _PROBING, torch.bfloat16))
         except ModelError as reason:
             raise self._refusal(str(reason)) from reason
         except Exception as error:
@@ -209,18 +214,6 @@ class TransformersStrategy(LoadStrategy):
         return ModelError(f"{self.path}: model_type {self._raw.get('model_type')!r} has no strategy of its own, and "
                           f"the generic one, through transformers, does not serve it: {reason}")
 
-    def _without_weights(self, config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        AttentionInterface.register(_SERVING, attend)
-        AttentionInterface.register(_PROBING, attend)
-        # Where no mask function is registered, as for serving, transformers makes no mask.
-        AttentionMaskInterface.register(_PROBING, claim_mask)
-        model_class = self._model_class
-        with torch.device("meta"):
-            network: nn.Module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
-        return network.eval()
-
     @property
     def _longest(self) -> int:
         positions = getattr(self._config, "max_position_embeddings", None)
@@ -228,6 +221,37 @@ class TransformersStrategy(LoadStrategy):
             raise self._refusal("its config says no max_position_embeddings")
         rope = _growing_rope(self._config)
         return min(int(positions), rope[1]) if rope else int(positions)
+
+
+def _without_weights(model_class: Any, config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(_SERVING, attend)
+    AttentionInterface.register(_PROBING, attend)
+    # Where no mask function is registered, as for serving, transformers makes no mask.
+    AttentionMaskInterface.register(_PROBING, claim_mask)
+    AttentionInterface.register(_COMPARING, compared(_definition_of_attention))
+    AttentionMaskInterface.register(_COMPARING, eager_mask)
+    with torch.device("meta"):
+        network: nn.Module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
+    return network.eval()
+
+
+@contextmanager
+def _own_attention(causal_lm: Any) -> Iterator[None]:
+    """Attention under transformers' own masks, each call by its own function and by ours."""
+    causal_lm.set_attn_implementation(_COMPARING)
+    try:
+        yield
+    finally:
+        causal_lm.set_attn_implementation(_SERVING)
+
+
+def _definition_of_attention(module: nn.Module) -> Callable[..., Any]:
+    """The attention function in the file of the class of `module`, which defines what its other kernels compute."""
+    function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return function
 
 
 def _check_dtypes(reader: WeightsReader) -> None:

@@ -116,6 +116,8 @@ class LayerContext:
     device: torch.device
     gated_delta: GatedDeltaBackend | None = None
     weight_forms: tuple[str, ...] = ()
+    block_size: int | None = None
+    """Tokens of a block of the KV cache; None where no cache is made."""
     quantised: QuantisedOps = None  # type: ignore[assignment]
     """None means those of plain torch."""
 

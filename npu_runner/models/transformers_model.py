@@ -46,7 +46,9 @@ class CurrentStep:
     """Which step is under way; all attention of a network reads the same one."""
 
     metadata: AttentionMetadata | None = None
-    """None: tokens are looked at one by one (`check_tokens_stand_alone`)."""
+    comparison: Any = None
+    replay: Any = None
+    """The first or the second run of `transformers_check.compare_at_start`, while it is under way."""
 
 
 class AttentionPort(nn.Module):
@@ -65,9 +67,10 @@ class AttentionPort(nn.Module):
         check_call(self.call.name, mask, more)
         scale = self.call.head_dim**-0.5 if scaling is None else float(scaling)
         assert scale == self.call.scale, f"{self.call.name} scales by {scale}, at start by {self.call.scale}"
+        if self.step.replay is not None:
+            return self.step.replay.attend(self, query, key, value), None
+        assert self.step.metadata is not None, "a step says where its tokens lie"
         q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        if self.step.metadata is None:
-            return _without_neighbours(q_TNH, k_TKH, v_TKH)[None], None
         return self.paged(q_TNH, k_TKH, v_TKH, self.step.metadata)[None], None
 
 
@@ -97,11 +100,6 @@ def base_of(causal_lm: Any) -> nn.Module:
     """The network without its head."""
     base: nn.Module = causal_lm.get_decoder()
     return base
-
-
-def _without_neighbours(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-    """Something of all three that looks at no other token."""
-    return q_TNH + (k_TKH + v_TKH).repeat_interleave(q_TNH.shape[1] // k_TKH.shape[1], dim=1)
 
 
 class TransformersModel(nn.Module):
@@ -155,39 +153,3 @@ class TransformersModel(nn.Module):
             yield
         finally:
             del base.forward
-
-
-@torch.inference_mode()
-def check_tokens_stand_alone(model: TransformersModel, num_positions: int, vocab_size: int) -> None:
-    """Raises ModelError where a token's logits depend, outside attention, on what else lies in its step.
-
-    The scheduler packs, cuts and mixes prompts freely. So these would be wrong without an error: convolutions over
-    tokens, states, positions counted by the model, rotary embeddings that depend on the longest position.
-    """
-    ids_2T, positions_2T, stays_T = _two_steps(num_positions, vocab_size)
-    ids_2T, positions_2T, stays_T = (x.to(model.context.device) for x in (ids_2T, positions_2T, stays_T))
-    model.step.metadata = None
-    whole_TV = model.causal_lm(input_ids=ids_2T[:1], position_ids=positions_2T[:1], use_cache=False).logits[0]
-    halves_TV = model.compute_logits(model(ids_2T[1], positions_2T[1], None)).flip(0)
-    expected_SV, found_SV = whole_TV[stays_T].float(), halves_TV[stays_T].float()
-    error = ((found_SV - expected_SV).square().mean() / expected_SV.square().mean()).sqrt().item()
-    tolerance = 1e-3 if model.context.dtype == torch.float32 else 0.1
-    if error > tolerance:
-        raise ModelError(
-            f"{type(model.causal_lm).__name__}: logits of a token change by {error:.1%} with what else lies in its "
-            "step (convolutions over tokens, states, positions that the model counts itself, a rotary embedding that "
-            "depends on the longest position); such a model needs a strategy of its own")
-
-
-def _two_steps(num_positions: int, vocab_size: int, num_tokens: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and positions (2, T) of two steps, and (T,) which tokens stand in both, at T - 1 - t in the second."""
-    generator = torch.Generator().manual_seed(0)
-    ids_2T = torch.randint(vocab_size, (2, num_tokens), generator=generator)
-    positions_2T = torch.randint(num_positions, (2, num_tokens), generator=generator)
-    positions_2T[0] //= 2
-    positions_2T[1, -1] = num_positions - 1
-    stays_T = torch.arange(num_tokens) % 3 == 0
-    for x_2T in (ids_2T, positions_2T):
-        x_2T[1, stays_T] = x_2T[0, stays_T]
-        x_2T[1] = x_2T[1].flip(0)
-    return ids_2T, positions_2T, stays_T

@@ -69,6 +69,7 @@ class RankAssembly:
         if self.delta_shape is not None:
             self.gated_delta = self.platform.make_gated_delta(self.delta_shape, self.dtype)
         return LayerContext(self.ops, self.attention, self.tp, self.dtype, self.device, self.gated_delta,
+                            block_size=self.settings.block_size,
                             quantised=self.platform.make_quantised_ops(self.ops))
 
     def set_network(self, model: Any) -> None:

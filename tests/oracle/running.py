@@ -90,3 +90,20 @@ def assert_logits_equal(llm: LLM, prompt: PromptInputs, tokens: list[int], logit
     assert ours.shape == logits.shape
     worst = (ours - logits).abs().max().item()
     assert worst < tolerance * logits.abs().max().item(), f"logits differ by {worst:.2e}"
+
+
+@torch.inference_mode()
+def assert_prompt_rows_equal(path: Path, llm: LLM, token_ids: list[int], *,
+                             tolerance: float = LOGITS_TOLERANCE) -> None:
+    """Logits of all tokens of a prompt that is not cached are those of transformers. Greedy tokens show the last row
+    only, which a wrong mask may leave as it is."""
+    model: Any = runner_of(llm).model
+    chunks: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda _, args, hidden_TD: chunks.append(hidden_TD.clone()))
+    llm.generate([token_ids], greedy(1))
+    hook.remove()
+    ours = model.compute_logits(torch.cat(chunks)[: len(token_ids)]).float().cpu()
+    logits = reference.load_model(path)(torch.tensor([token_ids])).logits[0].float()
+    assert ours.shape == logits.shape, "the prompt must not be cached"
+    worst = (ours - logits).abs().max().item()
+    assert worst < tolerance * logits.abs().max().item(), f"logits differ by {worst:.2e}"

@@ -15,13 +15,18 @@ from huggingface_hub.errors import StrictDataclassError
 
 from npu_runner import LLM, strategies
 from npu_runner.errors import ModelError
+from npu_runner.models.transformers_check import FLOAT32_BOUNDS, HALF_BOUNDS, Distances
+from npu_runner.strategies import transformers_model
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import foreign_config, make_foreign_checkpoint
-from tests.oracle.running import SMALL, assert_equals_reference
+from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
+CONFIG_MAPPING: Any = pytest.importorskip("transformers").CONFIG_MAPPING
 modeling_auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
 
 TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " * 20, "colour " * 90]
+PROMPT = list(range(203, 3, -1))
+"""Two chunks. Logits of all of its tokens are compared."""
 MOST_PARAMETERS = 20_000_000
 # Names of sizes that few families have; what more some need to be small or whole.
 MORE_SIZES: dict[str, Any] = {
@@ -50,6 +55,19 @@ def leave_out(model_type: str, why: str) -> NoReturn:
     pytest.skip(why)
 
 
+def leave_out_unmade(folder: Path, model_type: str, why: str) -> NoReturn:
+    """Skip a family of which there is no tiny checkpoint, if its own default config is refused by name."""
+    if model_type not in SERVED:
+        try:
+            CONFIG_MAPPING[model_type]().save_pretrained(folder)
+        except UNMADE as error:
+            pytest.skip(f"transformers makes no default config: {type(error).__name__}: {error}")
+        with pytest.raises(ModelError) as refused:
+            transformers_model.TransformersStrategy(folder).read_config()
+        why = f"refused: {refused.value}"
+    leave_out(model_type, why)
+
+
 def small_config(model_type: str) -> Any:
     default = foreign_config(model_type).to_dict()
     sizes = {name: size for name, size in MORE_SIZES.items() if name in default}
@@ -66,9 +84,9 @@ def make_small(folder: Path, model_type: str) -> Path:
             model = AutoModelForCausalLM.from_config(foreign_config(model_type, **changes))
         size = sum(parameter.numel() for parameter in model.parameters())
     except UNMADE as error:
-        leave_out(model_type, f"transformers makes no tiny one: {type(error).__name__}: {error}")
+        leave_out_unmade(folder, model_type, f"transformers makes no tiny one: {type(error).__name__}: {error}")
     if size > MOST_PARAMETERS:
-        leave_out(model_type, f"{size} parameters: its sizes have names of their own")
+        leave_out_unmade(folder, model_type, f"{size} parameters: its sizes have names of their own")
     return make_foreign_checkpoint(folder, model_type, **changes)
 
 
@@ -84,4 +102,23 @@ def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monke
     except ModelError as reason:
         leave_out(model_type, f"refused: {reason}")
     with llm:
+        assert_prompt_rows_equal(path, llm, PROMPT)
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
+
+
+@pytest.mark.slow
+@pytest.mark.full("each family that is served, started twice; what starts in the fast set is within the bounds, too")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", sorted(SERVED))
+def test_a_family_without_fault_stays_far_below_the_bounds(model_type: str, dtype: str, tmp_path: Path,
+                                                          monkeypatch: Any) -> None:
+    found: list[Distances] = []
+    compare = transformers_model.compare_at_start
+    monkeypatch.setattr(transformers_model, "compare_at_start",
+                        lambda *args: (found.append(compare(*args)), found[-1])[1])
+    monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
+    LLM(make_small(tmp_path, model_type), platform="cpu", **{**SMALL, "dtype": dtype}).close()
+    print(f"{model_type} {dtype}: attention {found[0].attention:.1e}, others {found[0].others:.1e}")
+    bounds = FLOAT32_BOUNDS if dtype == "float32" else HALF_BOUNDS
+    assert found[0].attention < bounds.attention / 5
+    assert found[0].others < bounds.others / 5

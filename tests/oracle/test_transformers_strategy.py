@@ -23,11 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError, ModelError, WeightsError
+from npu_runner.models import transformers_probe
 from npu_runner.models.transformers_model import check_call
+from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.strategies import pick_strategy, transformers_model
 from tests.full_set import only_full
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint, write_config_alone
-from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, assert_prompt_rows_equal, greedy
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,6 +86,7 @@ def test_greedy_tokens_and_logits_equal_transformers(model_type: str, foreign: A
     path: Path = foreign(model_type, **FAMILIES[model_type])
     assert isinstance(pick_strategy(path), transformers_model.TransformersStrategy)
     with LLM(path, platform=platform_name, max_num_batched_tokens=128, **SMALL) as llm:
+        assert_prompt_rows_equal(path, llm, list(range(203, 3, -1)))
         assert_equals_reference(path, llm, prompts_of(llm))
 
 
@@ -300,13 +303,15 @@ def test_the_start_says_that_it_is_the_generic_path(foreign: Any, caplog: pytest
 # -- what only shows in a run -----------------------------------------------------------------------------------------
 
 
-def test_a_network_that_mixes_tokens_outside_attention_does_not_start(foreign: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("dtype", "part"), [("float32", 0.1), ("bfloat16", 1.0)])
+def test_a_network_that_mixes_tokens_outside_attention_does_not_start(dtype: str, part: float, foreign: Any,
+                                                                      monkeypatch: Any) -> None:
     from transformers.models.gemma.modeling_gemma import GemmaMLP
 
     forward = GemmaMLP.forward
-    monkeypatch.setattr(GemmaMLP, "forward", lambda self, x: forward(self, x) + 0.1 * x.roll(1, dims=1))
-    with pytest.raises(ModelError, match=r"logits of a token change by .* with what else lies in its step"):
-        LLM(foreign("gemma"), platform="cpu", **SMALL)
+    monkeypatch.setattr(GemmaMLP, "forward", lambda self, x: forward(self, x) + part * x.roll(1, dims=1))
+    with pytest.raises(ModelError, match=r"a token changes by .* with what else lies in its step"):
+        LLM(foreign("gemma"), platform="cpu", **{**SMALL, "dtype": dtype})
 
 
 def test_a_network_that_counts_positions_itself_does_not_start(foreign: Any, monkeypatch: Any) -> None:
@@ -318,13 +323,55 @@ def test_a_network_that_counts_positions_itself_does_not_start(foreign: Any, mon
         return forward(self, x, torch.arange(x.shape[1], device=x.device)[None])
 
     monkeypatch.setattr(GemmaRotaryEmbedding, "forward", counting)
-    with pytest.raises(ModelError, match="logits of a token change by"):
+    with pytest.raises(ModelError, match="a token changes by"):
         LLM(foreign("gemma"), platform="cpu", **SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mask_that_shows_only_with_weights_does_not_start(dtype: str, foreign: Any, monkeypatch: Any) -> None:
+    from transformers.models.gemma import modeling_gemma
+
+    causal = modeling_gemma.create_causal_mask
+
+    def seeing_ahead(**given: Any) -> Any:
+        """The first eight tokens see each other, as those of an image or a prefix do."""
+        mask = causal(**given)
+        if mask is not None and mask.device.type != "meta":
+            mask[..., :8, :8] = 0.0
+        return mask
+
+    monkeypatch.setattr(modeling_gemma, "create_causal_mask", seeing_ahead)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn: attention differs from transformers' own by"):
+        LLM(foreign("gemma"), platform="cpu", **{**SMALL, "dtype": dtype})
+
+
+def test_a_window_that_is_not_served_does_not_start(foreign: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(transformers_probe, "_window_of", lambda mask_function, longest: None)
+    path: Path = foreign("exaone4", **FAMILIES["exaone4"])
+    with pytest.raises(ModelError, match="attention differs from transformers' own"):
+        LLM(path, platform="cpu", **SMALL)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_an_operator_that_is_wrong_does_not_start(name: str, foreign: Any, monkeypatch: Any) -> None:
+    attend = getattr(CpuAttention, name)
+    monkeypatch.setattr(CpuAttention, name, lambda *args, **more: attend(*args, **more) * 1.01)
+    with pytest.raises(ModelError, match=r"attention differs from transformers' own by [01]\."):
+        LLM(foreign("gemma"), platform="cpu", **SMALL)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
+def test_a_model_of_few_positions_is_compared_with_as_many_tokens(num_tokens: int, foreign: Any) -> None:
+    with LLM(foreign("gemma"), platform="cpu", **{**SMALL, "max_model_len": 1 + num_tokens}) as llm:
+        assert llm.generate([list(range(3, 3 + num_tokens))], greedy(1))
 
 
 @pytest.mark.parametrize(("mask", "more", "message"), [
     (None, {"softcap": 50.0}, "a.b passes softcap to attention"),
     (None, {"position_bias": torch.ones(1)}, "a.b passes position_bias to attention"),
+    (None, {"s_aux": torch.ones(4)}, "a.b passes s_aux to attention"),  # sinks
+    (None, {"indices": torch.ones(1)}, "a.b passes indices to attention"),  # a sparse choice of keys
+    (None, {"token_type_ids": torch.ones(1)}, "a.b passes token_type_ids to attention"),
     (None, {"something_new": False}, "a.b passes something_new to attention"),
     (torch.ones(1), {}, "a.b brings an attention mask"),
     (None, {"is_causal": False}, "a.b attends in both directions"),
