@@ -91,8 +91,8 @@ def test_an_answer_about_a_document_that_did_not_open_hides_no_page(tmp_path: Pa
     made = pages(tmp_path, [page("a.pdf", 1, pages=None), page("b.pdf", 1, pages=None)],
                  [answered("a.pdf#page=1", completion("one")), failed("b.pdf#page=1", "pdf_broken")])  # fmt: skip
     assert files(tmp_path / "out") == {
-        "a.pdf.md": "<!-- page 1 -->\n<!-- page 1 may not be the last one: the document did not open when its rows were "
-                    "made, so make its rows anew -->\n\none\n",
+        "a.pdf.md": "<!-- page 1 -->\n<!-- page 1 may not be the last one: the document did not open when its rows "
+                    "were made, so make its rows anew -->\n\none\n",
         "b.pdf.md": "<!-- page 1 -->\n<!-- page 1 has no answer: pdf_broken -->\n"}  # fmt: skip
     assert made.pages[0].endswith("2 pages of 2 documents, 2 of them with gaps; no answer: 1; of a document that did "
                                   "not open: 1")  # fmt: skip
