@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
             "sample", "preprocessing_workers", "preprocessing_timeout")
-_OF_JOB = ("retry", "max_failures", "data_parallel_size", "progress", "report")
+_OF_JOB = ("retry", "accept_changed", "max_failures", "data_parallel_size", "progress", "report")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     sample = getattr(arguments, "sample", None)
     # Another prompt or reader may follow a trial, so a trial has files of its own.
     files = _Files(arguments.output if sample is None else arguments.output / f"sample-{sample}")
-    root = Path(find_sources(arguments.sources).root)
+    root = Path(find_sources(arguments.sources, arguments.output).root)
     config, job = read_model_settings(arguments, BatchOptions, input=str(files.pages), output=str(files.answers),
                                       allowed_media_dir=root)
     rows = _rows_options(arguments, config, files)
@@ -93,11 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     for package in ("nh3", "markdownify"):
         require(package)  # and not after hours of answers
-    made = make_rows(arguments.sources, rows, always_describes=True)
+    made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
-    ended = run_batch_and_report(config, job, unit="page")
-    jobs, statuses = [job], [ended.exit_status]
     blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    jobs = [job]
+    if blocks is not None and job.retry and files.block_answers.exists():
+        # Another layout has other blocks, and a job removes no row that it has answered.
+        _say(["retry     of blocks alone: the layouts of pages stay, because their blocks are answered"])
+        jobs = [replace(job, retry=())]
+    ended = run_batch_and_report(config, jobs[0], unit="page")
+    statuses = [ended.exit_status]
     if blocks is not None and not ended.is_interrupted:
         from npu_runner.tables.block_rows import make_block_rows
 

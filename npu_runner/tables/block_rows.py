@@ -142,7 +142,9 @@ class _BlockRowMaker:
         messages = [{"role": "user", "content": [*texts, *shown] if self._reader.text_first else [*shown, *texts]}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})  # type: ignore[dict-item]
-        metadata = {"document": row.document, "page": row.page, "pages": metadata_of(request).get("pages")}
+        named = metadata_of(request)
+        metadata = {"document": row.document, "page": row.page}
+        metadata |= {"pages": named["pages"]} if "pages" in named else {}
         custom_id = str(request["custom_id"])
         if block is not None and block.box is not None:
             custom_id = f"{custom_id}{'&' if '#' in custom_id else '#'}block={number}"

@@ -48,7 +48,11 @@ class PageRanges:
                                   "the last page, with commas between them")
             mark, first, last_mark, last = match.groups()
             start = -int(first) if mark else int(first)
-            found.append((start, start if last is None else -int(last) if last_mark else int(last)))
+            end = start if last is None else -int(last) if last_mark else int(last)
+            if start > end and (start < 0) == (end < 0):
+                raise ConfigError(f"pages: {part.strip()!r} ends before it begins; write the earlier page first, as in "
+                                  "1-5 or r3-r1")
+            found.append((start, end))
         return cls(tuple(found))
 
     def numbers(self, num_pages: int) -> Sequence[int]:

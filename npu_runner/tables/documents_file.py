@@ -40,6 +40,8 @@ class Head:
     prompt: dict[str, str | None] | None
     """Its package, version and sha256; None: a template makes it."""
     settings: str
+    root: str | None = None
+    """The folder at which the paths in rows begin."""
     rows_bytes: int = _MOST_BYTES
     rows_digest: str = "0" * 32
 
@@ -62,6 +64,7 @@ class _EarlierRows:
             head, *self.lines = path.read_bytes().splitlines(keepends=True)
         described = _object_in(head, path)
         self._num_bytes = described.get("rows_bytes", 0)
+        self.root = described.get("root")
         self.documents = {fields["path"]: fields for fields in (_object_in(line, path) for line in self.lines)}
         digest = hashlib.blake2b(digest_size=16)
         for line in self.rows():
@@ -99,6 +102,11 @@ class DescribedRows:
             name: fields["error"]["code"] for name, fields in self._earlier.documents.items() if fields["error"]}
         """The codes of documents that do not open."""
 
+    def unread_line(self) -> str:
+        """The pages that --pages leaves out, in words; empty where there are none."""
+        count = self.num_unread_pages
+        return f"{count} page{'s' if count != 1 else ''} that --pages does not name" if count else ""
+
     def earlier_rows(self) -> Iterator[bytes]:
         return iter(()) if self._earlier is None else self._earlier.rows()
 
@@ -119,12 +127,12 @@ class DescribedRows:
                                   f"earlier version back, give the new one another name, or {_ANEW}")
         return True
 
-    def refuse_other_folder(self, root: str) -> None:
-        """Raises ConfigError where no document of earlier rows is there: paths in rows begin at the sources' root."""
-        if self._earlier is not None and self._earlier.documents and not self._seen:
-            first = next(iter(self._earlier.documents))
-            raise ConfigError(f"rows: none of their {len(self._earlier.documents)} documents is below {root}, as "
-                              f"{first!r}; name the folder of the first command, or {_ANEW}")
+    def refuse_other_folder(self, *, has_earlier_images: bool) -> None:
+        """Raises ConfigError where the sources have another root, and no document or image of earlier rows."""
+        if self._earlier is None or has_earlier_images or self._seen or self._earlier.root == self._head.root:
+            return
+        raise ConfigError(f"rows: none of their documents and images is below {self._head.root}; those of the first "
+                          f"command were below {self._earlier.root}; name that folder, or {_ANEW}")
 
     def add(self, name: str, found: OpenedDocument, num_pages: int) -> None:
         """A line for a document of which `num_pages` rows are made."""

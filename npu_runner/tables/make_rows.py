@@ -9,6 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -77,8 +78,8 @@ class MadeRows:
 
     def _lines_of_documents(self) -> Iterator[str]:
         described = self.described
-        if described.num_unread_pages:
-            yield f"left out  {_counted(described.num_unread_pages, 'page')} that --pages does not name"
+        if unread := described.unread_line():
+            yield f"left out  {unread}"
         if errors := described.errors:
             codes = ", ".join(f"{count} {code}" for code, count in Counter(errors.values()).most_common(_MOST_KINDS))
             yield (f"broken    {_counted(len(errors), 'document')} did not open ({codes}), as {next(iter(errors))!r}: "
@@ -97,10 +98,10 @@ class MadeRows:
         return " ".join(map(shlex.quote, words))
 
 
-def make_rows(names: Sequence[str], options: RowsOptions, *, always_describes: bool = False) -> MadeRows:
-    """Raises ConfigError for a record that cannot be a row; then the output is as it was before. `always_describes`:
-    the file of documents is written where there are none, too."""
-    sources = find_sources(names)
+def make_rows(names: Sequence[str], options: RowsOptions, *, results: Path | None = None) -> MadeRows:
+    """Raises ConfigError for a record that cannot be a row; then the output is as it was before. `results`: the folder
+    of the results of `read`. No file in it is a source, and the file of documents is written without documents, too."""
+    sources = find_sources(names, results)
     media = _media_folder(sources, options)
     reader, asked = find_page_reader(options)
     prompt = PromptText(options, None if asked is None else asked.text)
@@ -110,13 +111,13 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, always_describes: b
     if place.path is not None:
         find_outputs([("documents", documents_path(place.path))], read)
     sources.output = place.path
-    described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker), is_appended=options.append,
-                              is_needed=always_describes or reader is not None)
+    described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker, sources),
+                              is_appended=options.append, is_needed=results is not None or reader is not None)
     opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page,
                             passwords=read_passwords(options.pdf_passwords))
     documents = Documents(opener, _limits(options), described.has, media.address)
     records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
-    keys, made_of = bytearray(), Counter[tuple[str, str]]()
+    keys, made_of, num_known = bytearray(), Counter[tuple[str, str]](), 0
     with place, described.writing(place) as file:
         for line in described.earlier_rows():
             keys += row_key(name_of(line), 0)
@@ -129,15 +130,17 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, always_describes: b
                 custom_id, line = maker.row(record)
                 key = row_key(custom_id, 0)
                 if options.append and _is_in(earlier, key, record):
+                    num_known += 1
                     continue
                 keys += key
                 made_of[_kind(record)] += 1
                 file.write(line)
         if not keys:
-            left_out = f"; left out: {found}" if (found := sources.left_out_line()) else ""
+            found = [line for line in (sources.left_out_line(), described.unread_line()) if line]
+            left_out = f"; left out: {'; '.join(found)}" if found else ""
             raise ConfigError(f"source {', '.join(map(repr, names))}: there is no record in it, so there are no "
                               f"rows{left_out}")
-        described.refuse_other_folder(sources.root)
+        described.refuse_other_folder(has_earlier_images=num_known > 0)
         _refuse_twins(keys, records.records, maker, is_appended=options.append)
         media.sync()
     if num_pages := made_of.pop(_PAGE, 0):
@@ -168,7 +171,7 @@ def _is_in(earlier: np.ndarray, key: bytes, record: Record) -> bool:
 
 
 def _head(options: RowsOptions, reader: PageReader | None, asked: ReaderPrompt | None, prompt: PromptText,
-          maker: RowMaker) -> Head:
+          maker: RowMaker, sources: Sources) -> Head:
     decide = [prompt.source, maker.fixed, None if reader is None else reader.to_json(),
               *(str(getattr(options, name)) for name in _DECIDE)]
     origin: dict[str, str | None] | None = None
@@ -177,7 +180,7 @@ def _head(options: RowsOptions, reader: PageReader | None, asked: ReaderPrompt |
                   "version": None if asked is None else asked.version,
                   "sha256": hashlib.sha256(prompt.source.encode("utf-8", "surrogatepass")).hexdigest()}
     return Head(reader=None if reader is None else reader.name, parser=None if reader is None else reader.parser,
-                prompt=origin,
+                prompt=origin, root=sources.shown_root,
                 settings=hashlib.blake2b(to_json(decide).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest())
 
 

@@ -20,7 +20,7 @@ from npu_runner.tables.first_pass import Answer, cells_of, metadata_of
 
 _PAGE_OF_ID = re.compile(r"(.+?)#page=([1-9][0-9]{0,8})(?:&block=[0-9]+)?", re.DOTALL)
 NO_ANSWER, CUT_OFF, REPEATED, BLANK, EMPTY, REFUSED = "no answer", "cut off", "repeated", "blank", "empty", "refused"
-LAYOUT = "layout"
+LAYOUT, UNCOUNTED = "layout", "of a document that did not open"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class PageRow:
     label: str = ""
     box: Box | None = None
     is_continued: bool = False
+    is_uncounted: bool = False
+    """The document did not open when its rows were made, so that it may have more pages than rows."""
     layout: str = ""
     """The flaws of the answer that has found the blocks, in words."""
 
@@ -49,6 +51,7 @@ class PageRow:
         return cls(document=document, page=page if type(page) is int else 1,
                    block=block if type(block) is int else None, label=label if isinstance(label, str) else "",
                    box=_box(named.get("box")), is_continued=named.get("continued") is True,
+                   is_uncounted=named.get("pages", 0) is None,
                    layout=layout if isinstance(layout, str) else "")
 
 

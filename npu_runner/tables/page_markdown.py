@@ -26,7 +26,7 @@ from npu_runner.tables.documents_file import documents_path
 from npu_runner.tables.first_pass import Answer
 from npu_runner.tables.markdown_files import MarkdownFolder
 from npu_runner.tables.options import TableOptions
-from npu_runner.tables.page_answers import BLANK, LAYOUT, PageAnswer, PageRow, read_page
+from npu_runner.tables.page_answers import BLANK, LAYOUT, NO_ANSWER, UNCOUNTED, PageAnswer, PageRow, read_page
 from npu_runner.tables.table_writers import TableWriter, text_writer
 
 BLOCK_COLUMNS = {"document": TEXT, "page": INT64, "label": TEXT, "box": LIST + DOUBLE, "text": TEXT}
@@ -75,6 +75,10 @@ class PagesWriter:
             blocks += read.blocks
             flaws |= read.flaws.keys() | ({LAYOUT} if row.layout else set())
             marks += _marks(row, read)
+            if row.is_uncounted and NO_ANSWER not in read.flaws:
+                flaws.add(UNCOUNTED)
+                marks.append(f"page {page} may not be the last one: the document did not open when its rows were made, "
+                             "so make its rows anew")
         self.counts.num_pages += 1
         if file is not None:
             text = markdown_of(blocks)

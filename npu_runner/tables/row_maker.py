@@ -161,7 +161,9 @@ class RowMaker:
         columns |= {name: (column, None) for name in RESERVED if (column := getattr(options, name)) is not None}
         found: dict[str, Any] = {}
         if record.document is not None or (self._reader is not None and record.file is not None):
-            num_pages = 1 if record.document is None else record.document.num_pages
+            document = record.document
+            # A document that did not open may have more pages than this one.
+            num_pages = 1 if document is None else None if document.error is not None else document.num_pages
             found = {"document": record.columns["path"], "page": record.page, "pages": num_pages}
         for name, (column, kind) in columns.items():
             where = f"{record.where}, column {column!r}"

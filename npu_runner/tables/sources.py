@@ -27,7 +27,9 @@ _ENDINGS = {
 MEDIA = (DOCUMENT, IMAGE, VIDEO)
 _SAVED = "state.json"
 """Lists the files that `save_to_disk` of Hugging Face's datasets has written. Other programs use the name, too."""
+_LINK, _BROKEN_LINK, _NO_FILE = "link to a folder", "broken link", "pipe or device"
 _REMEDIES = {
+    _LINK: "is a link to a folder, which is not followed; name the folder as a source",
     **dict.fromkeys(("xlsx", "xls", "xlsm", "ods"), "is a spreadsheet; save it as CSV"),
     **dict.fromkeys(("docx", "doc", "pptx", "ppt", "odt", "odp", "rtf"),
                     "is an Office file; soffice --convert-to pdf makes a PDF of it")}
@@ -50,6 +52,8 @@ class Sources:
     root: str
     output: Path | None = None
     """Where the rows will be: that file is no source."""
+    results: Path | None = None
+    """The folder of the results, in which no file is a source."""
     left_out: Counter[str] = field(default_factory=Counter)
     """The files of the last walk of which no rows are made, by the ending of their names; hidden names apart."""
 
@@ -68,10 +72,14 @@ class Sources:
     def left_out_line(self) -> str:
         """Files that the last walk has left out; empty where there are none."""
         kinds = ", ".join(f"{count} {ending}" for ending, count in sorted((+self.left_out).items())[:10])
-        remedies = {_REMEDIES[ending] for kind in self.left_out if (ending := kind[1:]) in _REMEDIES}
+        remedies = {_REMEDIES[ending] for kind in self.left_out if (ending := kind.removeprefix(".")) in _REMEDIES}
         more = f" ({'; '.join(f'one {remedy}' for remedy in sorted(remedies))})" if remedies else ""
         return (f"{self.left_out.total()} files that are no document, image, video or table by name: {kinds}{more}"
                 if kinds else "")
+
+    @property
+    def shown_root(self) -> str:
+        return os.fsencode(self.root).decode("utf-8", errors="backslashreplace")
 
     def shown(self, path: str) -> str:
         """A path below the root, as text: bytes that are not UTF-8 stand as \\xNN."""
@@ -94,6 +102,8 @@ class Sources:
 
     def _files_at(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)
+        if is_pattern and self.results is not None and self.results in Path(path).parents:
+            return
         if os.path.isdir(path):
             if not is_pattern:
                 yield from self._in_folder(path)
@@ -115,18 +125,27 @@ class Sources:
 
     def _in_folder(self, folder: str) -> Iterator[Source]:
         """The folder's documents, images, videos and tables."""
-        for path in _walk(folder):
-            kind = None if os.path.basename(path).startswith(".") else kind_of_name(path)
-            if kind is None:
+        for path in _walk(folder, self.results):
+            is_hidden = os.path.basename(path).startswith(".")
+            kind = None if is_hidden else kind_of_name(path)
+            if not is_hidden and not os.path.isfile(path):
+                self.left_out[_LINK if os.path.isdir(path) else _NO_FILE if os.path.exists(path) else _BROKEN_LINK] += 1
+            elif kind is None:
                 self._leave_out(path)
             else:
                 yield Source(kind, path)
 
 
-def find_sources(names: Sequence[str]) -> Sources:
-    """Raises ConfigError for a name that stands for nothing."""
+def find_sources(names: Sequence[str], results: Path | None = None) -> Sources:
+    """`results`: the folder of the results. Raises ConfigError for a name that stands for nothing, or for it."""
     tops = [_top_of(name) for name in names]
-    return Sources(names, os.path.commonpath(tops))
+    found = Sources(names, os.path.commonpath(tops))
+    if results is not None:
+        found.results = results.resolve()
+        if any(os.path.isdir(name) and os.path.realpath(name) == str(found.results) for name in names):
+            raise ConfigError(f"output {str(results)!r}: is a folder of sources as well; name another one, such as "
+                              f"{str(results / 'out')!r}")
+    return found
 
 
 def _top_of(name: str) -> str:
@@ -161,9 +180,11 @@ def _in_any_case(pattern: str) -> str:
     return stem + "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in ending)
 
 
-def _walk(folder: str) -> Iterator[str]:
-    """Files below a folder, links to folders not followed, and hidden folders themselves. In a saved dataset only the
-    .arrow files that it lists count: others beside them are caches."""
+def _walk(folder: str, results: Path | None) -> Iterator[str]:
+    """Files below a folder, and links to folders and hidden folders themselves, but nothing in `results`. In a saved
+    dataset only the .arrow files that it lists count: others beside them are caches."""
+    if results is not None and os.path.realpath(folder) == str(results):
+        return
     with clear_file_errors(f"source {folder!r}"), os.scandir(folder) as entries:
         found = sorted((os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries)
     if (os.fsencode(_SAVED), False) in found and any(name.endswith(b".arrow") for name, _ in found):
@@ -172,8 +193,8 @@ def _walk(folder: str) -> Iterator[str]:
     for name, is_folder in found:
         path = os.path.join(folder, os.fsdecode(name))
         if is_folder and not name.startswith(b"."):
-            yield from _walk(path)
-        elif is_folder or os.path.isfile(path):
+            yield from _walk(path, results)
+        else:
             yield path
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import random
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,23 @@ def test_sizes_follow_the_order_of_the_options() -> None:
     assert sides(360, 720, dpi=72, rotate=90) == (720, 360)
     assert sides(360, 720, dpi=72, rotate=90, size=(50, 40)) == (50, 40)
     assert sides(360, 720, dpi=72, box=(0.25, 0.5, 0.75, 1), rotate=180) == (180, 360)
+
+
+def test_the_side_that_an_option_names_has_exactly_its_pixels() -> None:
+    """Roundings of float64 add no pixel: W * (S / W) may be larger than S."""
+    rng = random.Random(51)
+    for _ in range(2000):
+        sides_P = rng.choice([(612.0, 792.0), (595.2756, 841.8898), (rng.uniform(10, 3000), rng.uniform(10, 3000))])
+        shortest = rng.randint(200, 2000)
+        longest = rng.randint(shortest, 4000)
+        options = PageOptions(dpi=rng.uniform(18, 600), longest=longest, shortest=shortest)
+        shorter, longer = sorted(options.size_of_points(*sides_P, 1 << 60))
+        assert longer <= longest
+        at_dpi = min(Fraction(options.dpi) / 72, Fraction(longest) / Fraction(max(sides_P)))
+        if Fraction(min(sides_P)) * at_dpi < shortest:
+            assert shorter == shortest or longer == longest, options
+        if Fraction(max(sides_P)) * Fraction(options.dpi) / 72 > longest:
+            assert longer == longest, options
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])

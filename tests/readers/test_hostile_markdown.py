@@ -93,6 +93,15 @@ def test_no_answer_hides_or_forges_a_page(answer: str) -> None:
     assert not re.search(r"<!--\s*page\s*\d+\s*-->", clean)
 
 
+@pytest.mark.parametrize("run", ["<b ", "<div ", "<a href=", "<a b=c ", "<td 'x' ", '<td "'])
+def test_tags_that_never_end_are_text(run: str) -> None:
+    """A model that repeats itself writes such answers. html.parser walks to their end from each tag, for minutes."""
+    begin = '<div data-bbox="0 0 9 9" data-label="Text">before</div>'
+    (block, outside) = parse_answer("divs", begin + run * 19_000, label="").blocks
+    assert block.text == "before"
+    assert outside.text.count("&lt;") == 19_000
+
+
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
 def test_a_text_without_markup_stays(text: str) -> None:
     text = re.sub(r"[<\[\]`$!\\~\x00-\x1f\x7f\ufeff\ufffe\uffff]", "", text).strip()

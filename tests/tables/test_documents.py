@@ -84,7 +84,8 @@ def test_images_alone_are_rows_as_before(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "chosen"), [
     (None, [1, 2, 3, 4, 5, 6]), ("2", [2]), ("1-3", [1, 2, 3]), ("r1", [6]), ("r3-r1", [4, 5, 6]), ("3-r3", [3, 4]),
-    ("1-2,r2-r1", [1, 2, 5, 6]), ("2-4, 3-5", [2, 3, 4, 5]), ("5-9", [5, 6]), ("9", []), ("r9-2", [1, 2]), ("4-2", []),
+    ("1-2,r2-r1", [1, 2, 5, 6]), ("2-4, 3-5", [2, 3, 4, 5]), ("5-9", [5, 6]), ("9", []), ("r9-2", [1, 2]),
+    ("4-r3", [4]),
 ])  # fmt: skip
 def test_pages_are_chosen(text: str | None, chosen: list[int]) -> None:
     assert list(PageRanges.parse(text).numbers(6)) == chosen
@@ -94,6 +95,17 @@ def test_pages_are_chosen(text: str | None, chosen: list[int]) -> None:
 def test_other_texts_are_no_pages(text: str) -> None:
     with pytest.raises(ConfigError, match=r"pages: .* is no range of pages; write 3, 1-5 or r3-r1"):
         PageRanges.parse(text)
+
+
+@pytest.mark.parametrize("text", ["4-2", "1,r1-r3"])
+def test_a_range_that_ends_before_it_begins_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="ends before it begins; write the earlier page first"):
+        PageRanges.parse(text)
+
+
+def test_documents_without_a_chosen_page_name_the_option(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"so there are no rows; left out: 3 pages that --pages does not name"):
+        rows(tmp_path / "r.jsonl", folder / "b.PDF", pages="9")
 
 
 def test_pages_that_are_left_out_are_counted(folder: Path, tmp_path: Path) -> None:
@@ -115,6 +127,7 @@ def test_a_document_that_does_not_open_is_one_row(folder: Path, tmp_path: Path) 
         assert lines[name]["encrypted"] == (code == "pdf_password")
         assert [each for each in found if each.startswith(name)] == [f"{name}#page=1"]
         assert address(found[f"{name}#page=1"])["page"] == 1
+        assert found[f"{name}#page=1"]["body"]["metadata"]["pages"] is None, "which is not known"
     assert any(line.startswith("broken    3 documents did not open (2 pdf_broken, 1 pdf_password)")
                for line in result.to_lines())  # fmt: skip
     passwords = tmp_path / "passwords.json"
@@ -218,6 +231,36 @@ def test_a_table_cannot_be_added(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match="is a record of a table; documents, images and videos are added"):
         rows(tmp_path / "r.jsonl", folder / "b.PDF", tmp_path / "t.jsonl", append=True)
+
+
+def test_an_inbox_may_be_emptied_before_new_documents_come(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "r.jsonl"
+    rows(output, folder / "reports")
+    before = output.read_bytes()
+    for path in (folder / "reports").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    pdf(folder / "reports" / "new.pdf")
+    rows(output, folder / "reports", append=True)
+    after = output.read_bytes()
+    assert after.startswith(before)
+    assert [json.loads(line)["custom_id"] for line in after.removeprefix(before).splitlines()] == ["new.pdf#page=1"]
+
+
+@pytest.mark.parametrize(("first", "then"), [(".", "reports"), ("pictures", "b.PDF")])
+def test_another_folder_than_the_first_is_refused(first: str, then: str, folder: Path, tmp_path: Path) -> None:
+    """The paths in rows would begin at two places, and a job has one --allowed-media-dir."""
+    (folder / "pictures").mkdir()
+    Image.new("L", (9, 9)).save(folder / "pictures" / "a.png")
+    output = tmp_path / "r.jsonl"
+    rows(output, folder / first, reader="glm-ocr")
+    before = output.read_bytes()
+    with pytest.raises(ConfigError, match=r"none of their documents and images is below .*name that folder"):
+        rows(output, folder / then, reader="glm-ocr", append=True)
+    assert output.read_bytes() == before
+    moved = folder.rename(folder.with_name("moved"))
+    rows(output, moved / first, reader="glm-ocr", append=True)
+    assert output.read_bytes() == before, "it is the same folder, in another place"
 
 
 KILLED = """

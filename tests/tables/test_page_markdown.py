@@ -86,6 +86,18 @@ def test_a_blank_page_is_no_gap(tmp_path: Path) -> None:
     assert "1 pages of 1 documents, 0 of them with gaps; blank: 1" in made.pages[0]
 
 
+def test_an_answer_about_a_document_that_did_not_open_hides_no_page(tmp_path: Path) -> None:
+    """A job that knows the password answers the only row of a document whose pages were never counted."""
+    made = pages(tmp_path, [page("a.pdf", 1, pages=None), page("b.pdf", 1, pages=None)],
+                 [answered("a.pdf#page=1", completion("one")), failed("b.pdf#page=1", "pdf_broken")])  # fmt: skip
+    assert files(tmp_path / "out") == {
+        "a.pdf.md": "<!-- page 1 -->\n<!-- page 1 may not be the last one: the document did not open when its rows "
+                    "were made, so make its rows anew -->\n\none\n",
+        "b.pdf.md": "<!-- page 1 -->\n<!-- page 1 has no answer: pdf_broken -->\n"}  # fmt: skip
+    assert made.pages[0].endswith("2 pages of 2 documents, 2 of them with gaps; no answer: 1; of a document that did "
+                                  "not open: 1")  # fmt: skip
+
+
 def test_an_answer_that_its_parser_refuses_is_named(tmp_path: Path) -> None:
     pages(tmp_path, [page("a.pdf", 1)], [answered("a.pdf#page=1", completion("no HTML --> at all"))],
           reader="surya-2")  # fmt: skip

@@ -90,6 +90,7 @@ def test_one_command_makes_all_files(finished: tuple[Path, int]) -> None:
 
 
 def test_the_same_command_does_nothing_again(read: Read, folder: Path) -> None:
+    read()  # in its new place, which the file of documents names
     before = {path: path.read_bytes() for path in (folder / "out").glob("*.jsonl")}, markdown(folder)
     status, said = read()
     assert status == 3, "the failed page is there"
@@ -134,6 +135,35 @@ def test_new_documents_are_added_and_gone_ones_kept(read: Read, folder: Path) ->
     assert summary(folder)["documents"] == {"total": 4, "whole": 3, "with_gaps": 1}
 
 
+def test_results_may_lie_below_the_documents_but_not_among_them(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = folder / "docs"
+    shutil.rmtree(folder / "out")
+    (folder / "linked").symlink_to(found)
+    monkeypatch.chdir(found)
+    arguments = ["--prompt", "What is it?", *SMALL]
+    for sources in (["."], ["**/*"]):
+        assert cli.main(["read", *sources, "-o", "../linked/out", *arguments]) == 3
+        assert len(read_rows(found / "out" / "pages.jsonl")) == 5
+    assert "nothing to do: all 5 rows are finished" in capsys.readouterr().err
+    assert cli.main(["read", ".", "-o", "../docs", *arguments]) == 2
+    assert "output '../docs': is a folder of sources as well; name another one, such as '../docs/out'" in (
+        capsys.readouterr().err)  # fmt: skip
+    assert not (found / "pages.jsonl").exists()
+
+
+def test_fonts_that_were_installed_since_may_be_accepted(read: Read, folder: Path) -> None:
+    manifest = folder / "out" / "answers.jsonl.manifest.json"
+    text = manifest.read_text()
+    digest = json.loads(text)["settings"]["prompts.decoders"]["pdf_fonts"]
+    manifest.write_text(text.replace(digest, "0" * len(digest)))
+    status, said = read("--retry", "errors")
+    assert status == 2
+    assert "go on knowingly with --accept-changed prompts.decoders" in said
+    assert read("--retry", "errors", "--accept-changed", "prompts.decoders")[0] == 3, "one document is broken"
+
+
 def test_a_sample_has_a_folder_of_its_own(read: Read, folder: Path) -> None:
     before = (folder / "out" / "pages.jsonl").read_bytes()
     status, said = read("--sample", "2", prompt="Another?")
@@ -144,17 +174,27 @@ def test_a_sample_has_a_folder_of_its_own(read: Read, folder: Path) -> None:
 
 
 def test_a_reader_of_two_stages_reads_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The embedded model finds no layout, so that each page is asked about as a whole."""
+    """The embedded model finds no layout, so that each page is asked about as a whole. A layout whose blocks are
+    answered is not tried again: another one would have other blocks."""
+    pdf(folder / "docs" / "reports" / "locked.pdf", A7, password="secret")
     arguments = ["read", str(folder / "docs" / "reports"), "-o", str(folder / "two"), "--reader", "mineru2.5-layout"]
-    assert cli.main([*arguments, *SMALL]) == 0
+    assert cli.main([*arguments, *SMALL]) == 3
     said = capsys.readouterr().err
-    assert "made of   0 blocks of 0 pages, 3 pages without a block to read" in said
-    assert len(read_rows(folder / "two" / "block-answers.jsonl")) == 3
-    (file,) = (folder / "two" / "markdown").glob("*.md")
+    assert "made of   0 blocks of 0 pages, 4 pages without a block to read" in said
+    assert len(read_rows(folder / "two" / "block-answers.jsonl")) == 4
+    file = folder / "two" / "markdown" / "a.pdf.md"
     assert file.read_text().count("<!-- page ") >= 3
     found = json.loads((folder / "two" / "summary.json").read_text())
-    assert found["pages"]["total"] == 3
+    assert found["pages"]["total"] == 4
     assert len(found["jobs"]) == 2
+    before = (folder / "two" / "answers.jsonl").read_bytes()
+    (folder / "passwords.json").write_text('{"*": "secret"}')
+    again = ["--retry", "errors", "--pdf-passwords", str(folder / "passwords.json")]
+    assert cli.main([*arguments, *SMALL, *again]) == 3
+    assert "retry     of blocks alone" in capsys.readouterr().err
+    assert (folder / "two" / "answers.jsonl").read_bytes() == before
+    assert all(row["error"] is None for row in read_rows(folder / "two" / "block-answers.jsonl"))
+    assert "may not be the last one" in (folder / "two" / "markdown" / "locked.pdf.md").read_text()
 
 
 @pytest.mark.full("kills the command and starts it again, which loads the model each time")

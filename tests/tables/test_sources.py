@@ -61,6 +61,21 @@ def test_what_is_left_out_is_said(pictures: Path, tmp_path: Path) -> None:
     assert f"--allowed-media-dir {pictures}" in said[-1]
 
 
+def test_links_that_are_not_followed_and_pipes_are_counted(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (pictures / "linked").symlink_to(tmp_path / "other")
+    (pictures / "a_copy.png").symlink_to(pictures / "b.png")
+    for name in ("gone.png", "loop.pdf"):
+        (pictures / name).symlink_to(name)
+    os.mkfifo(pictures / "pipe.pdf")
+    result = made(tmp_path / "r.jsonl", pictures, prompt="?")
+    assert result.num_rows == 7
+    (line,) = [line for line in result.to_lines() if line.startswith("left out")]
+    assert "left out  8 files" in line
+    assert "2 broken link, 2 hidden, 1 link to a folder, 1 pipe or device, 1 without ending" in line
+    assert "one is a link to a folder, which is not followed; name the folder as a source" in line
+
+
 def test_the_same_sources_give_the_same_bytes(pictures: Path, tmp_path: Path) -> None:
     rows(tmp_path / "one.jsonl", pictures)
     copy = tmp_path / "copy"

@@ -367,7 +367,7 @@ class _Job:
         return TooManyFailuresError(
             f"{num_failed} of {num_done} finished rows have failed, more than --max-failures "
             f"{self._options.max_failures} allows: ended early. Finished rows are kept; mend what fails and try it "
-            "again with --retry-errors, or raise the limit")
+            "again with --retry errors, or raise the limit")
 
     def _report_loading(self, phase: str) -> None:
         self._progress.loading(phase)

@@ -73,11 +73,12 @@ class PageOptions:
 
     def _fit(self, width: float, height: float, scale: float, longest: int, max_pixels: int) -> tuple[int, int]:
         """Rounded up, as pypdfium2 does."""
-        largest_scale = longest / max(width, height)
-        scale = min(scale, largest_scale)
-        if self.shortest is not None:
-            scale = max(scale, min(self.shortest / min(width, height), largest_scale))
-        columns, rows = (min(max(1, math.ceil(side * scale)), longest) for side in (width, height))
+        # Each scale is a factor and a divisor, so that the side that an option names has exactly its pixels.
+        shortest, largest = (self.shortest or 0, min(width, height)), (longest, max(width, height))
+        factor, divisor = min(max((scale, 1.0), shortest, key=_ratio), largest, key=_ratio)
+        columns, rows = (
+            min(max(1, math.ceil(factor if side == divisor else side * factor / divisor)), longest)
+            for side in (width, height))
         for across, down in ((columns, rows), self.size or (1, 1)):
             if across * down > max_pixels:
                 raise RequestError(f"the page would have {across}x{down} pixels, more than the {max_pixels} allowed "
@@ -153,6 +154,10 @@ def _needed(name: str, value: Any) -> str | None:
     is_box = is_list and len(value) == 4 and all(map(_is_number, value))
     is_box = is_box and 0 <= value[0] < value[2] <= 1 and 0 <= value[1] < value[3] <= 1
     return None if is_box else "[x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
+
+
+def _ratio(scale: tuple[float, float]) -> float:
+    return scale[0] / scale[1]
 
 
 def _is_whole(value: Any) -> bool:

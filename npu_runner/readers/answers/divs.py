@@ -22,7 +22,9 @@ _RAW = ("pre", "code", "math", "chem")
 # Anything else in angle brackets is text, so that no parser hides what stands behind <script> or in #include <vector>.
 _TAGS = "|".join((*TAGS, "div", "span", "pre", "big", "chem", "blockquote", "figure", "figcaption", "form", "label",
                   "html", "head", "body"))
-_TEXT = re.compile(rf"<(?!/?(?:{_TAGS})[\s/>])", re.IGNORECASE)
+# So is a tag that does not end before the next one, which costs html.parser a walk to the end of the text.
+_REST = r"""(?:[^<>]*|(?:[^<>"']|"[^"]{0,500}"|'[^']{0,500}'){0,1000})"""
+_TEXT = re.compile(rf"<(?!/?(?:{_TAGS})(?:[\s/]{_REST})?>)", re.IGNORECASE)
 _MAX_TAGS = 20_000
 
 
