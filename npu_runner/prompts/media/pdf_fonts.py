@@ -17,6 +17,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ _CJK = re.compile("[\u1100-\u11ff\u2e80-\u2fff\u3001-\u9fff\ua960-\ua97f\uac00-\
 _OWN_FAMILY = "Chrom"
 """PDFium's built-in fonts are of families that begin so; they have no such characters."""
 _CHILD_SECONDS = 60.0
+_CHILD_LOCK = threading.Lock()
 _MAX_NAME_BYTES = 128
 
 
@@ -75,9 +77,14 @@ def fonts_here() -> PdfFonts:
     return PdfFonts(pdfium=version, digest=digest.hexdigest(), missing=tuple(missing))
 
 
-@functools.cache
 def fonts_of_host() -> PdfFonts | None:
     """The facts of a process of this host that starts now; None: pypdfium2 is not installed, or does not work."""
+    with _CHILD_LOCK:  # two threads that ask at once have one child
+        return _fonts_of_child()
+
+
+@functools.cache
+def _fonts_of_child() -> PdfFonts | None:
     if find_spec("pypdfium2") is None:
         return None
     command = commands.module_command(__name__)
@@ -110,8 +117,8 @@ def require_fonts(raw: Any, textpage: Any, text: str) -> None:
             raw.FPDFFont_GetFamilyName, font).startswith(_OWN_FAMILY)
         if not is_rendered[address]:
             raise RequestError(f"its font {_name(raw.FPDFFont_GetBaseFontName, font)!r} is neither embedded nor "
-                               f"installed here, so that text like {character!r} is not rendered; {REMEDY}, then try "
-                               "the row again", "pdf_font_missing")
+                               f"installed here, so that text like {character!r} is not rendered; {REMEDY}, then run "
+                               "again with --retry errors --accept-changed prompts.decoders", "pdf_font_missing")
 
 
 def _name(read: Any, font: Any) -> str:
