@@ -23,7 +23,7 @@ from npu_runner.readers.answers.block import Block
 from npu_runner.readers.package_prompt import prompt_of
 from npu_runner.readers.reader import LabelFields, PageReader, read_reader
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, documents_path
 from npu_runner.tables.first_pass import metadata_of
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.page_answers import BLANK, PageRow, page_answers, read_page

@@ -24,8 +24,8 @@ from npu_runner.readers.package_prompt import ReaderPrompt
 from npu_runner.readers.reader import PageReader
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.workers.pool import PoolLimits
-from npu_runner.tables.documents import DocumentOpener, Documents, PageRanges
-from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, documents_path
+from npu_runner.tables.document_pages import DocumentOpener, Documents, PageRanges
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.places import find_outputs

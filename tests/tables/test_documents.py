@@ -18,7 +18,7 @@ from PIL import Image
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.errors import ConfigError
 from npu_runner.serving.workers.pool import PoolLimits
-from npu_runner.tables.documents import DocumentOpener, Documents, PageRanges
+from npu_runner.tables.document_pages import DocumentOpener, Documents, PageRanges
 from npu_runner.tables.sources import DOCUMENT, Source
 from tests.full_set import only_full
 from tests.prompts.real_documents import real_documents

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from npu_runner.errors import JobError, RequestError
-from npu_runner.prompts.media.documents import (
+from npu_runner.prompts.media.document_files import (
     PDFIUM_LOCK,
     Document,
     RenderedPage,

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.place import Place
 from npu_runner.errors import ConfigError
-from npu_runner.prompts.media.documents import document_version
-from npu_runner.tables.documents import OpenedDocument, open_file
+from npu_runner.prompts.media.document_files import document_version
+from npu_runner.tables.document_pages import OpenedDocument, open_file
 from npu_runner.tables.sources import Source
 
 _ANEW = "make all rows anew, without --append (read: into another folder)"
