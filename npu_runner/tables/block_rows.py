@@ -78,7 +78,7 @@ def make_block_rows(names: Sequence[str], options: RowsOptions) -> MadeBlockRows
         settings = hashlib.blake2b(to_json([reader.to_json(), maker.described]).encode("utf-8", "surrogatepass"),
                                    digest_size=16).hexdigest()
         head = Head(reader=reader.name, parser=reader.parser, prompt=None, settings=settings)
-        described = DescribedRows(place.path, head, is_appended=False, is_needed=True)
+        described = DescribedRows(place.path, head, is_needed=True)
         num_rows = num_pages = num_whole = 0
         flaws = Counter[str]()
         with place, described.writing(place) as lines:

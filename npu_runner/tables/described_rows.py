@@ -1,29 +1,29 @@
-"""The file beside rows that has a line for each document of theirs: OUTPUT.documents.jsonl.
+"""Rows, and the file beside them that has a line for each document of theirs: OUTPUT.documents.jsonl.
 
-Its first line describes the rows: the reader, the origin of the prompt, and a digest of the rows, by which `--append`
-knows that both files belong together. Knows nothing of how documents are opened.
+Its first line describes the rows: the reader, the origin of the prompt, and a digest of all settings. Rows are replaced
+before it, so a killed command leaves rows of documents without a line. `--append` opens such documents again, and finds
+their rows there. Knows nothing of how documents are opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
 from npu_runner.batch.files.place import Place
-from npu_runner.errors import ConfigError
+from npu_runner.batch.rows.openai_format import read_json
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.document_files import document_version
-from npu_runner.tables.document_pages import OpenedDocument, open_file
+from npu_runner.tables.document_pages import OpenedDocument, PageRanges, open_file
+from npu_runner.tables.page_answers import PageRow
 from npu_runner.tables.sources import Source
 
 _ANEW = "make all rows anew, without --append (read: into another folder)"
-_MOST_BYTES = 1 << 62
 
 
 def documents_path(output: Path) -> Path:
@@ -42,82 +42,83 @@ class Head:
     settings: str
     root: str | None = None
     """The folder at which the paths in rows begin."""
-    rows_bytes: int = _MOST_BYTES
-    rows_digest: str = "0" * 32
-
-    def to_line(self) -> bytes:
-        """It has one length for any number of bytes, so that it can be written last."""
-        text = json.dumps(asdict(self), ensure_ascii=False)
-        return f"{text}{' ' * (len(str(_MOST_BYTES)) - len(str(self.rows_bytes)))}\n".encode()
-
-
-class _EarlierRows:
-    """Rows and documents to which new ones are added. Raises ConfigError where they do not belong together, or were
-    made by other settings."""
-
-    def __init__(self, output: Path, settings: str):
-        self._output, path = output, documents_path(output)
-        with clear_file_errors(f"rows {output}"):
-            if not path.is_file() or not output.is_file():
-                raise ConfigError(f"rows {str(output)!r}: there is no {path.name} beside them, which names their "
-                                  f"documents; {_ANEW}")
-            head, *self.lines = path.read_bytes().splitlines(keepends=True)
-        described = _object_in(head, path)
-        self._num_bytes = described.get("rows_bytes", 0)
-        self.root = described.get("root")
-        self.documents = {fields["path"]: fields for fields in (_object_in(line, path) for line in self.lines)}
-        digest = hashlib.blake2b(digest_size=16)
-        for line in self.rows():
-            digest.update(line)
-        if described.get("rows_digest") != digest.hexdigest():
-            raise ConfigError(f"rows {str(output)!r}: are not those that {path.name} describes; {_ANEW}")
-        if described.get("settings") != settings:
-            raise ConfigError(f"rows {str(output)!r}: were made with another reader, prompt or option (reader: "
-                              f"{described.get('reader')}); give the same ones, or {_ANEW}")
-
-    def rows(self) -> Iterator[bytes]:
-        """The lines of the rows. Lines behind them are those of a command that was killed: they are made again."""
-        with clear_file_errors(f"rows {self._output}"), self._output.open("rb") as file:
-            left = self._num_bytes
-            while left > 0 and (line := file.readline()):
-                left -= len(line)
-                yield line
 
 
 class DescribedRows:
-    """Rows, and the file of their documents. Both are replaced, or neither is."""
+    """Rows, and the file of their documents."""
 
-    def __init__(self, output: Path | None, head: Head, *, is_appended: bool, is_needed: bool):
-        """`output` None: a stream, whose documents no file describes. `is_needed`: the file is written without
+    def __init__(self, output: Path | None, head: Head, *, appended: PageRanges | None = None, is_needed: bool = False):
+        """`output` None: a stream, whose documents no file describes. `appended`: the pages of each document that rows
+        which are there have, and are kept; None: rows are made anew. `is_needed`: the file is written without
         documents, too. Raises ConfigError where rows that are there cannot be continued."""
-        self._is_needed = is_needed
-        self._path = None if output is None else documents_path(output)
-        self._head = head
-        self._earlier = _EarlierRows(output, head.settings) if is_appended and output is not None else None
-        self._lines: BinaryIO | None = None
+        self._rows, self._path = output, None if output is None else documents_path(output)
+        self._head, self._root = head, head.root
+        self._is_needed, self._is_appended = is_needed, appended is not None
+        self._earlier: dict[str, dict[str, Any]] = {}
+        """The lines of documents of rows that are there, by name."""
+        self._num_rows: dict[str, int] = {}
+        """The numbers of their rows."""
         self._seen: set[str] = set()
+        self._entered = contextlib.ExitStack()
+        self._lines: BinaryIO | None = None
         self.num_documents = self.num_unread_pages = 0
         """Documents that were added, and their pages that --pages leaves out."""
-        self.errors = {} if self._earlier is None else {
-            name: fields["error"]["code"] for name, fields in self._earlier.documents.items() if fields["error"]}
+        self.errors: dict[str, str] = {}
         """The codes of documents that do not open."""
+        if appended is not None and self._path is not None:
+            self._read_earlier(self._path, appended)
+
+    def _read_earlier(self, path: Path, ranges: PageRanges) -> None:
+        with clear_file_errors(f"rows {self._rows}"):
+            if not path.is_file() or not (self._rows and self._rows.is_file()):
+                raise ConfigError(f"rows {str(self._rows)!r}: there is no {path.name} beside them, which names their "
+                                  f"documents; {_ANEW}")
+            lines = path.read_bytes().splitlines()
+        try:
+            head, *documents = map(json.loads, lines)
+            self._root, reader, settings = head["root"], head["reader"], head["settings"]
+            for each in documents:
+                name, error = each["path"], each["error"]
+                self._earlier[name], self._num_rows[name] = each, 1 if error else len(ranges.numbers(each["pages"]))
+                self.errors |= {name: error["code"]} if error else {}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{str(path)!r}: describes no rows and their documents ({error}); {_ANEW}") from error
+        if settings != self._head.settings:
+            raise ConfigError(f"rows {str(self._rows)!r}: were made with another reader, prompt or option (reader: "
+                              f"{reader}); give the same ones, or {_ANEW}")
+
+    def earlier_rows(self) -> Iterator[tuple[str, bytes]]:
+        """The custom_ids and lines of rows that are there. Raises ConfigError where some of a document are not."""
+        missing = dict(self._num_rows)
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(clear_file_errors(f"rows {self._rows}"))
+            lines = entered.enter_context(self._rows.open("rb")) if self._is_appended and self._rows else ()
+            for number, line in enumerate(lines, 1):
+                try:
+                    request = read_json(line)
+                except RequestError as error:
+                    raise ConfigError(f"rows {str(self._rows)!r}, line {number}: {error.message}; {_ANEW}") from error
+                if (name := PageRow.from_request(request).document) in missing:
+                    missing[name] -= 1
+                yield str(request.get("custom_id")), line
+        if lacking := next((each for each, count in missing.items() if count), None):
+            made = self._num_rows[lacking]
+            raise ConfigError(f"rows {str(self._rows)!r}: have {made - missing[lacking]} of the {made} rows of "
+                              f"{lacking!r}; put the file back, or {_ANEW}")
 
     def unread_line(self) -> str:
         """The pages that --pages leaves out, in words; empty where there are none."""
         count = self.num_unread_pages
         return f"{count} page{'s' if count != 1 else ''} that --pages does not name" if count else ""
 
-    def earlier_rows(self) -> Iterator[bytes]:
-        return iter(()) if self._earlier is None else self._earlier.rows()
-
     @property
     def gone(self) -> list[str]:
         """The documents of earlier rows that are not there any more."""
-        return [] if self._earlier is None else [name for name in self._earlier.documents if name not in self._seen]
+        return [name for name in self._earlier if name not in self._seen]
 
     def has(self, source: Source, name: str) -> bool:
         """Whether earlier rows have this document. Raises ConfigError where it has changed since."""
-        known = None if self._earlier is None else self._earlier.documents.get(name)
+        known = self._earlier.get(name)
         if known is None:
             return False
         self._seen.add(name)
@@ -129,10 +130,9 @@ class DescribedRows:
 
     def refuse_other_folder(self, *, has_earlier_images: bool) -> None:
         """Raises ConfigError where the sources have another root, and no document or image of earlier rows."""
-        if self._earlier is None or has_earlier_images or self._seen or self._earlier.root == self._head.root:
-            return
-        raise ConfigError(f"rows: none of their documents and images is below {self._head.root}; those of the first "
-                          f"command were below {self._earlier.root}; name that folder, or {_ANEW}")
+        if self._root != self._head.root and not (has_earlier_images or self._seen):
+            raise ConfigError(f"rows: none of their documents and images is below {self._head.root}; those of the "
+                              f"first command were below {self._root}; name that folder, or {_ANEW}")
 
     def add(self, name: str, found: OpenedDocument, num_pages: int) -> None:
         """A line for a document of which `num_pages` rows are made."""
@@ -141,64 +141,26 @@ class DescribedRows:
         code, message = found.error or (None, None)
         if code is not None:
             self.errors[name] = code
-        if self._lines is not None:
-            fields = {"path": name, "bytes": found.num_bytes, "pages": found.num_pages if code is None else None,
-                      "encrypted": found.is_encrypted,
-                      "error": None if code is None else {"code": code, "message": message}, "version": found.version}
-            self._lines.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
+        self._write({"path": name, "bytes": found.num_bytes, "pages": found.num_pages if code is None else None,
+                     "encrypted": found.is_encrypted,
+                     "error": None if code is None else {"code": code, "message": message}, "version": found.version})
 
     @contextlib.contextmanager
-    def writing(self, place: Place) -> Iterator[DigestedFile]:
-        """The file of rows. The rows are replaced first: `--append` recognises rows that no file describes yet."""
+    def writing(self, place: Place) -> Iterator[BinaryIO]:
+        """The file of rows. The file of their documents is put in place after it, if there are documents."""
+        with self._entered:
+            if self._is_needed or self._is_appended:
+                self._write()
+            with place.writing() as file:
+                yield file
+                if self._path is not None and not self._is_appended:
+                    self._path.unlink(missing_ok=True)  # it describes the rows that are replaced now
+
+    def _write(self, *documents: dict[str, Any]) -> None:
         if self._path is None:
-            with place.writing() as file:
-                yield DigestedFile(file)
             return
-        with contextlib.suppress(_NoDocuments), late_file_errors(f"documents {self._path}"), replacing(
-                self._path) as self._lines:
-            self._lines.write(self._head.to_line())
-            self._lines.writelines([] if self._earlier is None else self._earlier.lines)
-            with place.writing() as file:
-                yield (rows := DigestedFile(file))
-                self._lines.flush()
-            if not (self.num_documents or self._is_needed or self._earlier is not None):
-                self._remove_stale(self._path)
-                raise _NoDocuments
-            self._lines.seek(0)
-            self._lines.write(replace(self._head, rows_bytes=rows.num_bytes,
-                                      rows_digest=rows.digest.hexdigest()).to_line())
-
-    @staticmethod
-    def _remove_stale(path: Path) -> None:
-        """It describes the rows that were replaced."""
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            if b'"rows_digest": "' in file.readline():
-                os.unlink(path)
-
-
-class DigestedFile:
-    """A file that counts and digests the rows written to it."""
-
-    def __init__(self, file: BinaryIO):
-        self._file = file
-        self.num_bytes = 0
-        self.digest = hashlib.blake2b(digest_size=16)
-
-    def write(self, line: bytes) -> None:
-        self._file.write(line)
-        self.num_bytes += len(line)
-        self.digest.update(line)
-
-
-class _NoDocuments(Exception):
-    """No file is written, since the rows have no documents."""
-
-
-def _object_in(line: bytes, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(path)!r}: has a line that is no JSON ({error}); {_ANEW}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{str(path)!r}: has a line that is no object; {_ANEW}")
-    return value
+        if self._lines is None:
+            self._entered.enter_context(late_file_errors(f"documents {self._path}"))
+            self._lines = self._entered.enter_context(replacing(self._path))
+            documents = (asdict(self._head), *self._earlier.values(), *documents)
+        self._lines.writelines(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in documents)
