@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,8 +16,7 @@ from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
 from npu_runner.batch.files.place import read_by
 from npu_runner.batch.rows.logprobs_json import to_json
-from npu_runner.batch.rows.openai_format import parse_row
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.errors import ConfigError
 from npu_runner.readers.answers.block import Block
 from npu_runner.readers.package_prompt import prompt_of
 from npu_runner.readers.reader import LabelFields, PageReader, read_reader
@@ -28,7 +26,7 @@ from npu_runner.tables.first_pass import metadata_of
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.page_answers import BLANK, PageRow, page_answers, read_page
 from npu_runner.tables.places import JobOutput, find_outputs
-from npu_runner.tables.row_maker import fixed_fields, shortened
+from npu_runner.tables.row_maker import CHAT, RowLines, fixed_fields, messages_of, shortened
 
 _OPTIONS = {"output", "reader", "rows", "system", "max_tokens", "body", "schema", "prompt_python"}
 """The options that go with --rows."""
@@ -125,7 +123,7 @@ class _BlockRowMaker:
         default = LabelFields(prompt=prompt_of(reader, options.prompt_python).text)
         self._by_label = {label: (each.prompt, fixed_fields(options, {**reader.body, **each.body}))
                           for label, each in {"": default, **reader.by_label}.items()}
-        self._is_checked = False
+        self._lines = RowLines()
 
     @property
     def described(self) -> Any:
@@ -137,11 +135,7 @@ class _BlockRowMaker:
         """The row of a block, or of a whole page. `layout`: the flaws of the answer that has found the block."""
         label = "" if block is None else block.label
         prompt, fixed = self._by_label.get(label, self._by_label[""])
-        texts = [{"type": "text", "text": prompt}] if prompt else []
         shown = [{"type": "image_url", "image_url": self._address(request, block)}]
-        messages = [{"role": "user", "content": [*texts, *shown] if self._reader.text_first else [*shown, *texts]}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})  # type: ignore[dict-item]
         named = metadata_of(request)
         metadata = {"document": row.document, "page": row.page}
         metadata |= {"pages": named["pages"]} if "pages" in named else {}
@@ -151,16 +145,8 @@ class _BlockRowMaker:
             metadata |= {"block": number, "label": label, "box": " ".join(f"{each:g}" for each in block.box)}
             metadata |= {"continued": True} if block.is_continued else {}
         metadata |= {"layout": layout} if layout else {}
-        line = {"custom_id": shortened(custom_id), "method": "POST", "url": "/v1/chat/completions",
-                "body": {"messages": messages, **fixed, "metadata": metadata}}
-        data = to_json(line).encode() + b"\n"
-        if not self._is_checked:
-            try:
-                parse_row(json.loads(data)).to_params({}, 0)
-            except (RequestError, ConfigError) as error:
-                raise ConfigError(f"row {custom_id}: the job would refuse it: {error}") from error
-            self._is_checked = True
-        return data
+        body = {"messages": messages_of(prompt, shown, self._system, self._reader), **fixed, "metadata": metadata}
+        return self._lines.line(shortened(custom_id), CHAT, body, f"row {custom_id}")
 
     def _address(self, request: Mapping[str, Any], block: Block | None) -> dict[str, Any]:
         """The page's address, with the box and the rotation of the block."""
