@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -61,6 +61,11 @@ class Prepared:
         """The pages of documents that it shows, in their order."""
         prompts = self.prompt if isinstance(self.prompt, tuple) else (self.prompt,)
         return [page for prompt in prompts for page in prompt.pages]
+
+    @property
+    def renderer(self) -> Mapping[str, str] | None:
+        """The renderer of its pages of PDFs, all by one worker; None: it shows none."""
+        return next((page.renderer for page in self.pages if page.renderer is not None), None)
 
     @property
     def num_sequences(self) -> int:

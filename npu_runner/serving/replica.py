@@ -69,11 +69,13 @@ class RowRun:
 
 
 class FinishedRow(NamedTuple):
-    """A row's bytes for the output. `number`: its index; `outcome`: the job's counts of it, passed on unread."""
+    """A row's bytes for the output. `number`: its index; `outcome`: the job's counts of it, passed on unread;
+    `renderer`: PageFacts' of the PDFs in its answer's prompt."""
 
     number: int
     outcome: Any
     data: bytes
+    renderer: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

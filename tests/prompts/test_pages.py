@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import subprocess
 import sys
 from base64 import b64encode
@@ -17,7 +16,7 @@ import pypdfium2
 import pytest
 from PIL import Image
 
-from npu_runner.errors import ConfigError, JobError, RequestError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media import pdf_fonts
 from npu_runner.prompts.media.media import Addresses, MediaRules
 from npu_runner.prompts.media.page_options import pages_in
@@ -240,21 +239,6 @@ def test_text_that_pdfium_leaves_out_fails_by_name(name: str, tmp_path: Path) ->
 def test_an_invisible_layer_of_text_needs_no_font(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(pdf(cjk("Japan1", is_invisible=True)))
     assert loaded(tmp_path, "a.pdf")[1] == PageFacts(is_blank=True, width=876, height=1240, has_text=True)
-
-
-def test_a_process_of_its_own_finds_the_same_fonts() -> None:
-    assert pdf_fonts.fonts_of_host() == pdf_fonts.fonts_here()
-
-
-def test_another_set_of_fonts_ends_the_job(qwen: ChatProcessor, folder: Path) -> None:
-    again = pickle.loads(pickle.dumps(qwen))
-    assert again.documents.fonts_digest == pdf_fonts.fonts_here().digest == qwen.identity()["decoders"]["pdf_fonts"]
-    assert loaded(folder, "one.PDF", again.documents)[1] is not None
-    documents = OpenDocuments()
-    documents.fonts_digest = "of other fonts"
-    assert loaded(folder, "one.tiff", documents)[1] is not None
-    with pytest.raises(JobError, match="fonts were installed"):
-        loaded(folder, "one.PDF", documents)
 
 
 def test_without_a_pdf_its_library_is_not_imported(qwen_folder: Path, folder: Path) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from PIL import Image
 
-from npu_runner.errors import JobError, RequestError
+from npu_runner.errors import RequestError
 from npu_runner.prompts.media.documents import (
-    PDFIUM_LOCK,
     Document,
     RenderedPage,
     document_version,
@@ -39,9 +39,6 @@ _BLANK_RANGE = 8
 
 class OpenDocuments:
     """Used by a processor; not picklable. A file that was replaced or changed is opened again."""
-
-    fonts_digest: str | None = None
-    """PdfFonts.digest of the job. A process with another one makes other images. None: any."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], Document] = OrderedDict()
@@ -82,8 +79,6 @@ class OpenDocuments:
                         file.seek(0)
                         data = file.read(min(status.st_size, media.rules.max_bytes + 1))
                         return _part_of(bounded(data, media.rules.max_bytes), media, max_pixels)
-                    if kind == "PDF":
-                        self._require_fonts()
             except BaseException:
                 file.close()
                 raise
@@ -114,16 +109,8 @@ class OpenDocuments:
         else:
             whole = self._page[1]
         image = options.part_of(whole.image)
-        return image, _facts(image, whole.has_text)
-
-    def _require_fonts(self) -> None:
-        if self.fonts_digest is None:
-            return
-        with PDFIUM_LOCK:
-            is_same = fonts_here().digest == self.fonts_digest
-        if not is_same:
-            raise JobError("fonts were installed or removed after the job was started, and a preprocessing worker that "
-                           "starts now would render other pages than those before it; run the same again")
+        # They are known: a page was rendered with them.
+        return image, _facts(image, whole.has_text, fonts_here().renderer if document.kind == "PDF" else None)
 
 
 def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.Image, PageFacts | None]:
@@ -139,10 +126,10 @@ def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.
     return image, _facts(image, None)
 
 
-def _facts(image: Image.Image, has_text: bool | None) -> PageFacts:
+def _facts(image: Image.Image, has_text: bool | None, renderer: Mapping[str, str] | None = None) -> PageFacts:
     ranges: Any = image.getextrema()
     is_blank = all(highest - lowest <= _BLANK_RANGE for lowest, highest in ranges)
-    return PageFacts(is_blank=is_blank, width=image.width, height=image.height, has_text=has_text)
+    return PageFacts(is_blank=is_blank, width=image.width, height=image.height, has_text=has_text, renderer=renderer)
 
 
 def _check_version(media: Media, version: str) -> None:

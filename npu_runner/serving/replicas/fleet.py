@@ -11,7 +11,7 @@ import math
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,6 +53,10 @@ class Owner(ABC):
     @abstractmethod
     def isolate(self, indices: Sequence[int]) -> None:
         """These rows were under way when replicas died. They run alone from now on, also in later runs."""
+
+    def check_renderer(self, name: str, renderer: Mapping[str, str]) -> None:  # noqa: B027 - most have no record
+        """The replica of this name has answered a row with pages of PDFs. An error raised here ends the fleet, and the
+        row is not done."""
 
     @abstractmethod
     def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
@@ -224,6 +228,9 @@ class Fleet:
 
     def _handle_event(self, state: ReplicaState, event: Event) -> None:
         if isinstance(event, Finished):
+            for row in event.rows:
+                if row.renderer is not None:
+                    self._owner.check_renderer(state.name, row.renderer)
             for row in event.rows:
                 state.held.remove(row.number)
                 state.started.discard(row.number)
