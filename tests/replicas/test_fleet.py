@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from npu_runner.serving.replica import (
     FinishedRow,
     Loading,
     Opened,
+    PageOutcome,
     Ready,
     Replica,
     ReplicaFacts,
@@ -59,6 +60,10 @@ class ScriptedReplica(Replica):
         self._started: list[int] = []
         self._events: list[Event] = []
         self._is_serving = False
+        self.heard: list[PageOutcome] = []
+
+    def hear(self, outcome: PageOutcome) -> None:
+        self.heard.append(outcome)
 
     def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version="1", settings={"speed": 1}, ledger="", max_rows=self._script.max_rows)
@@ -337,3 +342,20 @@ def test_a_row_whose_renderer_is_refused_is_not_done() -> None:
     assert ("replica 0", {"pdf_fonts": "a"}) in seen
     assert finished
     assert {"pdf_fonts": "b"} not in finished
+
+
+def test_outcomes_of_pages_reach_every_other_replica_also_a_later_one() -> None:
+    fleet = fleet_of(Script(speeds=(2, 2, 2)), 4, max_restarts=1)
+    outcomes = [PageOutcome("a.pdf", 1), PageOutcome("a.pdf", 2), PageOutcome("a.pdf", None)]
+    with fleet:
+        fleet.load()
+        first, second, third = (cast(ScriptedReplica, state.replica) for state in fleet.states)
+        first._events += outcomes[:2]
+        fleet.poll(0.0)
+        assert (first.heard, second.heard, third.heard) == ([], outcomes[:2], outcomes[:2])
+        fleet._retire(fleet.states[2], ReplicaDeadError("it died"))
+        second._events.append(outcomes[2])
+        while fleet.states[2].replica is None:
+            fleet.poll(0.0)
+        assert first.heard == outcomes[2:]
+        assert cast(ScriptedReplica, fleet.states[2].replica).heard == outcomes
