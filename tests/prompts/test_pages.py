@@ -132,8 +132,22 @@ def test_facts_of_pages(folder: Path) -> None:
 
 def test_a_pdf_is_no_data_url(folder: Path) -> None:
     inline = "data:application/pdf;base64," + b64encode(pdf(empty)).decode()
-    found = refusal(folder, inline)
-    assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+    for address in (inline, f"{inline}#page=1", {"url": inline, "page": 1}):
+        found = refusal(folder, address)
+        assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+        assert "write it to a file below the allowed folder, and name that with #page=1" in found.message
+
+
+def test_pages_of_a_tiff_may_be_in_the_address(folder: Path) -> None:
+    inline = "data:image/tiff;base64," + b64encode((folder / "a.tif").read_bytes()).decode()
+    for address in (f"{inline}#page=2", f" {inline.replace('data', 'Data')}#page=2", {"url": inline, "page": 2}):
+        np.testing.assert_array_equal(pixels(folder, address), pixels(folder, "a.tif#page=2"))
+    assert loaded(folder, f"{inline}#page=2")[1] == loaded(folder, "a.tif#page=2")[1]
+    assert refusal(folder, f"{inline}#page=9").code == "pdf_page_missing"
+    assert refusal(folder, {"url": f"{inline}#page=2", "page": 1}).code == "invalid_value"
+    png = "data:image/png;base64," + b64encode((folder / "a.png").read_bytes()).decode()
+    assert "page: an image has no pages" in refusal(folder, f"{png}#page=1").message
+    assert refusal(folder, f"{png}#part").code == "media_bad_data_url"
 
 
 def test_documents_do_not_count_as_media(folder: Path) -> None:

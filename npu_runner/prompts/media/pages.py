@@ -5,6 +5,7 @@ The documents of the last rows stay open, because neighbouring rows show pages o
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections import OrderedDict
@@ -52,9 +53,13 @@ class OpenDocuments:
         source = media.load() if media.is_inline else media.open()
         try:
             if isinstance(source, bytes):
-                if document_kind(source[:HEAD_BYTES]) == "PDF":
+                kind = document_kind(source[:HEAD_BYTES])
+                if kind == "PDF":
                     raise RequestError("a PDF in a data: URL is not read; write it to a file below the allowed folder, "
                                        "and name that with #page=1", "image_not_recognised")
+                if kind == "TIFF" and media.options.page is not None:
+                    with self._lock, open_document(io.BytesIO(source)) as document:
+                        return self._page_of(document, (object(),), media, max_pixels)
                 return _part_of(source, media, max_pixels)
             with self._lock:
                 return self._load_file(source, media, max_pixels)
@@ -86,14 +91,15 @@ class OpenDocuments:
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
         try:
-            return self._page_of(key, media, max_pixels)
+            return self._page_of(self._open[key], key, media, max_pixels)
         except RequestError as error:
             if error.code == "media_unreadable":  # the document has parts that were not read
                 self._open.pop(key).close()
             raise
 
-    def _page_of(self, key: tuple[object, ...], media: Media, max_pixels: int) -> tuple[Image.Image, PageFacts]:
-        document, options = self._open[key], media.options
+    def _page_of(self, document: Document, key: tuple[object, ...], media: Media,
+                 max_pixels: int) -> tuple[Image.Image, PageFacts]:
+        options = media.options
         if options.version is not None:
             _check_version(media, document.version)
         if options.page is None and document.num_pages > 1:
