@@ -23,7 +23,7 @@ from npu_runner.readers.answers.block import Block
 from npu_runner.readers.package_prompt import prompt_of
 from npu_runner.readers.reader import LabelFields, PageReader, read_reader
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, documents_path
 from npu_runner.tables.first_pass import metadata_of
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.page_answers import BLANK, PageRow, page_answers, read_page
@@ -78,7 +78,7 @@ def make_block_rows(names: Sequence[str], options: RowsOptions) -> MadeBlockRows
         settings = hashlib.blake2b(to_json([reader.to_json(), maker.described]).encode("utf-8", "surrogatepass"),
                                    digest_size=16).hexdigest()
         head = Head(reader=reader.name, parser=reader.parser, prompt=None, settings=settings)
-        described = DescribedRows(place.path, head, is_appended=False, is_needed=True)
+        described = DescribedRows(place.path, head, is_needed=True)
         num_rows = num_pages = num_whole = 0
         flaws = Counter[str]()
         with place, described.writing(place) as lines:

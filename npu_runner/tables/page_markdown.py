@@ -22,7 +22,7 @@ from npu_runner.readers.answers.block import Block, markdown_of
 from npu_runner.readers.answers.parsers import PARSERS
 from npu_runner.readers.reader import read_reader
 from npu_runner.tables.column_types import DOUBLE, INT64, LIST, TEXT
-from npu_runner.tables.documents_file import documents_path
+from npu_runner.tables.described_rows import documents_path
 from npu_runner.tables.first_pass import Answer
 from npu_runner.tables.markdown_files import MarkdownFolder
 from npu_runner.tables.options import TableOptions

@@ -198,7 +198,7 @@ def test_a_replaced_document_is_opened_again(folder: Path) -> None:
     (folder / "one.PDF").write_bytes(pdf(colour(0)))
     assert (pixels(folder, "one.PDF", documents) == 0).all()
     with (folder / "one.PDF").open("rb") as file:
-        from npu_runner.prompts.media.documents import document_version
+        from npu_runner.prompts.media.document_files import document_version
 
         version["version"] = document_version(file)
     assert (pixels(folder, version, documents) == 0).all()
@@ -278,7 +278,7 @@ def test_a_host_without_pypdfium2_says_so(folder: Path) -> None:
 import sys
 sys.modules["pypdfium2"] = None
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import open_document
+from npu_runner.prompts.media.document_files import open_document
 try:
     open_document(open({str(folder / "a.pdf")!r}, "rb"))
 except RequestError as error:

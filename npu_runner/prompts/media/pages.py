@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import (
+from npu_runner.prompts.media.document_files import (
     Document,
     RenderedPage,
     document_version,

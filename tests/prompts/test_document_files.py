@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import Document, document_version, open_document
+from npu_runner.prompts.media.document_files import Document, document_version, open_document
 from npu_runner.prompts.media.page_options import PageOptions
 from tests.full_set import examples
 from tests.prompts.image_bytes import tiff_of_kinds
