@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.names import manifest_path
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings
 from npu_runner.cli.parser import Commands, add_command
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
             "sample", "preprocessing_workers", "preprocessing_timeout")
-_OF_JOB = ("retry", "accept_changed", "max_failures", "data_parallel_size", "progress", "report")
+_OF_JOB = ("retry", "accept_changed", "overwrite", "max_failures", "data_parallel_size", "progress", "report")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
     blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
+        for path in (manifest_path(files.block_answers), files.block_answers):
+            with clear_file_errors(f"output {path}"):
+                path.unlink(missing_ok=True)
     jobs = [job]
     if blocks is not None and job.retry and files.block_answers.exists():
         # Another layout has other blocks, and a job removes no row that it has answered.
@@ -144,7 +149,8 @@ def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, files: _F
         from npu_runner.checkpoint.files import resolve_checkpoint
 
         given["model"] = resolve_checkpoint(config.model, config.revision, with_weights=False)
-    return RowsOptions(output=str(files.pages), append="sample" not in given and files.pages.exists(), **given)
+    is_new = "sample" in given or getattr(arguments, "overwrite", False)
+    return RowsOptions(output=str(files.pages), append=not is_new and files.pages.exists(), **given)
 
 
 def _lines_of_fonts(made: MadeRows) -> Iterable[str]:
