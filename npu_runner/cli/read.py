@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.names import manifest_path
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings
 from npu_runner.cli.parser import Commands, add_command
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
             "sample", "preprocessing_workers", "preprocessing_timeout")
-_OF_JOB = ("retry", "accept_changed", "max_failures", "data_parallel_size", "progress", "report")
+_OF_JOB = ("retry", "accept_changed", "overwrite", "max_failures", "data_parallel_size", "progress", "report")
 _PAGES, _ANSWERS = "pages.jsonl", "answers.jsonl"
 _BLOCK_ROWS, _BLOCK_ANSWERS = "block-rows.jsonl", "block-answers.jsonl"
 
@@ -70,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
     blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
+        for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
+            with clear_file_errors(f"output {path}"):
+                path.unlink(missing_ok=True)
     jobs = [job]
     if blocks is not None and job.retry and (folder / _BLOCK_ANSWERS).exists():
         # Another layout has other blocks, and a job removes no row that it has answered.
@@ -119,7 +124,8 @@ def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, pages: Pa
         from npu_runner.checkpoint.files import resolve_checkpoint
 
         given["model"] = resolve_checkpoint(config.model, config.revision, with_weights=False)
-    return RowsOptions(output=str(pages), append="sample" not in given and pages.exists(), **given)
+    is_new = "sample" in given or getattr(arguments, "overwrite", False)
+    return RowsOptions(output=str(pages), append=not is_new and pages.exists(), **given)
 
 
 def _lines_of_fonts(made: MadeRows) -> Iterable[str]:

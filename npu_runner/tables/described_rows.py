@@ -23,7 +23,7 @@ from npu_runner.tables.document_pages import OpenedDocument, PageRanges, open_fi
 from npu_runner.tables.page_answers import PageRow
 from npu_runner.tables.sources import Source
 
-_ANEW = "make all rows anew, without --append (read: into another folder)"
+_ANEW = "make all rows anew, without --append (read: --overwrite, or another folder)"
 
 
 def documents_path(output: Path) -> Path:

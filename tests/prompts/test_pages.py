@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import subprocess
 import sys
 from base64 import b64encode
@@ -17,7 +16,7 @@ import pypdfium2
 import pytest
 from PIL import Image
 
-from npu_runner.errors import ConfigError, JobError, RequestError
+from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media import pdf_fonts
 from npu_runner.prompts.media.media import Addresses, MediaRules
 from npu_runner.prompts.media.page_options import pages_in
@@ -133,8 +132,22 @@ def test_facts_of_pages(folder: Path) -> None:
 
 def test_a_pdf_is_no_data_url(folder: Path) -> None:
     inline = "data:application/pdf;base64," + b64encode(pdf(empty)).decode()
-    found = refusal(folder, inline)
-    assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+    for address in (inline, f"{inline}#page=1", {"url": inline, "page": 1}):
+        found = refusal(folder, address)
+        assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+        assert "write it to a file below the allowed folder, and name that with #page=1" in found.message
+
+
+def test_pages_of_a_tiff_may_be_in_the_address(folder: Path) -> None:
+    inline = "data:image/tiff;base64," + b64encode((folder / "a.tif").read_bytes()).decode()
+    for address in (f"{inline}#page=2", f" {inline.replace('data', 'Data')}#page=2", {"url": inline, "page": 2}):
+        np.testing.assert_array_equal(pixels(folder, address), pixels(folder, "a.tif#page=2"))
+    assert loaded(folder, f"{inline}#page=2")[1] == loaded(folder, "a.tif#page=2")[1]
+    assert refusal(folder, f"{inline}#page=9").code == "pdf_page_missing"
+    assert refusal(folder, {"url": f"{inline}#page=2", "page": 1}).code == "invalid_value"
+    png = "data:image/png;base64," + b64encode((folder / "a.png").read_bytes()).decode()
+    assert "page: an image has no pages" in refusal(folder, f"{png}#page=1").message
+    assert refusal(folder, f"{png}#part").code == "media_bad_data_url"
 
 
 def test_documents_do_not_count_as_media(folder: Path) -> None:
@@ -240,21 +253,6 @@ def test_text_that_pdfium_leaves_out_fails_by_name(name: str, tmp_path: Path) ->
 def test_an_invisible_layer_of_text_needs_no_font(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(pdf(cjk("Japan1", is_invisible=True)))
     assert loaded(tmp_path, "a.pdf")[1] == PageFacts(is_blank=True, width=876, height=1240, has_text=True)
-
-
-def test_a_process_of_its_own_finds_the_same_fonts() -> None:
-    assert pdf_fonts.fonts_of_host() == pdf_fonts.fonts_here()
-
-
-def test_another_set_of_fonts_ends_the_job(qwen: ChatProcessor, folder: Path) -> None:
-    again = pickle.loads(pickle.dumps(qwen))
-    assert again.documents.fonts_digest == pdf_fonts.fonts_here().digest == qwen.identity()["decoders"]["pdf_fonts"]
-    assert loaded(folder, "one.PDF", again.documents)[1] is not None
-    documents = OpenDocuments()
-    documents.fonts_digest = "of other fonts"
-    assert loaded(folder, "one.tiff", documents)[1] is not None
-    with pytest.raises(JobError, match="fonts were installed"):
-        loaded(folder, "one.PDF", documents)
 
 
 def test_without_a_pdf_its_library_is_not_imported(qwen_folder: Path, folder: Path) -> None:

@@ -197,6 +197,25 @@ def test_a_reader_of_two_stages_reads_blocks(folder: Path, capsys: pytest.Captur
     assert "may not be the last one" in (folder / "two" / "markdown" / "locked.pdf.md").read_text()
 
 
+def test_what_a_message_says_of_overwrite_works(read: Read, folder: Path) -> None:
+    before = (folder / "out" / "answers.jsonl").read_bytes()
+    pdf(folder / "docs" / "new.pdf", A7)
+    status, said = read("--image-max-pixels", "50176")
+    assert status == 2
+    assert "--overwrite to start afresh" in said
+    assert (folder / "out" / "answers.jsonl").read_bytes() == before
+    status, said = read(prompt="Another question?")
+    assert status == 2
+    assert "(read: --overwrite, or another folder)" in said
+    (folder / "out" / "block-answers.jsonl").write_text("of other layouts\n")
+    status, said = read("--image-max-pixels", "50176", "--overwrite", prompt="Another question?")
+    assert (status, "resuming" in said, "5 answered" in said) == (3, False, True)
+    assert not (folder / "out" / "block-answers.jsonl").exists()
+    rows = read_rows(folder / "out" / "pages.jsonl")
+    assert {row["body"]["messages"][-1]["content"][-1]["text"] for row in rows} == {"Another question?"}
+    assert len(read_rows(folder / "out" / "answers.jsonl")) == len(rows) == 6
+
+
 @pytest.mark.full("kills the command and starts it again, which loads the model each time")
 def test_a_killed_command_goes_on_and_reads_each_page_once(tmp_path: Path) -> None:
     found = documents(tmp_path)

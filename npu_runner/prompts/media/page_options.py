@@ -25,7 +25,8 @@ DEFAULT_LONGEST = 3500
 _MAX_SIDE = 65_500
 _CLOCKWISE = {90: Image.Transpose.ROTATE_270, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_90}
 _POINTS_PER_INCH = 72
-_PAGE = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
+_PAGE = re.compile(r"#page=([0-9]{1,9})\Z")
+_MOST_PAGE_CHARS = len("#page=") + 9
 
 
 def _is_whole(value: Any) -> bool:
@@ -142,10 +143,12 @@ AS_IT_IS = PageOptions()
 
 def split_page(url: str) -> tuple[str, int] | None:
     """The address of a document and the number of the page behind it; None: the address names no page."""
-    found = _PAGE.fullmatch(url)
-    if found is None or not found[1][-5:].lower().endswith(DOCUMENT_SUFFIXES):
+    found = _PAGE.search(url, max(1, len(url) - _MOST_PAGE_CHARS))  # an address may have megabytes
+    if found is None:
         return None
-    return found[1], int(found[2])
+    document = url[: found.start()]
+    is_one = document[-5:].lower().endswith(DOCUMENT_SUFFIXES) or document.lstrip()[:5].lower() == "data:"
+    return (document, int(found[1])) if is_one else None
 
 
 def pages_in(value: Any) -> Iterator[tuple[str, int]]:
