@@ -6,7 +6,6 @@ A page without a block that can be read is one row, the page, so that no page is
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,17 +14,16 @@ from typing import Any
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
 from npu_runner.batch.files.place import read_by
-from npu_runner.batch.rows.logprobs_json import to_json
 from npu_runner.errors import ConfigError
 from npu_runner.readers.answers.block import Block
 from npu_runner.readers.package_prompt import prompt_of
 from npu_runner.readers.reader import LabelFields, PageReader, read_reader
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables.described_rows import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, find_place
 from npu_runner.tables.first_pass import metadata_of
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.page_answers import BLANK, PageRow, page_answers, read_page
-from npu_runner.tables.places import JobOutput, find_outputs
+from npu_runner.tables.places import JobOutput
 from npu_runner.tables.row_maker import CHAT, RowLines, fixed_fields, messages_of, shortened
 
 _OPTIONS = {"output", "reader", "rows", "system", "max_tokens", "body", "schema", "prompt_python"}
@@ -63,9 +61,7 @@ def make_block_rows(names: Sequence[str], options: RowsOptions) -> MadeBlockRows
         output = entered.enter_context(JobOutput(names[0], LIMITS.max_row_bytes))
         file = entered.enter_context(InputFile(str(options.rows)))
         read = [*output.read_names, *read_by(options)]
-        (place,) = find_outputs([("rows", options.output)], read)
-        if place.path is not None:
-            find_outputs([("documents", documents_path(place.path))], read)
+        place = find_place(options.output, read)
         rows = file.scan_for(names[0], None if output.manifest is None else output.manifest.input)
         output.scan()
         output.refuse_other_files()
@@ -73,9 +69,7 @@ def make_block_rows(names: Sequence[str], options: RowsOptions) -> MadeBlockRows
         if missing := joined.num_rows - len(joined.places):
             raise ConfigError(f"rows {options.rows}: {missing} of {joined.num_rows} pages have no answer in {names[0]} "
                               "yet; finish that job first (a failed page counts as answered)")
-        settings = hashlib.blake2b(to_json([reader.to_json(), maker.described]).encode("utf-8", "surrogatepass"),
-                                   digest_size=16).hexdigest()
-        head = Head(reader=reader.name, parser=reader.parser, prompt=None, settings=settings)
+        head = Head(reader=reader.name, parser=reader.parser, prompt=None, settings=None)
         described = DescribedRows(place.path, head, is_needed=True)
         num_rows = num_pages = num_whole = 0
         flaws = Counter[str]()
@@ -124,11 +118,6 @@ class _BlockRowMaker:
         self._by_label = {label: (each.prompt, fixed_fields(options, {**reader.body, **each.body}))
                           for label, each in {"": default, **reader.by_label}.items()}
         self._lines = RowLines()
-
-    @property
-    def described(self) -> Any:
-        """All that decides the rows, beside their pages."""
-        return [self._system, self._by_label]
 
     def line(self, request: Mapping[str, Any], row: PageRow, number: int, block: Block | None,
              layout: str) -> bytes:
