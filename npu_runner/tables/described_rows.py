@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors, replacing
-from npu_runner.batch.files.place import Place
+from npu_runner.batch.files.place import Named, Place
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.document_files import document_version
 from npu_runner.tables.document_pages import OpenedDocument, PageRanges, open_file
 from npu_runner.tables.page_answers import PageRow
+from npu_runner.tables.places import find_outputs
 from npu_runner.tables.sources import Source
 
 _ANEW = "make all rows anew, without --append (read: --overwrite, or another folder)"
@@ -30,16 +31,25 @@ def documents_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.documents.jsonl")
 
 
+def find_place(output: str, read: Sequence[Named]) -> Place:
+    """The place of rows. Raises ConfigError where it, or that of their documents, is something else already."""
+    (place,) = find_outputs([("rows", output)], read)
+    if place.path is not None:
+        find_outputs([("documents", documents_path(place.path))], read)
+    return place
+
+
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The first line. `settings`: a digest of all that decides the bytes of a document's rows."""
+    """The first line. `settings`: a digest of all that decides the bytes of a document's rows; None: no row is ever
+    added."""
 
     reader: str | None
     parser: str | None
     """The parser of the reader's answers."""
     prompt: dict[str, str | None] | None
     """Its package, version and sha256; None: a template makes it."""
-    settings: str
+    settings: str | None
     root: str | None = None
     """The folder at which the paths in rows begin."""
 

@@ -24,11 +24,10 @@ from npu_runner.readers.package_prompt import ReaderPrompt
 from npu_runner.readers.reader import PageReader
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.workers.pool import PoolLimits
-from npu_runner.tables.described_rows import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, find_place
 from npu_runner.tables.document_pages import DocumentOpener, Documents, PageRanges
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
-from npu_runner.tables.places import find_outputs
 from npu_runner.tables.prompt_text import PromptText, find_page_reader
 from npu_runner.tables.records import Reader, Record
 from npu_runner.tables.row_maker import RowMaker
@@ -107,9 +106,7 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, results: Path | Non
     prompt = PromptText(options, None if asked is None else asked.text)
     maker = RowMaker(options, prompt, media, reader)
     read = [*read_by(options), *(("source", name) for name in names)]
-    (place,) = find_outputs([("rows", options.output)], read)
-    if place.path is not None:
-        find_outputs([("documents", documents_path(place.path))], read)
+    place = find_place(options.output, read)
     sources.output = place.path
     ranges = PageRanges.parse(options.pages)
     described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker, sources),

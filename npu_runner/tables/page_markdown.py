@@ -43,6 +43,10 @@ class PageCounts:
     num_blocks: int = 0
     flaws: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def flaw_words(self) -> str:
+        return "".join(f"; {kind}: {count}" for kind, count in sorted(self.flaws.items()))
+
 
 class PagesWriter:
     """Writes the files of documents, the table of blocks, or both. It counts what it writes."""
@@ -104,9 +108,8 @@ def write_pages(answers: Iterable[tuple[PageRow, Answer | None]], options: Table
         writer.write(answers)
     lines, counts = [], writer.counts
     if folder is not None:
-        flaws = "".join(f"; {kind}: {count}" for kind, count in sorted(counts.flaws.items()))
         lines.append(f"markdown  {options.markdown}: {counts.num_pages} pages of {counts.num_documents} documents, "
-                     f"{counts.num_with_gaps} of them with gaps{flaws}")
+                     f"{counts.num_with_gaps} of them with gaps{counts.flaw_words}")
     if place is not None:
         lines.append(f"blocks    {options.blocks}: {counts.num_blocks} blocks of {counts.num_pages} pages")
     return lines, counts

@@ -105,7 +105,7 @@ def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: 
     status, said = read()
     assert status == 2
     assert "document 'reports/a.pdf': has changed since its rows were made" in said
-    assert "read: into another folder" in said
+    assert "read: --overwrite, or another folder" in said
     assert markdown(folder) == before
 
 

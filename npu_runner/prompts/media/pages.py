@@ -76,7 +76,7 @@ class OpenDocuments:
             self._open.move_to_end(key)
         else:
             try:
-                with reading(file):
+                with reading():
                     kind = document_kind(file.read(HEAD_BYTES), media.url)
                     if kind is None:
                         if media.options.version is not None:
@@ -109,7 +109,7 @@ class OpenDocuments:
         named = (key, replace(options, box=None, rotate=None))
         if self._page is None or self._page[0] != named:
             self._page = None  # its memory is free before another page is rendered
-            whole = document.render_whole((options.page or 1) - 1, options, max_pixels)
+            whole = document.render((options.page or 1) - 1, options, max_pixels)
             if options.box is not None and whole.image.width * whole.image.height <= _MOST_KEPT_PIXELS:
                 self._page = (named, whole)
         else:
