@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from base64 import b64encode
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.prompts.media import pdf_fonts
+from npu_runner.prompts.media import document_files, pages, pdf_fonts
 from npu_runner.prompts.media.media import Addresses, MediaRules
 from npu_runner.prompts.media.page_options import pages_in
 from npu_runner.prompts.media.pages import OpenDocuments
@@ -25,7 +26,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import PageFacts
 from tests.prompts.image_bytes import encoded, photo
-from tests.prompts.pdf_files import CJK, cjk, colour, empty, mixed, pdf, shades, text, tiff
+from tests.prompts.pdf_files import CJK, by_hand, cjk, colour, empty, mixed, pdf, shades, stream, text, tiff
 
 WHERE = "messages[0].content[0]"
 
@@ -223,6 +224,42 @@ def test_parts_of_one_page_are_cut_out_of_it(folder: Path) -> None:
     np.testing.assert_array_equal(other, pixels(folder, {"url": "a.pdf", "page": 1, "dpi": 96})[: other.shape[0]])
 
 
+def test_the_last_of_20000_pages_costs_what_the_first_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PDFium walks the pages of a flat tree once, with the first far page. The file stays open, and so the walk is the
+    only one of its worker."""
+    num_pages = 20_000
+    page = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents %d 0 R>>" % (3 + num_pages)
+    kids = b" ".join(b"%d 0 R" % (3 + number) for number in range(num_pages))
+    (folder / "tree.pdf").write_bytes(by_hand(
+        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[%b]/Count %d>>" % (kids, num_pages),
+        *[page] * num_pages, stream(b"0 0 50 50 re f")))
+    counts: Counter[str] = Counter()
+    open_document, read = pages.open_document, document_files._File.read
+
+    def counting_open(*arguments: Any, **options: Any) -> Any:
+        counts["opened"] += 1
+        return open_document(*arguments, **options)
+
+    def counting_read(file: Any, num_bytes: int = -1) -> bytes:
+        counts["reads"] += 1
+        return read(file, num_bytes)
+
+    monkeypatch.setattr(pages, "open_document", counting_open)
+    monkeypatch.setattr(document_files._File, "read", counting_read)
+    documents = OpenDocuments()
+
+    def num_reads(number: int) -> int:
+        counts["reads"] = 0
+        pixels(folder, f"tree.pdf#page={number}", documents)
+        return counts["reads"]
+
+    assert num_reads(1) < 1000, "the table of objects"
+    assert num_reads(2) < 10
+    assert num_reads(num_pages) > 1000, "the walk"
+    assert [num_reads(number) for number in (num_pages, num_pages - 1, 3, 10_000)] == [0] * 4
+    assert counts["opened"] == 1
+
+
 def test_pages_of_a_request_are_known_by_name() -> None:
     parts = [{"type": "image_url", "image_url": address} for address in (
         {"url": "a.pdf#page=3"}, {"url": "a.pdf", "page": 4}, {"url": "b.TIF"}, {"url": "c.png"}, "d.pdf#page=2", 5)]
@@ -246,8 +283,10 @@ def test_text_that_pdfium_leaves_out_fails_by_name(name: str, tmp_path: Path) ->
     else:
         found = refusal(tmp_path, "a.pdf")
         assert found.code == "pdf_font_missing"
-        assert CJK[name][0] in found.message
-        assert "apt install fonts-noto-cjk" in found.message
+        assert found.message.endswith(
+            f"'a.pdf': its font {CJK[name][0]!r} is neither embedded nor installed here, so that text like "
+            f"{CJK[name][1][0]!r} is not rendered; apt install fonts-noto-cjk, then run again with --retry errors "
+            "--accept-changed prompts.decoders")
 
 
 def test_an_invisible_layer_of_text_needs_no_font(tmp_path: Path) -> None:

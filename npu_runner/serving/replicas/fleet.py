@@ -90,7 +90,7 @@ class Fleet:
         self._finished: list[FinishedRow] = []
         self._given_up_at_first, self._newly_given_up = given_up, list[GivenUp]()
         self._outcomes: list[PageOutcome] = []
-        """Outcomes of all replicas, for one that starts later. Each has cost a worker process, or follows one that did."""
+        """Outcomes of all replicas, for one that starts later. Each has cost a worker process, or follows one."""
         self._failure: NpuRunnerError | None = None  # raised after all earlier results were returned
         rows.drop(row.index for row in given_up)
         self._num_done = 0
