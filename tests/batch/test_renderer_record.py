@@ -55,7 +55,7 @@ def run(job: Job) -> Iterator[Run]:
 def decoders(job: Job) -> dict[str, str]:
     """The renderer in the job's record."""
     found = json.loads(manifest_path(job.output).read_text())["settings"]["prompts.decoders"]
-    return {name: value for name, value in found.items() if name != "pillow-heif"}
+    return {name: value for name, value in found.items() if name not in ("pillow-heif", "pdf")}
 
 
 def with_decoders(job: Job, **others: str) -> None:
