@@ -143,7 +143,7 @@ def test_results_may_lie_below_the_documents_but_not_among_them(
     (folder / "linked").symlink_to(found)
     monkeypatch.chdir(found)
     arguments = ["--prompt", "What is it?", *SMALL]
-    for sources in (["."], ["**/*"]):
+    for sources in (["."], ["**/*"], ["."]):
         assert cli.main(["read", *sources, "-o", "../linked/out", *arguments]) == 3
         assert len(read_rows(found / "out" / "pages.jsonl")) == 5
     assert "nothing to do: all 5 rows are finished" in capsys.readouterr().err
