@@ -338,7 +338,7 @@ class ChatProcessor(RequestChecks):
             "tokenizers": tokenizers.__version__,
             # Only where they say something: an output that was begun before they existed goes on with them unset.
             **({"limit_mm_per_prompt": dict(limits)} if (limits := self.settings.limit_mm_per_prompt) else {}),
-            **({"decoders": decoders} if (decoders := self._decoder_versions()) else {}),
+            **({"decoders": decoders} if (decoders := {**self._decoder_versions(), **self._pdf_library()}) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"pairs": self.pairs.identity()} if isinstance(self.pairs, PairPrompts) else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
@@ -349,10 +349,15 @@ class ChatProcessor(RequestChecks):
         }
 
     def _decoder_versions(self) -> dict[str, str]:
-        """Versions of the installed optional decoders, by package. FFmpeg and libheif come with their wheels. The
-        facts of a page name PDFium (PageFacts.renderer): it is a setting of a job that shows PDFs alone."""
+        """Versions of the installed optional decoders, by package. FFmpeg and libheif come with their wheels."""
         packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.videos is not None)
         return {name: version for name, version in package_versions(packages).items() if version is not None}
+
+    def _pdf_library(self) -> dict[str, str]:
+        """Whether PDFs are rendered here, which must be so on all hosts or on none. The facts of a page have versions
+        (PageFacts.renderer), which are a setting of a job that shows PDFs alone."""
+        is_there = self.has_vision and package_versions(["pypdfium2"])["pypdfium2"] is not None
+        return {"pdf": "pypdfium2"} if is_there else {}
 
     def _frame_pixels(self) -> list[int] | None:
         """Bounds of each frame of a video, where settings say so."""

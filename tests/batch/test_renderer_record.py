@@ -18,7 +18,7 @@ from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
 from tests.batch.page_engine import PageEngine, asks
-from tests.batch.scripted import read_rows, write_rows
+from tests.batch.scripted import read_rows, row, write_rows
 from tests.prompts.failing_fonts import KILLED, with_fonts_child
 from tests.prompts.image_bytes import encoded, photo
 from tests.prompts.pdf_files import pdf, text, tiff
@@ -55,7 +55,7 @@ def run(job: Job) -> Iterator[Run]:
 def decoders(job: Job) -> dict[str, str]:
     """The renderer in the job's record."""
     found = json.loads(manifest_path(job.output).read_text())["settings"]["prompts.decoders"]
-    return {name: value for name, value in found.items() if name != "pillow-heif"}
+    return {name: value for name, value in found.items() if name not in ("pillow-heif", "pdf")}
 
 
 def with_decoders(job: Job, **others: str) -> None:
@@ -90,12 +90,16 @@ def test_the_first_answer_to_a_page_of_a_pdf_records_its_renderer(job: Job, run:
 def test_a_page_that_fails_records_nothing_and_its_remedy_is_accepted(job: Job, run: Run) -> None:
     run([asks("a.pdf#page=3")])
     assert decoders(job) == {}
-    path = manifest_path(job.output)
-    fields = json.loads(path.read_text())
-    del fields["settings"]["prompts.decoders"]  # as where no other decoder is installed
-    path.write_text(json.dumps(fields))
     run([asks("a.pdf#page=3"), *IMAGES], retry=("errors",), accept_changed=("prompts.decoders",))
     assert len(read_rows(job.output)) == 3
+
+
+def test_the_remedy_is_accepted_where_no_decoder_is_recorded(job: Job) -> None:
+    write_rows(job.input, [row("a"), row("b", "bad")])
+    job.run()
+    assert "prompts.decoders" not in json.loads(manifest_path(job.output).read_text())["settings"]
+    write_rows(job.input, [row("a"), row("b")])
+    assert job.run(retry=("errors",), accept_changed=("prompts.decoders",)).exit_status == 0
 
 
 @pytest.mark.parametrize("name", ["pdfium", "pdf_fonts"])

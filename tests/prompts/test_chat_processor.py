@@ -313,7 +313,7 @@ def test_identity_holds_the_versions_of_what_makes_prompts(
 def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
     qwen_folder: Path, llama: ChatProcessor
 ) -> None:
-    of_images = {"pillow-heif": importlib.metadata.version("pillow-heif")}
+    of_images = {"pillow-heif": importlib.metadata.version("pillow-heif"), "pdf": "pypdfium2"}
     accepts_videos = ChatProcessor(str(qwen_folder), ProcessorSettings(accepts_videos=True))
     assert accepts_videos.identity()["decoders"] == {**of_images, "av": importlib.metadata.version("av")}
     assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == of_images

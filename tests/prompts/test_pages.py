@@ -19,7 +19,7 @@ from PIL import Image
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media import document_files, pages, pdf_fonts
-from npu_runner.prompts.media.media import Addresses, MediaRules
+from npu_runner.prompts.media.media import Addresses, Media, MediaRules
 from npu_runner.prompts.media.page_options import pages_in
 from npu_runner.prompts.media.pages import OpenDocuments
 from npu_runner.prompts.processor import ChatProcessor
@@ -258,6 +258,23 @@ def test_the_last_of_20000_pages_costs_what_the_first_does(folder: Path, monkeyp
     assert num_reads(num_pages) > 1000, "the walk"
     assert [num_reads(number) for number in (num_pages, num_pages - 1, 3, 10_000)] == [0] * 4
     assert counts["opened"] == 1
+
+
+class Megabytes(str):
+    """An address that must not be read whole to know its suffix."""
+
+    def lower(self) -> str:
+        raise AssertionError("all of it was read")
+
+
+def test_only_the_end_of_an_address_is_read_for_its_suffix() -> None:
+    for name, page in (("a.pdf", 1), ("a.pdf#page=3", 3), ("a.png", None)):
+        url = Megabytes("x/" * 999 + name)
+        part = {"type": "image_url", "image_url": {"url": url}}
+        shown = [] if page is None else [(url.partition("#")[0], page)]
+        assert list(pages_in({"messages": [{"role": "user", "content": [part]}]})) == shown
+    media = Media(url=Megabytes("x/" * 999 + "a.pdf"), where=WHERE, rules=MediaRules())
+    assert media.page == (media.url, 1)
 
 
 def test_pages_of_a_request_are_known_by_name() -> None:
