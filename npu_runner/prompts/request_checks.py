@@ -134,8 +134,8 @@ class RequestChecks(ABC):
         """Raises RequestError for a prompt that no label can follow."""
         room = self.max_model_len - params.max_tokens
         if len(prompt.token_ids) > room:
-            raise field_error("labels", f"the longest has {params.max_tokens - 1} tokens, which leaves {max(room, 0)} of "
-                              f"{self.max_model_len} (max_model_len) for the prompt, and it has "
+            raise field_error("labels", f"the longest has {params.max_tokens - 1} tokens, which leaves {max(room, 0)} "
+                              f"of {self.max_model_len} (max_model_len) for the prompt, and it has "
                               f"{len(prompt.token_ids)}", "prompt_too_long")
         if prompt.thinking == "open":
             raise field_error("labels", "the prompt ends within the reasoning, so no label follows it; set "
@@ -185,8 +185,8 @@ class RequestChecks(ABC):
         if requested == LABELS:
             _check_labels(self.pooling)
         elif requested == CLASSIFY and self.pooling is None:
-            raise field_error("labels", "missing; the model generates text, and chooses from labels that a request names. Without "
-                              f"them, {_NEEDS[CLASSIFY]}", "missing_required_parameter")
+            raise field_error("labels", "missing; the model generates text, and chooses from labels that a request "
+                              f"names. Without them, {_NEEDS[CLASSIFY]}", "missing_required_parameter")
         elif requested == ScorePooling.task and isinstance(self.pooling, ClassPooling):
             if self._why_no_scores is not None:
                 raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")

@@ -198,8 +198,9 @@ def joiner(found: FirstPass) -> Callable[[Cells, Mapping[str, Any]], Cells]:
 def labels_of(request: Mapping[str, Any]) -> tuple[str, ...]:
     """The labels that a row brings; none, where it brings no list of texts."""
     labels = _object(request.get("body")).get("labels")
-    is_list = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
-    return tuple(labels) if is_list else ()
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        return ()
+    return tuple(labels)
 
 
 def metadata_of(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -106,8 +106,8 @@ def test_the_prompt_is_computed_once(checkpoint: Make, platform_name: str) -> No
 
 def test_what_is_refused(checkpoint: Make) -> None:
     with LLM(checkpoint("qwen3"), platform="cpu", **SMALL) as llm:
-        for labels, said in ((["a"], "1 of them"), (["a", "a"], r"labels\[1\].*labels\[0\]"), (["a", ""], r"labels\[1\]"),
-                             (["a", 3], r"labels\[1\]"), ("ab", "a list of texts"),
+        for labels, said in ((["a"], "1 of them"), (["a", "a"], r"labels\[1\].*labels\[0\]"),
+                             (["a", ""], r"labels\[1\]"), (["a", 3], r"labels\[1\]"), ("ab", "a list of texts"),
                              ([str(number) for number in range(LIMITS.max_labels + 1)], "513 labels")):
             with pytest.raises(RequestError, match=said):
                 llm.classify("text", labels=labels)  # type: ignore[arg-type]
