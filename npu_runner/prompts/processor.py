@@ -204,6 +204,9 @@ class ChatProcessor(RequestChecks):
             no_videos=no_videos,
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope)
 
+    def encode_plainly(self, text: str) -> list[int]:
+        return self._chat.control.encode_plainly(checked_text(text, "labels"))
+
     @property
     def why_no_videos(self) -> str | None:
         """None: the checkpoint takes videos."""

@@ -27,7 +27,6 @@ from npu_runner.tables.first_pass import (
     FirstPass,
     cells_of,
     joiner,
-    metadata_of,
 )
 from npu_runner.tables.markdown_files import DocumentNames, MarkdownFolder
 from npu_runner.tables.options import TableOptions
@@ -150,7 +149,7 @@ def _write_table(writer: TableWriter, found: FirstPass, joined: Joined, shown: n
     ends, join = Counter[bool](), joiner(found)
     for request, answer in joined.pairs(shown):
         for cells in cells_of(answer):
-            writer.write(join(cells, metadata_of(request)))
+            writer.write(join(cells, request))
             ends.update([cells["stop_reason"] == REPETITION_DETECTED]
                         if cells.get("finish_reason") == "length" else [])
     writer.finish()
