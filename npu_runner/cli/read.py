@@ -124,7 +124,11 @@ def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, pages: Pa
         from npu_runner.checkpoint.files import resolve_checkpoint
 
         given["model"] = resolve_checkpoint(config.model, config.revision, with_weights=False)
-    is_new = "sample" in given or getattr(arguments, "overwrite", False)
+    from npu_runner.tables.described_rows import documents_path
+
+    # A command that was killed between its first two files has left rows without a description, and no answers.
+    is_new = "sample" in given or getattr(arguments, "overwrite", False) or not (
+        documents_path(pages).exists() or pages.with_name(_ANSWERS).exists())
     return RowsOptions(output=str(pages), append=not is_new and pages.exists(), **given)
 
 

@@ -142,12 +142,9 @@ class _BlockRowMaker:
         page = next(_images_of(request), None)
         if page is None:
             raise ConfigError(f"row {request.get('custom_id')!r}: shows no image whose blocks could be read")
-        is_page = "page" in page
-        named = (self._reader.page if is_page else self._reader.image).model_dump(
-            mode="json", exclude_none=True, exclude={"grid"})
-        # Only PDFs have a resolution, and only then the layout's reader gave one.
-        found = {name: page[name] for name in _KEPT if name in page} | {
-            name: value for name, value in named.items() if name != "dpi" or "dpi" in page}
+        named = self._reader.page if "page" in page else self._reader.image
+        # The layout's reader gave a resolution to the pages of PDFs alone.
+        found = {name: page[name] for name in _KEPT if name in page} | named.to_fields(is_pdf="dpi" in page)
         if block is not None and block.box is not None:
             found["box"] = list(block.box)
             found |= {"rotate": block.rotation} if block.rotation else {}

@@ -52,11 +52,9 @@ class RowMaker:
         self._system = options.system if options.system is not None or reader is None else reader.system
         self.fixed = fixed_fields(options, {} if reader is None else reader.body)
         """Fields of every body."""
-        # The fields of an address, without those that are None.
         self.page = (PageFields() if reader is None else reader.page).model_copy(
             update={} if options.dpi is None else {"dpi": options.dpi})
-        self._page = self.page.model_dump(mode="json", exclude_none=True, exclude={"grid"})
-        self._image = {} if reader is None else reader.image.model_dump(mode="json", exclude_none=True)
+        self._image = {} if reader is None else reader.image.to_fields()
         self._lines = RowLines()
 
     @property
@@ -116,9 +114,7 @@ class RowMaker:
         document = record.document
         if document is None:
             return self._image if record.file is not None and record.file.kind == IMAGE_FILE else {}
-        # Only PDFs have a resolution.
-        fields = {name: value for name, value in self._page.items()
-                  if name != "dpi" or (record.file is not None and record.file.kind == DOCUMENT)}
+        fields = self.page.to_fields(is_pdf=record.file is not None and record.file.kind == DOCUMENT)
         size = {"size": document.sizes[record.page]} if record.page in document.sizes else {}
         version = {} if document.version is None else {"version": document.version}
         return {"page": record.page, **fields, **size, **version}

@@ -99,6 +99,19 @@ def test_the_same_command_does_nothing_again(read: Read, folder: Path) -> None:
     assert ({path: path.read_bytes() for path in (folder / "out").glob("*.jsonl")}, markdown(folder)) == before
 
 
+def test_rows_of_a_killed_first_command_are_made_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It died between the rows and the file that describes them. With answers, such rows are not made again."""
+    (folder / "new").mkdir()
+    (folder / "new" / "pages.jsonl").write_bytes(b"")
+    arguments = ["read", str(folder / "docs" / "c.png"), "-o", str(folder / "new"), "--prompt", "What is it?", *SMALL]
+    assert cli.main(arguments) == 0
+    assert len(read_rows(folder / "new" / "pages.jsonl")) == 1
+    (folder / "new" / "pages.jsonl.documents.jsonl").unlink()
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    assert "there is no pages.jsonl.documents.jsonl beside them" in capsys.readouterr().err
+
+
 def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: Path) -> None:
     before = markdown(folder)
     pdf(folder / "docs" / "reports" / "a.pdf", A7)
