@@ -93,6 +93,8 @@ class LoadStrategy(Contract, ABC):
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
     no_videos: ClassVar[str] = ProcessorSettings.no_videos
     """Why videos are refused, where none are taken."""
+    is_foreign: ClassVar[bool] = False
+    """Its images are prepared by transformers' own processor."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
     """Defaults for images that the checkpoint's file does not set, and the rule for resizing."""
 
@@ -138,6 +140,7 @@ class LoadStrategy(Contract, ABC):
             video_form=self.video_form,
             no_videos=self.no_videos,
             image_defaults=self.image_defaults,
+            is_foreign=self.is_foreign,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config))

@@ -29,6 +29,7 @@ from npu_runner.checkpoint.files import (
 from npu_runner.checkpoint.model_config import ClassPooling, ModelConfig, PoolingConfig, ScorePooling, VectorPooling
 from npu_runner.config import DEFAULT_MAX_MODEL_LEN, PromptConfig
 from npu_runner.errors import ConfigError, ModelError, RequestError
+from npu_runner.prompts.media.foreign_images import ForeignImages
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
 from npu_runner.prompts.media.media import MediaRules
@@ -85,6 +86,8 @@ class ProcessorSettings(PromptConfig):
     """The family's defaults for fields that the checkpoint's file lacks."""
     max_model_len: int | None = None
     """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
+    is_foreign: bool = False
+    """Images are prepared by transformers' own processor."""
     uses_mrope: bool | None = None
     """None: as the checkpoint's config says."""
     pooling: PoolingConfig | None = None
@@ -129,7 +132,7 @@ class ChatProcessor(RequestChecks):
         self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
         self.image_settings: ImageSettings | None = read_image_settings(
             folder, config, default=settings.image_defaults, min_pixels=settings.image_min_pixels,
-            max_pixels=settings.image_max_pixels) if self.has_vision else None
+            max_pixels=settings.image_max_pixels) if self.has_vision and not settings.is_foreign else None
         self._vision = self._vision_prompts(folder, config)
         self._package_versions = package_versions(["pillow", "tokenizers", *self._decoder_versions()])
         self._template = self._read_template(folder, config, scores)
@@ -200,8 +203,10 @@ class ChatProcessor(RequestChecks):
         for name in ("image_min_pixels", "image_max_pixels"):
             if getattr(settings, name) is not None and not self.has_vision:
                 raise ConfigError(f"{name} {getattr(settings, name)}: this model reads text only; leave it out")
+        foreign = ForeignImages(folder, config) if self.has_vision and settings.is_foreign else None
+        image_token = read_image_token(config, self.tokenizer) if self.has_vision and foreign is None else None
         return VisionPrompts(
-            image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
+            image_token=image_token if foreign is None else foreign.token, foreign=foreign,
             video_token_id=config.get("video_token_id"), settings=self.image_settings, videos=videos,
             no_videos=no_videos,
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope)
@@ -323,6 +328,8 @@ class ChatProcessor(RequestChecks):
     def largest_image(self, max_tokens: int) -> ImageInput:
         """A grey image for memory profiling, with the most tokens that any image or pair of frames can get."""
         settings = self.image_settings
+        if self._vision.foreign is not None:
+            return self._vision.foreign.largest(max_tokens)
         if settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no images")
         videos = self._vision.videos

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.images import prepare_image
+from npu_runner.prompts.media.foreign_images import ForeignImages
+from npu_runner.prompts.media.images import open_image, prepare_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.pages import OpenDocuments
 from npu_runner.prompts.media.processor_kwargs import FIELD, IMAGE_BOUNDS, bounded, checked_kwargs, most_tokens
@@ -164,7 +165,7 @@ class VisionPrompts:
 
     def __init__(self, *, image_token: tuple[int, str] | None, video_token_id: int | None,
                  settings: ImageSettings | None, videos: VideoPrompts | None, no_videos: str, text_length: TextLength,
-                 max_source_pixels: int, uses_mrope: bool):
+                 max_source_pixels: int, uses_mrope: bool, foreign: ForeignImages | None = None):
         self.image_token_id: int | None = image_token[0] if image_token else None
         self.image_token: str | None = image_token[1] if image_token else None
         self.video_token_id = video_token_id
@@ -175,6 +176,7 @@ class VisionPrompts:
         self._max_source_pixels = max_source_pixels
         self._uses_mrope = uses_mrope
         self.documents = OpenDocuments()
+        self.foreign = foreign
 
     @property
     def why_no_videos(self) -> str | None:
@@ -283,6 +285,8 @@ class VisionPrompts:
             raise field_error(where, f"{name}{error.message}", error.code) from error
 
     def _prepare_image(self, image: bytes | Image.Image, settings: ImageSettings | None, *, is_low: bool) -> ImageInput:
+        if self.foreign is not None:
+            return self.foreign.prepare(open_image(image, max_source_pixels=self._max_source_pixels))
         assert settings is not None, "a prompt for a model that reads text only has no images"
         return prepare_image(image, settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
 
@@ -359,7 +363,8 @@ def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None
             expanded.extend(written(expanded, shown.before) if shown.before and written else shown.before)
             spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images), shown.later))
             images.append(shown.image)
-            expanded.extend([token if shown.token is None else shown.token] * shown.image.num_tokens)
+            expanded.extend(shown.image.token_ids.tolist()
+                            or [token if shown.token is None else shown.token] * shown.image.num_tokens)
             expanded.extend(shown.after)
     return expanded, images, spans
 

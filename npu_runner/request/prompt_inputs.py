@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -60,6 +61,10 @@ class ImageInput:
     num_tokens: int
     page: PageFacts | None = None
     """None: it is no page of a document."""
+    tower_inputs: dict[str, np.ndarray] = field(default_factory=dict)
+    """What a tower of transformers takes, by name; then there are no `pixels_HWC`."""
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """int32. What stands for it in a prompt, where that is more than its placeholder repeated."""
 
 
 @dataclass(frozen=True)
