@@ -110,6 +110,7 @@ def make_image_checkpoint(path: Path, model_type: str, change: Callable[[dict[st
                 parameter.copy_(noise * (0.1 if parameter.dim() <= 1 else max(1, parameter[0].numel()) ** -0.5))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
+    type(processor).get_attributes = classmethod(lambda kind: ["image_processor", "tokenizer"])
     processor.save_pretrained(path)
     (path / "chat_template.json").unlink(missing_ok=True)
     template = TEMPLATE.replace("PLACEHOLDER", placeholder(processor))
