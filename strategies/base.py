@@ -93,10 +93,10 @@ class LoadStrategy(Contract, ABC):
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
     no_videos: ClassVar[str] = ProcessorSettings.no_videos
     """Why videos are refused, where none are taken."""
-    is_foreign: ClassVar[bool] = False
-    """Its images are prepared by transformers' own processor."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
     """Defaults for images that the checkpoint's file does not set, and the rule for resizing."""
+    images_by_transformers: ClassVar[bool] = False
+    """Its images are prepared by transformers' own processor: ImageInput says how."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -140,7 +140,7 @@ class LoadStrategy(Contract, ABC):
             video_form=self.video_form,
             no_videos=self.no_videos,
             image_defaults=self.image_defaults,
-            is_foreign=self.is_foreign,
+            images_by_transformers=self.images_by_transformers,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config))

@@ -44,7 +44,8 @@ from npu_runner.models.transformers_check import (
 from npu_runner.models.transformers_images import features_function
 from npu_runner.models.transformers_model import TransformersModel, attend
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
-from npu_runner.prompts.media.foreign_images import ForeignImages
+from npu_runner.prompts.media.transformers_images import TransformersImages
+from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import LoadStrategy, VisionEmbeddings
 
@@ -90,7 +91,8 @@ class TransformersStrategy(LoadStrategy):
 
     supports_ranks = False
     supports_graphs = False
-    is_foreign = True
+    images_by_transformers = True
+    _images: TransformersImages | None = None
 
     @property
     def is_multimodal(self) -> bool:  # type: ignore[override]
@@ -152,6 +154,11 @@ class TransformersStrategy(LoadStrategy):
                     distances.attention, distances.others)
         return sum(parameter.nbytes for parameter in causal_lm.parameters())
 
+    def processor(self, config: RunnerConfig) -> ChatProcessor:
+        made = super().processor(config)
+        self._images = made.transformers_images
+        return made
+
     def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
         assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
         return [VisionEmbeddings(main_MD, []) for main_MD in model.encode(images)]
@@ -186,10 +193,11 @@ class TransformersStrategy(LoadStrategy):
         """A picture of noise within text where the network sees, else text."""
         if model.tower is None:
             return compared_text(self._num_positions, model_config.vocab_size)
-        image = ForeignImages(self.path, self._raw).noise()
-        special = {*_special_ids(self._config.to_dict()), *image.token_ids.tolist()}
+        assert self._images is not None, "a checkpoint is opened before its weights are loaded"
+        given, image = self._images.sample()
+        special = {*_special_ids(self._config.to_dict()), *given["input_ids"].flat}
         text_ids = [token for token in range(model_config.vocab_size) if token not in special]
-        return compared_image(model, self._num_positions, text_ids, image)
+        return compared_image(model, self._num_positions, text_ids, image, given)
 
     @cached_property
     def _raw(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ between G groups of R rows of X numbers. C tokens stand in both runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,6 +28,8 @@ from npu_runner.request.prompt_inputs import ImageInput
 NUM_TOKENS = 65
 OF_DECODER = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache_position"}
 """Arguments of a decoder whose effect the comparison covers; of others each tensor is refused."""
+BY_TOKEN = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
+"""Arguments of a network with a number for each token, (1, T)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,21 +219,33 @@ def compared_text(num_positions: int, vocab_size: int) -> ComparedPrompt:
     return _with_second_run(ids_2T, positions_2T, given={"position_ids": positions_2T[:1]})
 
 
-def compared_image(model: TransformersModel, num_positions: int, text_ids: Sequence[int],
-                   image: ImageInput) -> ComparedPrompt:
-    """`image` within random tokens of `text_ids`."""
-    assert model.tower is not None, "the network reads text only"
+def compared_image(model: TransformersModel, num_positions: int, text_ids: Sequence[int], image: ImageInput,
+                   prompt: Mapping[str, np.ndarray]) -> ComparedPrompt:
+    """`prompt`, which shows `image` and is what the processor made for the whole network, within random tokens of
+    `text_ids`."""
+    assert model.tower is not None and image.token_ids is not None, "transformers' processor has made the image"
     generator = torch.Generator().manual_seed(0)
-    num_tokens, start = NUM_TOKENS + image.num_tokens, NUM_TOKENS // 2
+    given = {name: torch.from_numpy(array) for name, array in prompt.items()}
+    shown_1T, beside = given.pop("input_ids"), NUM_TOKENS // 2
+    num_tokens = shown_1T.shape[1] + 2 * beside
     ids_2T = torch.tensor(text_ids)[torch.randint(len(text_ids), (2, num_tokens), generator=generator)]
-    ids_2T[0, start : start + image.num_tokens] = torch.from_numpy(image.token_ids)
+    ids_2T[0, beside:-beside] = shown_1T[0]
+    for name, x_1T in given.items():
+        if name in BY_TOKEN:
+            given[name] = torch.cat([x_1T[:, :1].expand(1, beside), x_1T, x_1T[:, -1:].expand(1, beside)], dim=1)
     positions_2T = torch.randint(num_positions, (2, num_tokens), generator=generator)
     positions_2T[0] = torch.arange(num_tokens)
-    is_image_1T = (ids_2T[:1] == model.image_token_id).long()
-    given = {**model.tower.inputs(image), "attention_mask": torch.ones_like(is_image_1T),
-             "mm_token_type_ids": is_image_1T, "token_type_ids": is_image_1T}
+    start = _find(ids_2T[0].tolist(), image.token_ids.tolist())
     return _with_second_run(ids_2T, positions_2T, image=image, image_start=start,
                             given={name: x for name, x in given.items() if name in model.tower.of_network})
+
+
+def _find(ids: list[int], shown: list[int]) -> int:
+    """Raises ModelError where `shown` is no part of `ids`."""
+    for start in range(len(ids) - len(shown) + 1):
+        if ids[start : start + len(shown)] == shown:
+            return start
+    raise ModelError("an image has other tokens within a text than alone; such a model needs a strategy of its own")
 
 
 def _with_second_run(ids_2T: Tensor, positions_2T: Tensor, **more: Any) -> ComparedPrompt:

@@ -11,11 +11,13 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from npu_runner.errors import ModelError
+from npu_runner.models.vision.scaling import scaled
 from npu_runner.request.prompt_inputs import ImageInput
 
 
@@ -33,10 +35,9 @@ class TowerOfTransformers:
         """(R, D) of each image."""
         found: dict[int, Tensor] = {}
         for group in self._groups(images):
-            together = [self._arrays(images[index]) for index in group]
-            given = {name: torch.cat([arrays[name] for arrays in together]) for name in together[0]}
-            rows = self._rows({name: _moved(x, device, dtype) for name, x in given.items()})
-            wanted = [int((images[index].token_ids == self.image_token_id).sum()) for index in group]
+            together = [images[index] for index in group]
+            wanted = [int((image.token_ids == self.image_token_id).sum()) for image in together]
+            rows = self._rows(self._inputs(together, device, dtype))
             if len(rows) != sum(wanted):
                 raise ModelError(f"the tower makes {len(rows)} rows for the {sum(wanted)} tokens {self.image_token_id} "
                                  f"of {len(group)} images")
@@ -49,24 +50,28 @@ class TowerOfTransformers:
         return {name for module in (self.causal_lm, self.causal_lm.base_model)
                 for name in inspect.signature(module.forward).parameters}
 
-    def inputs(self, image: ImageInput) -> dict[str, Tensor]:
-        """All that was prepared of an image, on the host."""
-        return {name: torch.from_numpy(array) for name, array in image.tower_inputs.items()}
+    def _inputs(self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The arguments for images of equal shapes, image after image."""
+        given = {}
+        for name in images[0].tower_inputs:
+            if name in self._accepted:
+                arrays, scaling = [image.tower_inputs[name] for image in images], images[0].scaling
+                x = torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).to(device)
+                x = scaled(x, scaling) if scaling is not None and name in scaling.names else x
+                given[name] = x.to(dtype) if x.is_floating_point() else x
+        return given
 
     def _rows(self, given: dict[str, Tensor]) -> Tensor:
         output = self._features(**given, return_dict=True)
         parts = [part for part in tree_leaves(output.pooler_output) if isinstance(part, Tensor)]
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
-    def _arrays(self, image: ImageInput) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(array) for name, array in image.tower_inputs.items() if name in self._accepted}
-
     def _groups(self, images: Sequence[ImageInput]) -> Iterable[list[int]]:
         """Indices of the images that go through the tower together."""
         by_shapes: dict[Any, list[int]] = {}
         for index, image in enumerate(images):
-            shapes = tuple((name, array.shape) for name, array in sorted(image.tower_inputs.items()))
-            can_join = self.batches and all(shape for _, shape in shapes)
+            shapes = tuple((name, array.shape, array.dtype) for name, array in sorted(image.tower_inputs.items()))
+            can_join = self.batches and all(shape for _, shape, _ in shapes)
             by_shapes.setdefault((shapes, None if can_join else index), []).append(index)
         return by_shapes.values()
 
@@ -79,6 +84,3 @@ def features_function(causal_lm: Any) -> Callable[..., Any]:
             return function
     raise ModelError("it has no get_image_features, by which an image goes through its tower alone")
 
-
-def _moved(x: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return x.to(device, dtype if x.is_floating_point() else None)

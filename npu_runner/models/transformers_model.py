@@ -148,6 +148,7 @@ class TransformersModel(nn.Module):
         device = self.context.device
         encoded = []
         for image, rows_RD in zip(images, self.tower.rows(images, device, self.context.dtype), strict=True):
+            assert image.token_ids is not None, "transformers' processor has made the image"
             main_MD = self.embed(torch.from_numpy(image.token_ids).to(device))
             places_R = torch.from_numpy(np.flatnonzero(image.token_ids == self.image_token_id)).to(device)
             encoded.append(main_MD.index_copy(0, places_R, rows_RD.to(main_MD.dtype)))

@@ -46,12 +46,29 @@ class PageFacts:
 
 
 @dataclass(frozen=True)
+class PixelScaling:
+    """The way from pixels that travel as uint8 to the floats of a tower: (pixel * factor - mean) / std, in float32.
+
+    `names`: the arrays of `ImageInput.tower_inputs` that travel so. `mean` and `std` have one number for all pixels, or
+    one for each channel of arrays (..., C, H, W).
+    """
+
+    names: tuple[str, ...]
+    factor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ImageInput:
     """One image, decoded and resized, still in bytes: the device rescales and normalises it.
 
     `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size. Frames of a video that go through the
     tower together are an image, too, with the colours of each behind those of the one before: (H, W, 6) for two.
     `content_hash`: 16 bytes over pixels, size and processor settings; equal hash means equal embeddings.
+
+    An image that transformers' processor has prepared has `tower_inputs` and `token_ids` instead. Its `pixels_HWC` are
+    empty, and its hash is over these two.
     """
 
     content_hash: bytes
@@ -61,10 +78,18 @@ class ImageInput:
     num_tokens: int
     page: PageFacts | None = None
     """None: it is no page of a document."""
-    tower_inputs: dict[str, np.ndarray] = field(default_factory=dict)
-    """What a tower of transformers takes, by name; then there are no `pixels_HWC`."""
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """int32. What stands for it in a prompt, where that is more than its placeholder repeated."""
+    tower_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The arrays that transformers' processor makes of this image alone, by name."""
+    token_ids: np.ndarray | None = None
+    """int32 (num_tokens,): all tokens that replace the placeholder, also those that separate rows of image tokens.
+    None: the placeholder's token, repeated."""
+    scaling: PixelScaling | None = None
+    """None: floats travel as floats."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.pixels_HWC.nbytes + sum(array.nbytes for array in self.tower_inputs.values())
 
 
 @dataclass(frozen=True)
