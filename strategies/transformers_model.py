@@ -136,7 +136,8 @@ class TransformersStrategy(LoadStrategy):
                        "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
         self._num_positions = num_positions
         causal_lm = _without_weights(self._model_class, self._config, _SERVING, context.dtype)
-        return TransformersModel(causal_lm, self._observed.calls, context, model_config.image_token_id)
+        return TransformersModel(causal_lm, self._observed.calls, context, model_config.image_token_id,
+                                 uses_mrope=model_config.rope.mrope_section is not None)
 
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
@@ -182,7 +183,7 @@ class TransformersStrategy(LoadStrategy):
             max_position_embeddings=self._longest,
             rms_norm_eps=1e-6,
             tie_word_embeddings=bool(found.tie_word_embeddings),
-            rope=RopeConfig(),
+            rope=RopeConfig(mrope_section=self._mrope_section),
             image_token_id=found.image_token_id if self.is_multimodal else None,
             dtype=read_dtype(config),
             eos_token_ids=read_eos(config),
@@ -197,7 +198,7 @@ class TransformersStrategy(LoadStrategy):
         given, image = self._images.sample()
         special = {*_special_ids(self._config.to_dict()), *given["input_ids"].flat}
         text_ids = [token for token in range(model_config.vocab_size) if token not in special]
-        return compared_image(model, self._num_positions, text_ids, image, given)
+        return compared_image(model, self._num_positions, text_ids, image, given, self._images.merge_size)
 
     @cached_property
     def _raw(self) -> dict[str, Any]:
@@ -257,6 +258,17 @@ class TransformersStrategy(LoadStrategy):
     def _refusal(self, reason: str) -> ModelError:
         return ModelError(f"{self.path}: model_type {self._raw.get('model_type')!r} has no strategy of its own, and "
                           f"the generic one, through transformers, does not serve it: {reason}")
+
+    @property
+    def _mrope_section(self) -> tuple[int, int, int] | None:
+        """Frequencies of each axis, where positions have three."""
+        found = next((rope["mrope_section"] for rope in _ropes(self._config.get_text_config())
+                      if rope.get("mrope_section")), None)
+        if found is None or not self.is_multimodal:
+            return None
+        if len(found) != 3:
+            raise self._refusal(f"its positions have {len(found)} axes (mrope_section {found}); three are supported")
+        return (int(found[0]), int(found[1]), int(found[2]))
 
     @property
     def _longest(self) -> int:

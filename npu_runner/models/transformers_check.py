@@ -8,9 +8,10 @@ between G groups of R rows of X numbers. C tokens stand in both runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,10 @@ from npu_runner.errors import ModelError
 from npu_runner.layers.attention import PagedAttention, make_kv_cache, resolve_windows
 from npu_runner.models.transformers_model import AttentionPort, TransformersModel, check_call
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from npu_runner.request.prompt_inputs import ImageInput
+from npu_runner.prompts.vision_prompts import mrope_positions
+from npu_runner.request.prompt_inputs import ImageInput, ImageSpan
+
+logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 65
 OF_DECODER = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache_position"}
@@ -127,6 +131,7 @@ class ComparedPrompt:
     ids_2T: Tensor
     """The ids of both runs; those of the second one lie in reverse order, at T - 1 - t."""
     positions_2T: Tensor
+    """(2, T), or (2, 3, T) where positions have three axes."""
     is_other_T: Tensor
     """Which tokens of the second run are not the first's."""
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -162,6 +167,8 @@ def compare_at_start(model: TransformersModel, num_positions: int, prompt: Compa
     found_TV = model.compute_logits(model(_embedded(model, prompt, ids_2T, is_other_T), positions_2T[1], None))
     second.check("logits", found_TV[None, :, None], expected.flip(1)[:, :, None])
     model.step.second_run = None
+    if model.tower is not None and prompt.image is not None:
+        model.tower.has_batches = _batch_equals_alone(model, prompt.image, bounds.attention)
     return Distances(attention=comparison.worst, others=second.worst)
 
 
@@ -174,6 +181,23 @@ def _embedded(model: TransformersModel, prompt: ComparedPrompt, ids_2T: Tensor, 
     x_T = x_T.flip(0)
     x_T[is_other_T] = model.embed(ids_2T[1, is_other_T])
     return x_T
+
+
+def _batch_equals_alone(model: TransformersModel, image: ImageInput, bound: float) -> bool:
+    """Whether two images of one size have the same rows together as one after the other."""
+    arrays = {name: x[..., ::-1].copy() if x.dtype.kind == "f" or x.dtype == np.uint8 else x
+              for name, x in image.tower_inputs.items()}
+    images = [image, replace(image, tower_inputs=arrays)]
+    alone = torch.stack([model.encode([each])[0] for each in images])
+    try:
+        together = torch.stack(model.encode(images))
+    except (ModelError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        logger.info("images go through the tower one by one: %s: %s", type(error).__name__, error)
+        return False
+    distance = distance_of_worst_row(together, alone)
+    if not distance <= bound:
+        logger.info("images go through the tower one by one: together their rows differ by %.1e", distance)
+    return distance <= bound
 
 
 @contextmanager
@@ -220,10 +244,11 @@ def compared_text(num_positions: int, vocab_size: int) -> ComparedPrompt:
 
 
 def compared_image(model: TransformersModel, num_positions: int, text_ids: Sequence[int], image: ImageInput,
-                   prompt: Mapping[str, np.ndarray]) -> ComparedPrompt:
+                   prompt: Mapping[str, np.ndarray], merge_size: int) -> ComparedPrompt:
     """`prompt`, which shows `image` and is what the processor made for the whole network, within random tokens of
-    `text_ids`."""
-    assert model.tower is not None and image.token_ids is not None, "transformers' processor has made the image"
+    `text_ids`. `merge_size`: patches of a side that one token stands for, where positions have three axes."""
+    assert model.tower is not None, "the network reads text only"
+    assert image.token_ids is not None, "transformers' processor has made the image"
     generator = torch.Generator().manual_seed(0)
     given = {name: torch.from_numpy(array) for name, array in prompt.items()}
     shown_1T, beside = given.pop("input_ids"), NUM_TOKENS // 2
@@ -233,9 +258,18 @@ def compared_image(model: TransformersModel, num_positions: int, text_ids: Seque
     for name, x_1T in given.items():
         if name in BY_TOKEN:
             given[name] = torch.cat([x_1T[:, :1].expand(1, beside), x_1T, x_1T[:, -1:].expand(1, beside)], dim=1)
-    positions_2T = torch.randint(num_positions, (2, num_tokens), generator=generator)
-    positions_2T[0] = torch.arange(num_tokens)
     start = _find(ids_2T[0].tolist(), image.token_ids.tolist())
+    axes = (3,) if model.uses_mrope else ()
+    positions_2T = torch.randint(num_positions, (2, num_tokens), generator=generator)
+    positions_2T = positions_2T.reshape(2, *[1] * len(axes), -1).expand(2, *axes, -1).clone()
+    positions_2T[0] = torch.arange(num_tokens)
+    if model.uses_mrope:
+        _, rows, columns = (size // merge_size for size in image.grid_thw)
+        if rows * columns != image.num_tokens:
+            raise ModelError(f"an image has {image.num_tokens} tokens for {rows} x {columns} merged patches, so they "
+                             "have other positions than one for each; such a model needs a strategy of its own")
+        span = ImageSpan(start, image.num_tokens, 0)
+        positions_2T[0] = torch.from_numpy(mrope_positions(num_tokens, [span], [image.grid_thw], merge_size)[0])
     return _with_second_run(ids_2T, positions_2T, image=image, image_start=start,
                             given={name: x for name, x in given.items() if name in model.tower.of_network})
 
@@ -251,7 +285,7 @@ def _find(ids: list[int], shown: list[int]) -> int:
 def _with_second_run(ids_2T: Tensor, positions_2T: Tensor, **more: Any) -> ComparedPrompt:
     is_other_T = torch.arange(ids_2T.shape[1]) % 4 == 3
     for x_2T in (ids_2T, positions_2T):
-        x_2T[1] = torch.where(is_other_T, x_2T[1], x_2T[0].flip(0))
+        x_2T[1] = torch.where(is_other_T, x_2T[1], x_2T[0].flip(-1))
     return ComparedPrompt(ids_2T=ids_2T, positions_2T=positions_2T, is_other_T=is_other_T, **more)
 
 

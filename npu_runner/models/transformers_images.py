@@ -28,7 +28,7 @@ class TowerOfTransformers:
         self.causal_lm, self.image_token_id = causal_lm, image_token_id
         self._features: Callable[..., Any] = features_function(causal_lm)
         self._accepted = inspect.signature(self._features).parameters
-        self.batches = True
+        self.has_batches = True
         """Images whose arrays have equal shapes go through the tower together."""
 
     def rows(self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -36,7 +36,7 @@ class TowerOfTransformers:
         found: dict[int, Tensor] = {}
         for group in self._groups(images):
             together = [images[index] for index in group]
-            wanted = [int((image.token_ids == self.image_token_id).sum()) for image in together]
+            wanted = [int(np.count_nonzero(image.token_ids == self.image_token_id)) for image in together]
             rows = self._rows(self._inputs(together, device, dtype))
             if len(rows) != sum(wanted):
                 raise ModelError(f"the tower makes {len(rows)} rows for the {sum(wanted)} tokens {self.image_token_id} "
@@ -71,7 +71,7 @@ class TowerOfTransformers:
         by_shapes: dict[Any, list[int]] = {}
         for index, image in enumerate(images):
             shapes = tuple((name, array.shape, array.dtype) for name, array in sorted(image.tower_inputs.items()))
-            can_join = self.batches and all(shape for _, shape, _ in shapes)
+            can_join = self.has_batches and all(shape for _, shape, _ in shapes)
             by_shapes.setdefault((shapes, None if can_join else index), []).append(index)
         return by_shapes.values()
 

@@ -113,9 +113,11 @@ class TransformersModel(nn.Module):
     """
 
     def __init__(self, causal_lm: nn.Module, calls: Sequence[AttentionCall], context: LayerContext,
-                 image_token_id: int | None = None):
-        """`image_token_id`: the token whose embedding a row of an image replaces; None: the network reads text only."""
+                 image_token_id: int | None = None, *, uses_mrope: bool = False):
+        """`image_token_id`: the token whose embedding a row of an image replaces; None: the network reads text only.
+        `uses_mrope`: positions have three axes."""
         super().__init__()
+        self.uses_mrope = uses_mrope
         self.calls = tuple(calls)
         self.context = context
         self.image_token_id = image_token_id
@@ -156,10 +158,14 @@ class TransformersModel(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata | None,
                 deepstack: Any = None) -> Tensor:
-        """Final hidden states (T, D) of what `embed` returned, with the rows of images put in."""
+        """Final hidden states (T, D) of what `embed` returned, with the rows of images put in. `positions`: (T,), or
+        (3, T) of a prefill where they have three axes."""
         self.step.metadata = metadata
+        position_ids = positions.long().unsqueeze(-2)
+        if self.uses_mrope and positions.dim() == 1:
+            position_ids = position_ids.expand(3, 1, -1)
         given = {"input_ids": x[None].long()} if self.tower is None else {"inputs_embeds": x[None]}
-        output = self.base(**given, position_ids=positions[None].long(), use_cache=False)
+        output = self.base(**given, position_ids=position_ids, use_cache=False)
         self._output_class = type(output)
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD

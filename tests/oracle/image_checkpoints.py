@@ -45,7 +45,7 @@ _MOST = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_n
          "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size": 96, "mlp_dim": 96,
          "ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "intermediate_size_mlp": 96,
          "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 32, "moe_num_shared_experts": 1,
-         "n_shared_experts": 1, "num_codebooks": 2, "max_position_embeddings": 8192, "hidden_size_per_layer_input": 16,
+         "n_shared_experts": 1, "num_codebooks": 2, "hidden_size_per_layer_input": 16,
          "vocab_size_per_layer_input": VOCAB_SIZE, "dense_intermediate_size": 96, "laurel_rank": 8}
 _BY_LAYER = ("deepstack_visual_indexes", "fullatt_block_indexes", "out_indices", "mlp_only_layers",
              "vision_feature_layers", "cross_attention_layers", "feature_layers")
@@ -133,7 +133,7 @@ def call_processor(processor: Any, text: str, images: list[Image.Image]) -> dict
         return dict(processor(**given))
     types: list[dict[str, Any]] = [{"return_mm_token_type_ids": True}, {}]
     for more in types:
-        for shown in (images, [images]):
+        for shown in ([images], images):  # nested, as apply_chat_template does
             try:
                 made = dict(processor(images=shown, **given, **more))
             except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
@@ -206,6 +206,8 @@ def _shrunk(fields: dict[str, Any], is_text: bool, widths: dict[int, int]) -> di
             fields[name] = min(most, fields[name])
     if is_text and type(fields.get("vocab_size")) is int:
         fields["vocab_size"] = VOCAB_SIZE
+    if is_text and type(fields.get("max_position_embeddings")) is int:
+        fields["max_position_embeddings"] = 8192
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if type(fields.get(name)) is int and fields[name] >= VOCAB_SIZE:
             fields[name] = 0
@@ -322,7 +324,8 @@ def make_processor(model_type: str, config: Any) -> Any:
         source = inspect.getsource(importlib.import_module(kind.__module__))
     except (ImportError, AttributeError) as error:
         raise NotMade(f"{name}: {error}") from error
-    written = re.findall(r"[\"'](<[^\"'\s<>]{1,40}>|\[[A-Z_]+\]|<\|[^\"'\s]{1,40}\|>|<｜[^\"'\s]{1,40}｜>)[\"']", source)
+    forms = (r"<[^\"'\s<>]{1,40}>", r"\[[A-Z_]+\]", r"<\|[^\"'\s]{1,40}\|>", r"<｜[^\"'\s]{1,40}｜>")
+    written = re.findall(rf"[\"']({'|'.join(forms)})[\"']", source)
 
     class Partial(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:

@@ -34,8 +34,9 @@ _NO_PIXELS = np.zeros((0, 0, 3), dtype=np.uint8)
 # decided on these, and whether several images may stand in a prompt on the first two.
 _SAMPLE_SIZES = ((97, 61), (61, 173), (403, 1201), (701, 203))
 _TOLERANCE = 1e-6
-_SIDES = (56, 112, 224, 448, 896, 1344, 2016)
-_MOST_ASPECT_RATIO = 8
+_LARGE = ((2016, 2016), (1512, 2016), (2016, 1512), (1008, 2016), (2016, 1008))
+"""Width and height. Tiles of 3 x 4 may be more than the largest square of tiles."""
+_SMALLER = tuple((side, side) for side in (1344, 896, 672, 448, 336, 224, 112, 56))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class TransformersImages:
                  rules: ImageRules | None = None):
         self.max_pixels = max_pixels
         self._folder = folder
+        self._tokens_of_sizes: dict[tuple[int, int], int] = {}
         with _importing(folder):
             self._processor, self.backend = _read_processor(folder, str(config.get("model_type")))
         self.rules = rules or self._find_rules(tokenizer)
@@ -118,12 +120,16 @@ class TransformersImages:
         return {} if most is None else {"max_pixels": most}
 
     def largest(self, max_tokens: int) -> ImageInput:
-        """The grey image with the most tokens, up to `max_tokens`, of those of some sizes."""
-        made = [self.prepare(Image.new("RGB", (width, height), (128, 128, 128)))
-                for width in _SIDES for height in _SIDES
-                if max(width, height) <= _MOST_ASPECT_RATIO * min(width, height)]
-        fitting = [image for image in made if image.num_tokens <= max_tokens]
-        return max(fitting, key=lambda image: image.num_tokens) if fitting else min(made, key=lambda i: i.num_tokens)
+        """A grey image with the most tokens, up to `max_tokens`, that one of some sizes gets: large ones of several
+        shapes, and where none of these fits, smaller and smaller squares. The smallest where none fits."""
+        size = max((size for size in _LARGE if self._num_tokens(size) <= max_tokens), key=self._num_tokens, default=None)
+        size = size or next((size for size in _SMALLER if self._num_tokens(size) <= max_tokens), _SMALLER[-1])
+        return self.prepare(Image.new("RGB", size, (128, 128, 128)))
+
+    def _num_tokens(self, size: tuple[int, int]) -> int:
+        if size not in self._tokens_of_sizes:
+            self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
+        return self._tokens_of_sizes[size]
 
     def sample(self) -> tuple[dict[str, np.ndarray], ImageInput]:
         """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it."""
@@ -170,8 +176,14 @@ class TransformersImages:
         for name, array in sorted(arrays.items()):
             digest.update(f"{name}{array.shape}{array.dtype}".encode())
             digest.update(np.ascontiguousarray(array).data)
-        return ImageInput(digest.digest(), _NO_PIXELS, (1, 0, 0), len(ids), tower_inputs=arrays, token_ids=ids,
-                          scaling=scaling)
+        grid = arrays.get("image_grid_thw", np.array([1, 0, 0])).reshape(-1, 3)[0].tolist()
+        return ImageInput(digest.digest(), _NO_PIXELS, (grid[0], grid[1], grid[2]), len(ids), tower_inputs=arrays,
+                          token_ids=ids, scaling=scaling)
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of a side that one token stands for, where positions have three axes (M-RoPE)."""
+        return int(getattr(self._processor.image_processor, "merge_size", None) or 1)
 
     # -- its rules -------------------------------------------------------------------------------------------------
 
@@ -211,7 +223,7 @@ class TransformersImages:
 
     def _find_scaling(self, images: Sequence[Image.Image],
                       expected: Sequence[dict[str, np.ndarray]]) -> PixelScaling | None:
-        """The way to make the processor's floats of its whole numbers on the device; None: there is none within 1e-6."""
+        """The way from whole numbers to the processor's floats on the device; None: there is none within 1e-6."""
         processor = self._processor.image_processor
         mean, std = (_channels(getattr(processor, f"image_{name}", None)) for name in ("mean", "std"))
         factor = float(processor.rescale_factor) if getattr(processor, "do_rescale", False) else 1.0
