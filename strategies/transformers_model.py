@@ -381,7 +381,8 @@ def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str
         yield "its positions are a bias on attention (alibi)"
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention"):
         yield "it attends in both directions"
-    if not model_class._can_set_attn_implementation():
+    # The file of a class with a tower may have no attention of its own; its decoder's is found by running it.
+    if not is_multimodal and not model_class._can_set_attn_implementation():
         yield "its attention does not go through transformers' attention interface"
 
 

@@ -77,8 +77,8 @@ class TowerOfTransformers:
 
 
 def features_function(causal_lm: Any) -> Callable[..., Any]:
-    """`get_image_features` of the network or of its base model. Raises ModelError where there is none."""
-    for owner in (causal_lm, causal_lm.base_model):
+    """`get_image_features` of the base model, or of the network. Raises ModelError where there is none."""
+    for owner in (causal_lm.base_model, causal_lm):
         function: Callable[..., Any] | None = getattr(owner, "get_image_features", None)
         if function is not None:
             return function

@@ -122,8 +122,9 @@ class TransformersImages:
     def largest(self, max_tokens: int) -> ImageInput:
         """A grey image with the most tokens, up to `max_tokens`, that one of some sizes gets: large ones of several
         shapes, and where none of these fits, smaller and smaller squares. The smallest where none fits."""
-        size = max((size for size in _LARGE if self._num_tokens(size) <= max_tokens), key=self._num_tokens, default=None)
-        size = size or next((size for size in _SMALLER if self._num_tokens(size) <= max_tokens), _SMALLER[-1])
+        fitting = [size for size in _LARGE if self._num_tokens(size) <= max_tokens]
+        size = max(fitting, key=self._num_tokens) if fitting else next(
+            (size for size in _SMALLER if self._num_tokens(size) <= max_tokens), _SMALLER[-1])
         return self.prepare(Image.new("RGB", size, (128, 128, 128)))
 
     def _num_tokens(self, size: tuple[int, int]) -> int:
