@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -50,13 +50,24 @@ class PixelScaling:
     """The way from pixels that travel as uint8 to the floats of a tower: (pixel * factor - mean) / std, in float32.
 
     `names`: the arrays of `ImageInput.tower_inputs` that travel so. `mean` and `std` have one number for all pixels, or
-    one for each channel of arrays (..., C, H, W).
+    one for each channel: of arrays (..., C, H, W), or of rows of patches (P, C * ...).
     """
 
     names: tuple[str, ...]
     factor: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def constants(self, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std, float32, as arrays that broadcast to an array of this shape."""
+        return self._broadcast(self.mean, shape), self._broadcast(self.std, shape)
+
+    @staticmethod
+    def _broadcast(values: tuple[float, ...], shape: Sequence[int]) -> np.ndarray:
+        numbers = np.array(values, dtype=np.float32)
+        if len(values) == 1:
+            return numbers
+        return numbers.reshape(-1, 1, 1) if len(shape) > 2 else numbers.repeat(shape[-1] // len(values))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ _NO_PIXELS = np.zeros((0, 0, 3), dtype=np.uint8)
 # decided on these, and whether several images may stand in a prompt on the first two.
 _SAMPLE_SIZES = ((97, 61), (61, 173), (403, 1201), (701, 203))
 _TOLERANCE = 1e-6
-_LARGE = ((2016, 2016), (1512, 2016), (2016, 1512), (1008, 2016), (2016, 1008))
-"""Width and height. Tiles of 3 x 4 may be more than the largest square of tiles."""
-_SMALLER = tuple((side, side) for side in (1344, 896, 672, 448, 336, 224, 112, 56))
+# Of images for profiling: long sides in pixels, and shapes, which choose the number of tiles.
+_SIDES = (3072, 2048, 1344, 896, 448, 224, 112)
+_SHAPES = ((1, 1), (4, 3), (3, 2), (2, 1), (3, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class ImageRules:
     """Why a prompt may have only one image; None: it may have several."""
     control_tokens: tuple[str, ...]
     """The special tokens in place of an image, which a person must not type."""
+    is_nested: bool = True
+    """The processor gets a list of images for each prompt, as from a chat; else one list."""
 
 
 class TransformersImages:
@@ -69,7 +72,9 @@ class TransformersImages:
         self._tokens_of_sizes: dict[tuple[int, int], int] = {}
         with _importing(folder):
             self._processor, self.backend = _read_processor(folder, str(config.get("model_type")))
-        self.rules = rules or self._find_rules(tokenizer)
+        self.rules = rules or ImageRules(token=(-1, ""), scaling=None, num_copies=1, why_one=None, control_tokens=())
+        if rules is None:
+            self.rules = self._find_rules(tokenizer)
         self._digest = hashlib.blake2b(json.dumps(self.identity(), sort_keys=True).encode(), digest_size=16).digest()
 
     def identity(self) -> dict[str, Any]:
@@ -120,14 +125,20 @@ class TransformersImages:
         return {} if most is None else {"max_pixels": most}
 
     def largest(self, max_tokens: int) -> ImageInput:
-        """A grey image with the most tokens, up to `max_tokens`, that one of some sizes gets: large ones of several
-        shapes, and where none of these fits, smaller and smaller squares. The smallest where none fits."""
-        fitting = [size for size in _LARGE if self._num_tokens(size) <= max_tokens]
-        size = max(fitting, key=self._num_tokens) if fitting else next(
-            (size for size in _SMALLER if self._num_tokens(size) <= max_tokens), _SMALLER[-1])
+        """A grey image with the most tokens, up to `max_tokens`, among shapes and sizes that processors distinguish. If
+        none has so few, that with the fewest."""
+        size = (0, 0)
+        for side in _SIDES:
+            sizes = {size for long, short in _SHAPES
+                     for size in ((side * short // long, side), (side, side * short // long))}
+            fitting = [size for size in sorted(sizes) if self._num_tokens(size) <= max_tokens]
+            size = max(fitting, key=self._num_tokens) if fitting else min(sorted(sizes), key=self._num_tokens)
+            if fitting:
+                break
         return self.prepare(Image.new("RGB", size, (128, 128, 128)))
 
     def _num_tokens(self, size: tuple[int, int]) -> int:
+        """Tokens of a grey image, width and height; a start asks several times."""
         if size not in self._tokens_of_sizes:
             self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
         return self._tokens_of_sizes[size]
@@ -142,7 +153,8 @@ class TransformersImages:
 
     def _call(self, images: list[Image.Image], text: str, **options: Any) -> dict[str, np.ndarray]:
         kind = "pt" if self.backend == "torchvision" else "np"
-        made = self._processor(images=[images], text=[text], return_tensors=kind, add_special_tokens=False, **options)
+        given = [images] if self.rules.is_nested else images
+        made = self._processor(images=given, text=[text], return_tensors=kind, add_special_tokens=False, **options)
         arrays = {name: np.asarray(value) for name, value in made.items()}
         for name, array in arrays.items():
             if array.dtype == object:
@@ -190,41 +202,45 @@ class TransformersImages:
 
     def _find_rules(self, tokenizer: Tokenizer) -> ImageRules:
         images = [_noise(*size) for size in _SAMPLE_SIZES]
-        token = self._find_token(tokenizer, images[0])
-        self.rules = ImageRules(token=token, scaling=None, num_copies=1, why_one=None, control_tokens=())
+        token, is_nested = self._find_token(tokenizer, images[0])
+        self.rules = replace(self.rules, token=token, is_nested=is_nested)
         try:
             alone = [self._ids_and_arrays(image, 1) for image in images]
         except Exception as error:  # as in `prepare`; here no image is served
             raise self._refusal(f"it does not prepare an image ({type(error).__name__}: {error})") from error
+        if not self._writes(tokenizer, f"see {token[1]}this", images[:1], alone[:1]):
+            raise self._refusal("it changes the text beside an image")
         scaling = self._find_scaling(images, [arrays for _, arrays in alone])
         num_copies, why_one = self._find_copies(tokenizer, images[:2])
         shown = {int(i) for ids, _ in alone for i in ids} | {token[0]}
         return replace(self.rules, scaling=scaling, num_copies=num_copies, why_one=why_one,
                        control_tokens=_control_tokens(tokenizer, shown))
 
-    def _find_token(self, tokenizer: Tokenizer, image: Image.Image) -> tuple[int, str]:
-        """The token that the processor replaces by an image's."""
+    def _find_token(self, tokenizer: Tokenizer, image: Image.Image) -> tuple[tuple[int, str], bool]:
+        """The token that the processor replaces by an image's, and `is_nested` of the rules."""
         names = ["image_token", *sorted(name for name in dir(self._processor) if name.endswith("_token"))]
         given = [getattr(value, "content", value) for name in names
                  if (value := getattr(self._processor, name, None)) is not None]
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if "image" in token.content]
         problem: Exception | str = "its tokenizer has no token for images"
-        for text in dict.fromkeys(text for text in (*given, *added) if isinstance(text, str)):
+        texts = dict.fromkeys(text for text in (*given, *added) if isinstance(text, str))
+        for text, is_nested in product(texts, (True, False)):
             token_id = tokenizer.token_to_id(text)
             if token_id is None:
                 continue
+            self.rules = replace(self.rules, is_nested=is_nested)
             try:
                 made = self._call([image], text)
             except Exception as error:  # noqa: BLE001 - it has another placeholder, or prepares no image at all
                 problem = error
                 continue
             if made["input_ids"].size > 1 and len(made.keys() - _OF_TEXT):
-                return token_id, text
+                return (token_id, text), is_nested
         raise self._refusal(f"none of its tokens is a placeholder for an image ({problem})")
 
     def _find_scaling(self, images: Sequence[Image.Image],
                       expected: Sequence[dict[str, np.ndarray]]) -> PixelScaling | None:
-        """The way from whole numbers to the processor's floats on the device; None: there is none within 1e-6."""
+        """The way from the processor's whole numbers to its floats on the device; None: there is none within 1e-6."""
         processor = self._processor.image_processor
         mean, std = (_channels(getattr(processor, f"image_{name}", None)) for name in ("mean", "std"))
         factor = float(processor.rescale_factor) if getattr(processor, "do_rescale", False) else 1.0
@@ -235,7 +251,7 @@ class TransformersImages:
         except Exception:  # noqa: BLE001 - not every processor has these options; then it scales by itself
             return None
         names = tuple(sorted(name for name, array in expected[0].items()
-                             if array.dtype.kind == "f" and array.ndim > 2 and name in whole[0]))
+                             if array.dtype.kind == "f" and array.ndim > 1 and name in whole[0]))
         scaling = PixelScaling(names, factor, mean, std)
         for ours, theirs in zip(whole, expected, strict=True):
             if not names or ours.keys() != theirs.keys():
@@ -251,30 +267,29 @@ class TransformersImages:
         return scaling
 
     def _find_copies(self, tokenizer: Tokenizer, images: Sequence[Image.Image]) -> tuple[int, str | None]:
-        """`num_copies` and `why_one` of the rules, found by a prompt with two images of different sizes and text
-        between them."""
-        token_id, token = self.rules.token
-        text = f"first {token} then {token}?"
-        try:
-            whole = self._call(list(images), text)
-        except Exception as error:  # noqa: BLE001 - the reason stands in the error of a prompt with several
-            return 1, f"{type(error).__name__}: {error}"
-        why = "another number of images changes what each becomes"
+        """`num_copies` and `why_one` of the rules, found by prompts with two images of different sizes, with text
+        between them and without."""
+        token, why = self.rules.token[1], "another number of images changes what becomes of each"
         for num_copies in (1, 2):
             try:
                 parts = [self._ids_and_arrays(image, num_copies) for image in images]
                 # From two images on their number must not matter any more.
                 again = [self._ids_and_arrays(image, 3) for image in images[:1] if num_copies == 2]
-            except ValueError as error:
-                why = str(error)
-                continue
-            expansions = iter(ids for ids, _ in parts)
-            ids = [part for each in tokenizer.encode(text, add_special_tokens=False).ids
-                   for part in (next(expansions) if each == token_id else [each])]
-            is_equal = np.array_equal(ids, whole["input_ids"][0]) and _are_parts(whole, [arrays for _, arrays in parts])
-            if is_equal and all(_are_same(first, second) for first, second in zip(parts, again, strict=False)):
-                return num_copies, None
+                if (all(self._writes(tokenizer, text, images, parts) for text in
+                        (f"first {token} then {token}?", f"{token}{token}"))
+                        and all(_are_same(first, second) for first, second in zip(parts, again, strict=False))):
+                    return num_copies, None
+            except Exception as error:  # noqa: BLE001 - the reason stands in the error of a prompt with several
+                why = f"{error}"
         return 1, why
+
+    def _writes(self, tokenizer: Tokenizer, text: str, images: Sequence[Image.Image],
+                parts: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]]) -> bool:
+        """Whether the processor makes of a whole prompt these `parts`, and of the rest of its text our tokens."""
+        whole, expansions = self._call(list(images), text), iter(ids for ids, _ in parts)
+        ids = [part for each in tokenizer.encode(text, add_special_tokens=False).ids
+               for part in (next(expansions) if each == self.rules.token[0] else [each])]
+        return np.array_equal(ids, whole["input_ids"][0]) and _are_parts(whole, [arrays for _, arrays in parts])
 
     def _refusal(self, reason: str) -> ModelError:
         return ModelError(f"{self._folder}: {type(self._processor).__mro__[1].__name__} of transformers "
@@ -304,9 +319,8 @@ def _channels(values: Any) -> tuple[float, ...]:
 
 
 def _scaled(pixels: np.ndarray, scaling: PixelScaling) -> np.ndarray:
-    """As the device scales them (models/vision/scaling.py). Channels are the third axis from the end."""
-    mean, std = (np.array(values, dtype=np.float32).reshape(-1, *[1] * (2 * (len(values) > 1)))
-                 for values in (scaling.mean, scaling.std))
+    """The floats that the device makes of them (models/vision/scaling.py)."""
+    mean, std = scaling.constants(pixels.shape)
     scaled: np.ndarray = (pixels.astype(np.float32) * np.float32(scaling.factor) - mean) / std
     return scaled
 
@@ -389,7 +403,7 @@ def _read_processor(folder: Path, model_type: str) -> tuple[Any, str]:
     """The family's processor of its images and its text, and the name of its backend for images."""
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
-    from transformers.image_processing_backends import PilBackend
+    from transformers.image_processing_backends import TorchvisionBackend
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     files = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -402,7 +416,7 @@ def _read_processor(folder: Path, model_type: str) -> tuple[Any, str]:
     images = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
     parts = {"image_processor": images, "tokenizer": AutoTokenizer.from_pretrained(folder, local_files_only=True)}
     made = _of_parts(kind, folder, parts)
-    return made, "pil" if isinstance(images, PilBackend) else "torchvision"
+    return made, "torchvision" if isinstance(images, TorchvisionBackend) else "pil"
 
 
 def _of_parts(kind: Any, folder: Path, parts: Mapping[str, Any]) -> Any:
