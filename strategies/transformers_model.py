@@ -360,7 +360,7 @@ def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str
         yield "it has an encoder, or cross attention; only decoders are served"
     parts = _other_parts(config)
     if is_multimodal:
-        fields, parts = config.get_text_config().to_dict(), [part for part in parts if "audio" in part]
+        fields, parts = config.get_text_config().to_dict(), []
         if getattr(config, "image_token_id", None) is None:
             yield "its config has no image_token_id, in whose place rows of an image stand"
     if parts:

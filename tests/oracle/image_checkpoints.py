@@ -181,6 +181,7 @@ def _shrunk(fields: dict[str, Any], is_text: bool, widths: dict[int, int]) -> di
     if heads and hidden:
         num_kv_heads = fields.get("num_key_value_heads")
         head_dim = fields["head_dim"] if type(fields.get("head_dim")) is int else fields[hidden] // fields[heads]
+        head_dim += -head_dim % 8  # grouped GEMMs need it
         is_grouped = bool(num_kv_heads) and fields[heads] > num_kv_heads
         widths[fields[hidden]] = fields[hidden] = head_dim * 2
         fields[heads] = 2
