@@ -85,7 +85,9 @@ def make_image_checkpoint(path: Path, model_type: str, change: Callable[[dict[st
     tokenizer = processor.tokenizer
     ids = {f"{name}_{suffix}": tokenizer.convert_tokens_to_ids(token) for suffix in ("id", "index")
            for name in dir(processor) if name.endswith("_token") and isinstance(token := getattr(processor, name), str)}
-    ids.setdefault("vision_start_token_id", tokenizer.convert_tokens_to_ids("<|vision_start|>"))
+    for side, name in (("start", "bos"), ("end", "eos")):
+        token = getattr(processor, f"vision_{name}_token", f"<|vision_{side}|>")
+        ids.setdefault(f"vision_{side}_token_id", tokenizer.convert_tokens_to_ids(token))
     expansion = call_processor(processor, placeholder(processor), [picture(230, 140)])["input_ids"][0].tolist()
     # The token that an expansion repeats is replaced by rows of the image.
     ids["image_token_id"] = ids["image_token_index"] = collections.Counter(expansion).most_common(1)[0][0]
@@ -151,6 +153,8 @@ def placeholder(processor: Any) -> str:
         return str(processor.boi_token)
     if name == "QianfanOCRProcessor":
         return "<image>"
+    if name == "Qwen2_5OmniProcessor":
+        return f"{processor.vision_bos_token}{processor.image_token}{processor.vision_eos_token}"
     if name == "HunYuanVLProcessor":
         return f"{processor.image_start_token}{processor.image_token}{processor.image_end_token}"
     if not isinstance(getattr(processor, "image_token", None), str):

@@ -143,10 +143,11 @@ class TransformersImages:
             self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
         return self._tokens_of_sizes[size]
 
-    def sample(self) -> tuple[dict[str, np.ndarray], ImageInput]:
-        """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it."""
+    def sample(self, before: str = "", after: str = "") -> tuple[dict[str, np.ndarray], ImageInput]:
+        """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it.
+        `before` and `after`: control tokens around the placeholder."""
         image, (_, token) = _noise(*_SAMPLE_SIZES[0]), self.rules.token
-        made = self._call([image], f"which {token} is it?", return_mm_token_type_ids=True)
+        made = self._call([image], f"which {before}{token}{after} is it?", return_mm_token_type_ids=True)
         return made, self.prepare(image)
 
     # -- the processor ---------------------------------------------------------------------------------------------
