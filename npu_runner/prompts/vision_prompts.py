@@ -303,7 +303,8 @@ class VisionPrompts:
         token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen, written)
         if not self._uses_mrope:
             return PromptInputs(token_ids, images, spans)
-        merge_size = self.settings.merge_size if self.settings else 1
+        settings = self.settings or self._by_transformers
+        merge_size = settings.merge_size if settings else 1
         grids = [image.grid_thw for image in images]
         positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
         if delta > 0:  # the tables of rotary embeddings end at the longest prompt

@@ -69,6 +69,7 @@ class TransformersImages:
                  rules: ImageRules | None = None):
         self.max_pixels = max_pixels
         self._folder = folder
+        self._tokens_of_sizes: dict[tuple[int, int], int] = {}
         with _importing(folder):
             self._processor, self.backend = _read_processor(folder, str(config.get("model_type")))
         self.rules = rules or ImageRules(token=(-1, ""), scaling=None, num_copies=1, why_one=None, control_tokens=())
@@ -126,14 +127,21 @@ class TransformersImages:
     def largest(self, max_tokens: int) -> ImageInput:
         """A grey image with the most tokens, up to `max_tokens`, among shapes and sizes that processors distinguish. If
         none has so few, that with the fewest."""
-        made: list[ImageInput] = []
+        size = (0, 0)
         for side in _SIDES:
-            made = [self.prepare(Image.new("RGB", size, (128, 128, 128)))
-                    for long, short in _SHAPES for size in {(side * short // long, side), (side, side * short // long)}]
-            fitting = [image for image in made if image.num_tokens <= max_tokens]
+            sizes = {size for long, short in _SHAPES
+                     for size in ((side * short // long, side), (side, side * short // long))}
+            fitting = [size for size in sorted(sizes) if self._num_tokens(size) <= max_tokens]
+            size = max(fitting, key=self._num_tokens) if fitting else min(sorted(sizes), key=self._num_tokens)
             if fitting:
-                return max(fitting, key=lambda image: image.num_tokens)
-        return min(made, key=lambda image: image.num_tokens)
+                break
+        return self.prepare(Image.new("RGB", size, (128, 128, 128)))
+
+    def _num_tokens(self, size: tuple[int, int]) -> int:
+        """Tokens of a grey image, width and height; a start asks several times."""
+        if size not in self._tokens_of_sizes:
+            self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
+        return self._tokens_of_sizes[size]
 
     def sample(self) -> tuple[dict[str, np.ndarray], ImageInput]:
         """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it."""
@@ -181,8 +189,14 @@ class TransformersImages:
         for name, array in sorted(arrays.items()):
             digest.update(f"{name}{array.shape}{array.dtype}".encode())
             digest.update(np.ascontiguousarray(array).data)
-        return ImageInput(digest.digest(), _NO_PIXELS, (1, 0, 0), len(ids), tower_inputs=arrays, token_ids=ids,
-                          scaling=scaling)
+        grid = arrays.get("image_grid_thw", np.array([1, 0, 0])).reshape(-1, 3)[0].tolist()
+        return ImageInput(digest.digest(), _NO_PIXELS, (grid[0], grid[1], grid[2]), len(ids), tower_inputs=arrays,
+                          token_ids=ids, scaling=scaling)
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of a side that one token stands for, where positions have three axes (M-RoPE)."""
+        return int(getattr(self._processor.image_processor, "merge_size", None) or 1)
 
     # -- its rules -------------------------------------------------------------------------------------------------
 
