@@ -335,7 +335,7 @@ def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _special_ids(value)
-        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")):
+        elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
             yield value
 
 

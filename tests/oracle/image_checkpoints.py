@@ -49,7 +49,8 @@ _MOST = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_n
          "vocab_size_per_layer_input": VOCAB_SIZE, "dense_intermediate_size": 96, "laurel_rank": 8}
 _BY_LAYER = ("deepstack_visual_indexes", "fullatt_block_indexes", "out_indices", "mlp_only_layers",
              "vision_feature_layers", "cross_attention_layers", "feature_layers")
-_FIXED = ("patch_size", "image_size", "temporal_patch_size", "spatial_merge_size", "vocab_size")
+_FIXED = ("patch_size", "image_size", "temporal_patch_size", "spatial_merge_size", "vocab_size",
+          "max_position_embeddings")
 IMAGE_PROCESSORS = {
     "glm_ocr": "Glm46VImageProcessorPil", "glm4v_moe": "Glm4vImageProcessorPil",
     "qwen3_vl_moe": "Qwen2VLImageProcessorPil", "glmga": "GlmgaImageProcessorPil",

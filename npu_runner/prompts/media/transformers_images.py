@@ -127,8 +127,9 @@ class TransformersImages:
     def largest(self, max_tokens: int) -> ImageInput:
         """A grey image with the most tokens, up to `max_tokens`, among shapes and sizes that processors distinguish. If
         none has so few, that with the fewest."""
-        size = (0, 0)
-        for side in _SIDES:
+        size = (_SIDES[-1], _SIDES[-1])
+        is_fixed = self._num_tokens(size) == self._num_tokens((_SIDES[0], _SIDES[0]))
+        for side in () if is_fixed else _SIDES:
             sizes = {size for long, short in _SHAPES
                      for size in ((side * short // long, side), (side, side * short // long))}
             fitting = [size for size in sorted(sizes) if self._num_tokens(size) <= max_tokens]
