@@ -257,8 +257,14 @@ class TransformersStrategy(LoadStrategy):
         """The network's calls of attention."""
         with self._looking():
             if self.is_multimodal:
-                features_function(self._probed)
+                self._check_tower(self._probed)
             return observe(self._probed)
+
+    def _check_tower(self, network: Any) -> None:
+        features_function(network)
+        token_id, num_tokens = self._config.image_token_id, network.get_input_embeddings().num_embeddings
+        if token_id >= num_tokens:
+            raise ModelError(f"its image_token_id {token_id} has no embedding; there are {num_tokens}")
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
