@@ -370,6 +370,8 @@ def _image_processor(kind: Any, config: Any) -> Any:
         default, "size", None) is not None else {}
     if side and set(size) == {"height", "width"}:
         given["size"] = {"height": side, "width": side}
+    if side and set(size) == {"longest_edge"}:
+        given["size"] = {"longest_edge": min(size["longest_edge"], 2 * side)}
     if side and set(size) == {"shortest_edge"}:
         given["size"] = {"shortest_edge": side}
         if getattr(default, "crop_size", None):
