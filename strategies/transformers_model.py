@@ -62,6 +62,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
 _ATTENDING = {"full_attention", "sliding_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
+# What a class of transformers raises that does not fit; a RuntimeError may be a want of memory.
+_OF_FOREIGN_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def installed_version() -> str | None:
@@ -153,8 +155,12 @@ class TransformersStrategy(LoadStrategy):
         _check_loading(self.path, loading)
         _lead_attention(causal_lm, _SERVING)
         model.attach(causal_lm.to(context.device).eval())
-        distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
-                                     _own_attention)
+        try:
+            distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
+                                         _own_attention)
+        except _OF_FOREIGN_CODE as error:
+            raise self._refusal("the comparison at the start does not run "
+                                f"({type(error).__name__}: {error})") from error
         logger.info("compared with transformers: attention differs by %.1e of its size, all else by %.1e",
                     distances.attention, distances.others)
         return sum(parameter.nbytes for parameter in causal_lm.parameters())
