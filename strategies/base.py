@@ -96,7 +96,7 @@ class LoadStrategy(Contract, ABC):
     """Why videos are refused, where none are taken."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
     """Defaults for images that the checkpoint's file does not set, and the rule for resizing."""
-    images_by_transformers: ClassVar[bool] = False
+    images_by_transformers: bool = False
     """Its images are prepared by transformers' own processor: ImageInput says how."""
 
     def __init__(self, path: Path):

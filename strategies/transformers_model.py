@@ -97,12 +97,11 @@ class TransformersStrategy(LoadStrategy):
     supports_ranks = False
     supports_graphs = False
     is_multimodal = True
-    images_by_transformers = True
     _images: TransformersImages | None = None
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.is_multimodal = isinstance(self._raw.get("vision_config"), dict)
+        self.is_multimodal = self.images_by_transformers = isinstance(self._raw.get("vision_config"), dict)
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
