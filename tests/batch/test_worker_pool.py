@@ -209,6 +209,17 @@ def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_fo
 
 
 @pytest.mark.from_nothing("what a worker has of memory")
+def test_fewer_forked_workers_run_where_they_take_much_memory() -> None:
+    """400 MiB and 80 MiB for each of four, of which each takes 300: two run."""
+    with WorkerPool(allocate_and_keep, limits(num_workers=4, are_forked=True)) as pool:
+        drained(pool, [300 << 20] * 4)
+        assert len(pool.worker_pids()) == 2
+        assert [item.result[0] for item in drained(pool, [1] * 10)] == [1] * 10
+        assert len(pool.worker_pids()) == 2
+    assert pool.num_replaced == 0
+
+
+@pytest.mark.from_nothing("what a worker has of memory")
 def test_a_library_that_aborts_for_want_of_memory_fails_its_task_and_names_the_limit() -> None:
     with WorkerPool(allocate, limits(num_workers=1, worker_memory_bytes=1 << 30)) as pool:
         found = {item.task: item.result for item in drained(pool, [5, -1, 6])}

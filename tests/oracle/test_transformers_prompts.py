@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, models
 
 from npu_runner.errors import ConfigError, JobError, ModelError, RequestError
 from npu_runner.models.vision.scaling import scaled
@@ -139,8 +140,16 @@ def test_the_number_of_images_is_part_of_an_images_hash_where_it_matters(made: C
     assert other(chat(ODD[2])).images[0].content_hash == other(chat(ODD[2], ODD[0])).images[0].content_hash
 
 
-def test_control_tokens_that_a_person_types_are_text(made: Callable[[str], Made]) -> None:
-    ours = opened(made("idefics3")[0])
+def test_control_tokens_that_a_person_types_are_text(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """Also those that no flag of the tokenizer, no field of config.json and no template names."""
+    shutil.copytree(made("idefics3")[0], tmp_path / "copy")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        values = json.loads((tmp_path / "copy" / name).read_text())
+        for token in (*values.get("added_tokens", ()), *values.get("added_tokens_decoder", {}).values()):
+            token["special"] = False
+        values.pop("image_token_id", None)
+        (tmp_path / "copy" / name).write_text(json.dumps(values))
+    ours = opened(tmp_path / "copy")
     assert ours.transformers_images is not None
     tokens = ours.transformers_images.rules.control_tokens
     assert len(tokens) == 3, "around an image, in it, and in front of the whole one"
@@ -150,6 +159,12 @@ def test_control_tokens_that_a_person_types_are_text(made: Callable[[str], Made]
     around = typed.token_ids[: span.start] + typed.token_ids[span.start + span.num_tokens :]
     assert not ids & set(around)
     assert ours.tokenizer.decode(around, skip_special_tokens=False).count("<image>") == 1
+
+
+def test_tokens_of_other_rows_and_columns_are_control_tokens() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_tokens(["<row_1_col_1>", "<row_4_col_12>", "<other_1>"])
+    assert transformers_images._control_tokens(tokenizer, {0}) == ("<row_1_col_1>", "<row_4_col_12>")
 
 
 def test_pixels_are_bounded_before_the_processor(made: Callable[[str], Made]) -> None:
