@@ -57,6 +57,11 @@ def test_every_task_comes_back_once_with_its_result() -> None:
     assert os.getpid() not in {item.result[1] for item in found}
 
 
+def test_a_worker_comes_after_the_model() -> None:
+    with WorkerPool(os.nice, limits(num_workers=1)) as pool:
+        assert drained(pool, [0])[0].result == os.nice(0) + 10
+
+
 def test_without_a_task_no_worker_is_started() -> None:
     with WorkerPool(square, limits()) as pool:
         assert pool.get(0.1) is None
