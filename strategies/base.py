@@ -81,7 +81,8 @@ class LoadStrategy(Contract, ABC):
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""
-    is_multimodal: ClassVar[bool] = False
+    is_multimodal: bool = False
+    """It has a vision tower. Of the generic strategy, an instance knows it."""
     accepts_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
     supports_ranks: ClassVar[bool] = True

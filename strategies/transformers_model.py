@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ from npu_runner.models.transformers_model import TransformersModel, attend
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
 from npu_runner.prompts.media.transformers_images import TransformersImages
 from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.text.tokenizer import read_tokenizer
+from npu_runner.prompts.vision_prompts import config_token
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import LoadStrategy, VisionEmbeddings
 
@@ -59,6 +62,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
 _ATTENDING = {"full_attention", "sliding_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
+# What a class of transformers raises that does not fit; a RuntimeError may be a want of memory.
+_OF_FOREIGN_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def installed_version() -> str | None:
@@ -91,12 +96,13 @@ class TransformersStrategy(LoadStrategy):
 
     supports_ranks = False
     supports_graphs = False
+    is_multimodal = True
     images_by_transformers = True
     _images: TransformersImages | None = None
 
-    @property
-    def is_multimodal(self) -> bool:  # type: ignore[override]
-        return isinstance(self._raw.get("vision_config"), dict)
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.is_multimodal = isinstance(self._raw.get("vision_config"), dict)
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
@@ -149,8 +155,12 @@ class TransformersStrategy(LoadStrategy):
         _check_loading(self.path, loading)
         _lead_attention(causal_lm, _SERVING)
         model.attach(causal_lm.to(context.device).eval())
-        distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
-                                     _own_attention)
+        try:
+            distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
+                                         _own_attention)
+        except _OF_FOREIGN_CODE as error:
+            raise self._refusal("the comparison at the start does not run "
+                                f"({type(error).__name__}: {error})") from error
         logger.info("compared with transformers: attention differs by %.1e of its size, all else by %.1e",
                     distances.attention, distances.others)
         return sum(parameter.nbytes for parameter in causal_lm.parameters())
@@ -191,11 +201,14 @@ class TransformersStrategy(LoadStrategy):
             generation_not_served=config.generation.not_served)
 
     def _compared_prompt(self, model: TransformersModel, model_config: ModelConfig) -> ComparedPrompt:
-        """A picture of noise within text where the network sees, else text."""
+        """An image of noise within text where the network has a tower, else text."""
         if model.tower is None:
             return compared_text(self._num_positions, model_config.vocab_size)
         assert self._images is not None, "a checkpoint is opened before its weights are loaded"
-        given, image = self._images.sample()
+        # Where positions have three axes, some networks look for these.
+        around = (config_token(self._raw, f"vision_{side}_token_id", read_tokenizer(self.path))
+                  for side in ("start", "end"))
+        given, image = self._images.sample(*("" if token is None else token[1] for token in around))
         special = {*_special_ids(self._config.to_dict()), *given["input_ids"].flat}
         text_ids = [token for token in range(model_config.vocab_size) if token not in special]
         return compared_image(model, self._num_positions, text_ids, image, given, self._images.merge_size)
@@ -240,16 +253,32 @@ class TransformersStrategy(LoadStrategy):
         return model_class
 
     @cached_property
+    def _probed(self) -> nn.Module:
+        """The network without weights, and of 16 bits because grouped GEMMs need them."""
+        with self._looking():
+            return _without_weights(self._model_class, _without_growth(self._config), _PROBING, torch.bfloat16)
+
+    @cached_property
     def _observed(self) -> Observed:
-        """The network's calls of attention. It has no weights, and 16 bits because grouped GEMMs need them."""
-        model_class, config = self._model_class, _without_growth(self._config)
-        try:
-            network = _without_weights(model_class, config, _PROBING, torch.bfloat16)
+        """The network's calls of attention."""
+        with self._looking():
             if self.is_multimodal:
-                features_function(network)
-            return observe(network)
+                self._check_tower(self._probed)
+            return observe(self._probed)
+
+    def _check_tower(self, network: Any) -> None:
+        features_function(network)
+        token_id, num_tokens = self._config.image_token_id, network.get_input_embeddings().num_embeddings
+        if token_id >= num_tokens:
+            raise ModelError(f"its image_token_id {token_id} has no embedding; there are {num_tokens}")
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Turns what is raised inside into a refusal."""
+        try:
+            yield
         except ModelError as reason:
-            raise self._refusal(str(reason)) from reason
+            raise (reason if str(self.path) in str(reason) else self._refusal(str(reason))) from reason
         except Exception as error:
             # The border to code of others: whatever it raises, the network cannot be looked at.
             raise self._refusal(f"it does not run without weights, by which its attention is found out "
@@ -261,14 +290,15 @@ class TransformersStrategy(LoadStrategy):
 
     @property
     def _mrope_section(self) -> tuple[int, int, int] | None:
-        """Frequencies of each axis, where positions have three."""
-        found = next((rope["mrope_section"] for rope in _ropes(self._config.get_text_config())
-                      if rope.get("mrope_section")), None)
-        if found is None or not self.is_multimodal:
+        """Frequencies of each axis, where positions have three; a config may leave them to the network's code."""
+        network: Any = self._probed
+        if not hasattr(network.base_model, "get_rope_index"):
             return None
+        found: tuple[int, ...] = next((section for module in network.modules()
+                      if (section := getattr(module, "mrope_section", None)) is not None), ())
         if len(found) != 3:
-            raise self._refusal(f"its positions have {len(found)} axes (mrope_section {found}); three are supported")
-        return (int(found[0]), int(found[1]), int(found[2]))
+            raise self._refusal(f"its positions have axes that are not supported (mrope_section {found})")
+        return int(found[0]), int(found[1]), int(found[2])
 
     @property
     def _longest(self) -> int:
@@ -317,7 +347,7 @@ def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _special_ids(value)
-        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")):
+        elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
             yield value
 
 

@@ -49,7 +49,8 @@ _MOST = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_n
          "vocab_size_per_layer_input": VOCAB_SIZE, "dense_intermediate_size": 96, "laurel_rank": 8}
 _BY_LAYER = ("deepstack_visual_indexes", "fullatt_block_indexes", "out_indices", "mlp_only_layers",
              "vision_feature_layers", "cross_attention_layers", "feature_layers")
-_FIXED = ("patch_size", "image_size", "temporal_patch_size", "spatial_merge_size", "vocab_size")
+_FIXED = ("patch_size", "image_size", "temporal_patch_size", "spatial_merge_size", "vocab_size",
+          "max_position_embeddings")
 IMAGE_PROCESSORS = {
     "glm_ocr": "Glm46VImageProcessorPil", "glm4v_moe": "Glm4vImageProcessorPil",
     "qwen3_vl_moe": "Qwen2VLImageProcessorPil", "glmga": "GlmgaImageProcessorPil",
@@ -85,7 +86,9 @@ def make_image_checkpoint(path: Path, model_type: str, change: Callable[[dict[st
     tokenizer = processor.tokenizer
     ids = {f"{name}_{suffix}": tokenizer.convert_tokens_to_ids(token) for suffix in ("id", "index")
            for name in dir(processor) if name.endswith("_token") and isinstance(token := getattr(processor, name), str)}
-    ids.setdefault("vision_start_token_id", tokenizer.convert_tokens_to_ids("<|vision_start|>"))
+    for side, name in (("start", "bos"), ("end", "eos")):
+        token = getattr(processor, f"vision_{name}_token", f"<|vision_{side}|>")
+        ids.setdefault(f"vision_{side}_token_id", tokenizer.convert_tokens_to_ids(token))
     expansion = call_processor(processor, placeholder(processor), [picture(230, 140)])["input_ids"][0].tolist()
     # The token that an expansion repeats is replaced by rows of the image.
     ids["image_token_id"] = ids["image_token_index"] = collections.Counter(expansion).most_common(1)[0][0]
@@ -151,6 +154,8 @@ def placeholder(processor: Any) -> str:
         return str(processor.boi_token)
     if name == "QianfanOCRProcessor":
         return "<image>"
+    if name == "Qwen2_5OmniProcessor":
+        return f"{processor.vision_bos_token}{processor.image_token}{processor.vision_eos_token}"
     if name == "HunYuanVLProcessor":
         return f"{processor.image_start_token}{processor.image_token}{processor.image_end_token}"
     if not isinstance(getattr(processor, "image_token", None), str):
@@ -365,6 +370,8 @@ def _image_processor(kind: Any, config: Any) -> Any:
         default, "size", None) is not None else {}
     if side and set(size) == {"height", "width"}:
         given["size"] = {"height": side, "width": side}
+    if side and set(size) == {"longest_edge"}:
+        given["size"] = {"longest_edge": min(size["longest_edge"], 2 * side)}
     if side and set(size) == {"shortest_edge"}:
         given["size"] = {"shortest_edge": side}
         if getattr(default, "crop_size", None):

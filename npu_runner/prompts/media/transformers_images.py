@@ -127,8 +127,9 @@ class TransformersImages:
     def largest(self, max_tokens: int) -> ImageInput:
         """A grey image with the most tokens, up to `max_tokens`, among shapes and sizes that processors distinguish. If
         none has so few, that with the fewest."""
-        size = (0, 0)
-        for side in _SIDES:
+        size = (_SIDES[-1], _SIDES[-1])
+        is_fixed = self._num_tokens(size) == self._num_tokens((_SIDES[0], _SIDES[0]))
+        for side in () if is_fixed else _SIDES:
             sizes = {size for long, short in _SHAPES
                      for size in ((side * short // long, side), (side, side * short // long))}
             fitting = [size for size in sorted(sizes) if self._num_tokens(size) <= max_tokens]
@@ -143,10 +144,11 @@ class TransformersImages:
             self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
         return self._tokens_of_sizes[size]
 
-    def sample(self) -> tuple[dict[str, np.ndarray], ImageInput]:
-        """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it."""
+    def sample(self, before: str = "", after: str = "") -> tuple[dict[str, np.ndarray], ImageInput]:
+        """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it.
+        `before` and `after`: control tokens around the placeholder."""
         image, (_, token) = _noise(*_SAMPLE_SIZES[0]), self.rules.token
-        made = self._call([image], f"which {token} is it?", return_mm_token_type_ids=True)
+        made = self._call([image], f"which {before}{token}{after} is it?", return_mm_token_type_ids=True)
         return made, self.prepare(image)
 
     # -- the processor ---------------------------------------------------------------------------------------------
