@@ -57,6 +57,11 @@ def test_every_task_comes_back_once_with_its_result() -> None:
     assert os.getpid() not in {item.result[1] for item in found}
 
 
+def test_a_worker_comes_after_the_model() -> None:
+    with WorkerPool(os.nice, limits(num_workers=1)) as pool:
+        assert drained(pool, [0])[0].result == os.nice(0) + 10
+
+
 def test_without_a_task_no_worker_is_started() -> None:
     with WorkerPool(square, limits()) as pool:
         assert pool.get(0.1) is None
@@ -206,6 +211,17 @@ def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_fo
     assert [item.result[0] for item in found] == [item.task for item in found]
     assert found[-1].task == 199 * mib
     assert pool.num_replaced == 1
+
+
+@pytest.mark.from_nothing("what a worker has of memory")
+def test_fewer_forked_workers_run_where_they_take_much_memory() -> None:
+    """400 MiB and 80 MiB for each of four, of which each takes 300: two run."""
+    with WorkerPool(allocate_and_keep, limits(num_workers=4, are_forked=True)) as pool:
+        drained(pool, [300 << 20] * 4)
+        assert len(pool.worker_pids()) == 2
+        assert [item.result[0] for item in drained(pool, [1] * 10)] == [1] * 10
+        assert len(pool.worker_pids()) == 2
+    assert pool.num_replaced == 0
 
 
 @pytest.mark.from_nothing("what a worker has of memory")

@@ -415,8 +415,9 @@ def _read_processor(folder: Path, model_type: str) -> tuple[Any, str]:
     if kind is None:
         raise ModelError(f"{folder}: transformers {version('transformers')} has no processor for model_type "
                          f"{model_type!r}, so it cannot prepare images; take a checkpoint of another family")
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
-    parts = {"image_processor": images, "tokenizer": AutoTokenizer.from_pretrained(folder, local_files_only=True)}
+    own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    images = AutoImageProcessor.from_pretrained(folder, backend="pil", **own)
+    parts = {"image_processor": images, "tokenizer": AutoTokenizer.from_pretrained(folder, **own)}
     made = _of_parts(kind, folder, parts)
     return made, "torchvision" if isinstance(images, TorchvisionBackend) else "pil"
 
