@@ -8,6 +8,7 @@ between G groups of R rows of X numbers. C tokens stand in both runs.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -204,12 +205,12 @@ def _batch_equals_alone(model: TransformersModel, image: ImageInput, bound: floa
 def _checked_decoder(model: TransformersModel) -> Iterator[None]:
     """Inside, a ModelError names what the network gives its decoder beside embeddings, positions and masks."""
     def check(decoder: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        given = sorted(name for name, value in more.items() if name not in OF_DECODER and _says_something(value))
-        if args or given:
-            raise ModelError(f"{type(model.causal_lm).__name__} gives its {type(decoder).__name__} "
-                             f"{', '.join(given) or 'unnamed arguments'}, which is not supported (embeddings for "
-                             "several layers, inputs by layer, types of tokens); such a model needs a strategy of its "
-                             "own")
+        named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | more
+        given = sorted(name for name, value in named.items() if name not in OF_DECODER and _has_tensors(value))
+        if given:
+            raise ModelError(f"{type(model.causal_lm).__name__} gives its {type(decoder).__name__} {', '.join(given)}, "
+                             "which is not supported (embeddings for several layers, inputs by layer, types of "
+                             "tokens); such a model needs a strategy of its own")
 
     hook = model.base.register_forward_pre_hook(check, with_kwargs=True)
     try:
@@ -218,7 +219,7 @@ def _checked_decoder(model: TransformersModel) -> Iterator[None]:
         hook.remove()
 
 
-def _says_something(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
