@@ -1,7 +1,7 @@
-"""The generic strategy: any text model of transformers, with its own modules, over our scheduler and cache.
+"""The generic strategy: any text or image model of transformers, with its own modules, over our scheduler and cache.
 
-For families without a strategy here. Slower than those: decode runs eagerly, on one device. The only module that
-imports transformers, and only when such a checkpoint is served.
+For families without a strategy here. Slower than those: decode runs eagerly, on one device. It imports transformers
+only when such a checkpoint is served.
 """
 
 from __future__ import annotations
