@@ -111,6 +111,9 @@ class CacheConfig:
     None: as many as the memory ledger allows."""
     vision_cache_bytes: int = 512 * MIB
     """Most bytes of cached vision embeddings (main and deepstack) on the device; 0 keeps none."""
+    vision_cache_host_bytes: int = 0
+    """Most bytes of host memory, per replica, for vision embeddings that the cache on the device had no room for; 0
+    keeps none. Several ranks share it equally, and each holds all embeddings."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -119,6 +122,8 @@ class CacheConfig:
             raise ConfigError(f"memory_utilization: {self.memory_utilization} is outside 0.05 to 1.0")
         if self.vision_cache_bytes < 0:
             raise ConfigError(f"vision_cache_bytes: {self.vision_cache_bytes} is negative; 0 keeps nothing")
+        if self.vision_cache_host_bytes < 0:
+            raise ConfigError(f"vision_cache_host_bytes: {self.vision_cache_host_bytes} is negative; 0 keeps nothing")
         num = self.max_state_snapshots
         if num is None:
             return

@@ -10,11 +10,12 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
+from npu_runner.batch.files.names import manifest_path
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings
 from npu_runner.cli.parser import Commands, add_command
@@ -27,35 +28,9 @@ if TYPE_CHECKING:
 
 _OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
             "sample", "preprocessing_workers", "preprocessing_timeout")
-_OF_JOB = ("retry", "accept_changed", "max_failures", "data_parallel_size", "progress", "report")
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files in the folder of the results."""
-
-    folder: Path
-
-    @property
-    def pages(self) -> Path:
-        return self.folder / "pages.jsonl"
-
-    @property
-    def answers(self) -> Path:
-        return self.folder / "answers.jsonl"
-
-    @property
-    def block_rows(self) -> Path:
-        return self.folder / "block-rows.jsonl"
-
-    @property
-    def block_answers(self) -> Path:
-        return self.folder / "block-answers.jsonl"
-
-    @property
-    def table(self) -> Path:
-        """Parquet where pyarrow is installed, else CSV."""
-        return self.folder / f"pages.{'parquet' if importlib.util.find_spec('pyarrow') else 'csv'}"
+_OF_JOB = ("retry", "accept_changed", "overwrite", "max_failures", "data_parallel_size", "progress", "report")
+_PAGES, _ANSWERS = "pages.jsonl", "answers.jsonl"
+_BLOCK_ROWS, _BLOCK_ANSWERS = "block-rows.jsonl", "block-answers.jsonl"
 
 
 def add(commands: Commands) -> None:
@@ -79,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     sample = getattr(arguments, "sample", None)
     # Another prompt or reader may follow a trial, so a trial has files of its own.
-    files = _Files(arguments.output if sample is None else arguments.output / f"sample-{sample}")
+    folder = arguments.output if sample is None else arguments.output / f"sample-{sample}"
     root = Path(find_sources(arguments.sources, arguments.output).root)
-    config, job = read_model_settings(arguments, BatchOptions, input=str(files.pages), output=str(files.answers),
-                                      allowed_media_dir=root)
-    rows = _rows_options(arguments, config, files)
-    for folder in dict.fromkeys((arguments.output, files.folder)):
-        with clear_file_errors(f"output {folder}"):
-            folder.mkdir(exist_ok=True)
+    config, job = read_model_settings(arguments, BatchOptions, input=str(folder / _PAGES),
+                                      output=str(folder / _ANSWERS), allowed_media_dir=root)
+    rows = _rows_options(arguments, config, folder / _PAGES)
+    for each in dict.fromkeys((arguments.output, folder)):
+        with clear_file_errors(f"output {each}"):
+            each.mkdir(exist_ok=True)
     from npu_runner.readers.answers.html_tags import require
     from npu_runner.reports.report import run_batch_and_report
     from npu_runner.tables.make_rows import make_rows
@@ -96,8 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
     blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
+        for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
+            with clear_file_errors(f"output {path}"):
+                path.unlink(missing_ok=True)
     jobs = [job]
-    if blocks is not None and job.retry and files.block_answers.exists():
+    if blocks is not None and job.retry and (folder / _BLOCK_ANSWERS).exists():
         # Another layout has other blocks, and a job removes no row that it has answered.
         _say(["retry     of blocks alone: the layouts of pages stay, because their blocks are answered"])
         jobs = [replace(job, retry=())]
@@ -106,13 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
     if blocks is not None and not ended.is_interrupted:
         from npu_runner.tables.block_rows import make_block_rows
 
+        block_rows = str(folder / _BLOCK_ROWS)
         _say(make_block_rows([job.output], RowsOptions(
-            output=str(files.block_rows), reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
-        jobs.append(replace(job, input=str(files.block_rows), output=str(files.block_answers), report=None))
+            output=block_rows, reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
+        jobs.append(replace(job, input=block_rows, output=str(folder / _BLOCK_ANSWERS), report=None))
         ended = run_batch_and_report(config, jobs[-1], unit="block")
         statuses.append(ended.exit_status)
     if not ended.is_interrupted:
-        _write_results(files, jobs)
+        _write_results(folder, jobs)
     return max(statuses)
 
 
@@ -123,28 +103,33 @@ def _reader_of_blocks(name: str) -> str | None:
     return next((each.name for each in shipped_readers().values() if each.after == name), None)
 
 
-def _write_results(files: _Files, jobs: Sequence[BatchOptions]) -> None:
+def _write_results(folder: Path, jobs: Sequence[BatchOptions]) -> None:
     from npu_runner.reports.summary import PastJob
     from npu_runner.tables.make_table import make_table
 
     table = make_table(jobs[-1].output, TableOptions(
-        output=str(files.table), input=jobs[-1].input, markdown=files.folder / "markdown",
-        blocks=str(files.folder / "blocks.jsonl")))
+        output=str(folder / f"pages.{'parquet' if importlib.util.find_spec('pyarrow') else 'csv'}"),
+        input=jobs[-1].input, markdown=folder / "markdown", blocks=str(folder / "blocks.jsonl")))
     assert table.counts is not None, "Markdown was asked for"
-    summary = summary_of(table.counts, [PastJob(each.output).totals(each.input).to_json() for each in jobs])
-    with clear_file_errors(f"output {files.folder}"), replacing(files.folder / "summary.json") as file:
+    summary, line = _summary(table.counts, [PastJob(each.output).totals(each.input).to_json() for each in jobs])
+    with clear_file_errors(f"output {folder}"), replacing(folder / "summary.json") as file:
         file.write(json.dumps(summary, indent=2).encode() + b"\n")
-    _say([*table.to_lines(), line_of(summary, files.folder)])
+    _say([*table.to_lines(), f"read      {folder}: {line}"])
 
 
-def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, files: _Files) -> RowsOptions:
+def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, pages: Path) -> RowsOptions:
     """Without a reader and a prompt, the reader is that of the model."""
     given = {name: value for name, value in vars(arguments).items() if name in _OF_ROWS}
     if not given.keys() & {"reader", "prompt", "prompt_file"}:
         from npu_runner.checkpoint.files import resolve_checkpoint
 
         given["model"] = resolve_checkpoint(config.model, config.revision, with_weights=False)
-    return RowsOptions(output=str(files.pages), append="sample" not in given and files.pages.exists(), **given)
+    from npu_runner.tables.described_rows import documents_path
+
+    # A command that was killed between its first two files has left rows without a description, and no answers.
+    is_new = "sample" in given or getattr(arguments, "overwrite", False) or not (
+        documents_path(pages).exists() or pages.with_name(_ANSWERS).exists())
+    return RowsOptions(output=str(pages), append=not is_new and pages.exists(), **given)
 
 
 def _lines_of_fonts(made: MadeRows) -> Iterable[str]:
@@ -157,29 +142,21 @@ def _lines_of_fonts(made: MadeRows) -> Iterable[str]:
                "install fonts-noto-cjk")
 
 
-def summary_of(pages: PageCounts, jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`jobs`: the totals of all runs of each stage. The first one answers a row for each page."""
+def _summary(counts: PageCounts, jobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """The summary, and its words. `jobs`: the totals of all runs of each stage. The first answers a row for each page.
+    """
     answered = jobs[0]["rows"]["answered"]
     seconds = sum(job["seconds"].get("serve", 0.0) for job in jobs)
-    tokens = sum(job["tokens"]["completion"] for job in jobs)
+    pace = round(answered / seconds, 3) if seconds else None
+    tokens = round(sum(job["tokens"]["completion"] for job in jobs) / answered, 1) if answered else None
+    num_whole = counts.num_documents - counts.num_with_gaps
+    words = "" if pace is None else f"; {pace:g} pages/s, {tokens or 0:g} tokens per page"
     return {
-        "documents": {"total": pages.num_documents, "whole": pages.num_documents - pages.num_with_gaps,
-                      "with_gaps": pages.num_with_gaps},
-        "pages": {"total": pages.num_pages, **dict(sorted(pages.flaws.items()))},
-        "pages_per_second": round(answered / seconds, 3) if seconds else None,
-        "tokens_per_page": round(tokens / answered, 1) if answered else None,
-        "jobs": list(jobs)}
-
-
-def line_of(summary: dict[str, Any], folder: Path) -> str:
-    """The last line."""
-    documents, pages = summary["documents"], dict(summary["pages"])
-    total = pages.pop("total")
-    flaws = "".join(f"; {kind}: {count}" for kind, count in pages.items())
-    pace = "" if summary["pages_per_second"] is None else (
-        f"; {summary['pages_per_second']:g} pages/s, {summary['tokens_per_page'] or 0:g} tokens per page")
-    return (f"read      {folder}: {documents['total']} documents, {documents['whole']} whole, {documents['with_gaps']} "
-            f"with gaps; {total} pages{flaws}{pace}")
+        "documents": {"total": counts.num_documents, "whole": num_whole, "with_gaps": counts.num_with_gaps},
+        "pages": {"total": counts.num_pages, **dict(sorted(counts.flaws.items()))},
+        "pages_per_second": pace, "tokens_per_page": tokens, "jobs": list(jobs),
+    }, (f"{counts.num_documents} documents, {num_whole} whole, {counts.num_with_gaps} with gaps; {counts.num_pages} "
+        f"pages{counts.flaw_words}{words}")
 
 
 def _say(lines: Iterable[str]) -> None:

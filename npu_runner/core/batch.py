@@ -50,14 +50,14 @@ class ImageSlice:
 
 @dataclass(frozen=True)
 class PromptScore:
-    """Tokens of a row's chunk whose successors in the prompt are to be given log probabilities.
+    """Tokens whose log probabilities are wanted, and the tokens of a row's chunk before them.
 
-    [first_token, first_token + len(targets)) in the step; `targets` are int32 ids; `place` is the first one's in the
-    prompt; `num_top`: most probable ones beside each.
+    `tokens` int32 (L,): the latter in the step. `targets` int32 (L,): the ids of the former; `place` is the first one's
+    in the sequence; `num_top`: most probable ones beside each.
     """
 
     row: int
-    first_token: int
+    tokens: np.ndarray
     place: int
     targets: np.ndarray
     num_top: int
@@ -354,7 +354,7 @@ def _parts_of_prompts(chunks: SequenceOf[tuple[Sequence, int]]) -> tuple[
     states: list[PromptStates] = []
     token_row = 0
     for row, (seq, num) in enumerate(chunks):
-        if seq.scores_prompt:
+        if seq.scores_prompt or seq.scored_ends:
             scores.append(_prompt_score(seq, num, row, token_row))
         if seq.pooling is not None and seq.pooling.keeps_tokens:
             states.append(PromptStates(row, token_row, num, seq.num_computed_tokens))
@@ -366,11 +366,15 @@ def _parts_of_prompts(chunks: SequenceOf[tuple[Sequence, int]]) -> tuple[
 
 
 def _prompt_score(seq: Sequence, num: int, row: int, token_row: int) -> PromptScore:
-    place = seq.num_computed_tokens + 1
-    targets = seq.prompt.token_ids[place : place + num]
-    num_top = seq.params.prompt_logprobs
-    assert num_top is not None, f"sequence {seq.seq_id} wants no log probabilities of its prompt"
-    return PromptScore(row, token_row, place, np.asarray(targets, dtype=np.int32), num_top)
+    start = seq.num_computed_tokens
+    end = start + num
+    place = 1 + (max(start, seq.num_prompt_tokens - 1) if seq.scored_ends else start)
+    targets = seq.tokens(place, end + 1)
+    tokens_L = np.arange(token_row + place - 1 - start, token_row + num, dtype=np.int32)[: len(targets)]
+    if end == seq.num_tokens and seq.scored_ends:
+        targets = [*targets, *seq.scored_ends]
+        tokens_L = np.append(tokens_L, np.full(len(seq.scored_ends), token_row + num - 1, dtype=np.int32))
+    return PromptScore(row, tokens_L, place, np.asarray(targets, dtype=np.int32), seq.params.prompt_logprobs or 0)
 
 
 def _state_loads(chunks: SequenceOf[tuple[Sequence, int]], state_slots_B: np.ndarray) -> list[tuple[int, int]]:

@@ -142,7 +142,7 @@ class BlockManager:
         leave the cache from the end of a prefix on. Ignores snapshots and windows."""
         if not self._can_share(seq):
             return 0
-        full = range((seq.num_tokens - 1) // self.block_size)
+        full = range(seq.most_cached_tokens // self.block_size)
         return self.block_size * bisect_left(full, True, key=lambda i: self._hash(seq, i) not in self._block_of_hash)
 
     def match_prefix(self, seq: Sequence) -> None:
@@ -167,13 +167,13 @@ class BlockManager:
         self._record_peak()
 
     def _can_share(self, seq: Sequence) -> bool:
-        return self.enable_prefix_caching and not seq.is_computed_whole
+        return self.enable_prefix_caching and seq.most_cached_tokens > 0
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
         """The cached blocks of the prefix of `seq`; blocks outside the sliding window of its next token are null."""
         window = self.sliding_window
         blocks: list[int] = []
-        for index in range((seq.num_tokens - 1) // self.block_size):
+        for index in range(seq.most_cached_tokens // self.block_size):
             block = self._block_of_hash.get(self._hash(seq, index), 0)
             if not block and window is None:
                 break
@@ -187,7 +187,7 @@ class BlockManager:
         share this prefix further than any snapshot.
         """
         step = snapshots.alignment
-        parting, last = num_cached // step * step, (seq.num_tokens - 1) // step * step
+        parting, last = num_cached // step * step, seq.most_cached_tokens // step * step
         found = next((end for end in range(parting, 0, -step) if self._key_at(seq, end) in snapshots), 0)
         seq.state_source = snapshots.load(self._key_at(seq, found)) if found else None
         seq.snapshot_positions = tuple(sorted({end for end in (parting, last) if end > found}))

@@ -36,6 +36,9 @@ class Sequence:
     seed: int
     pooling: PoolingParams | None = None
     """The prompt is for a vector, which comes in the place of its first token."""
+    scored_ends: tuple[int, ...] = ()
+    """Not empty: nothing is generated. The log probabilities of the output tokens, which are given, are wanted, and
+    those of these tokens behind the last."""
     scores_prompt: bool = False
     """The log probabilities of its prompt are wanted and have not all arrived: the prompt is computed whole."""
     is_apart: bool = False
@@ -75,7 +78,8 @@ class Sequence:
     """None: it had no draft yet."""
 
     def __post_init__(self) -> None:
-        self.num_tokens = self.num_prompt_tokens = len(self.prompt.token_ids)
+        self.num_prompt_tokens = len(self.prompt.token_ids)
+        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
 
     def reset(self) -> None:
         """Hold nothing and have nothing computed, whatever stood here; the tokens that have arrived stay."""
@@ -111,9 +115,11 @@ class Sequence:
         return [*self.prompt.token_ids[start:num_prompt], *output] if start < num_prompt else output
 
     @property
-    def is_computed_whole(self) -> bool:
-        """It takes nothing from the prefix cache, which has keys and values of tokens, but not what is wanted here."""
-        return self.scores_prompt or self.is_apart or (self.pooling is not None and self.pooling.keeps_tokens)
+    def most_cached_tokens(self) -> int:
+        """Tokens that may come from the prefix cache, which has their keys and values and not their logits."""
+        if self.scores_prompt or self.is_apart or (self.pooling is not None and self.pooling.keeps_tokens):
+            return 0
+        return (self.num_prompt_tokens if self.scored_ends else self.num_tokens) - 1
 
     @property
     def num_known_tokens(self) -> int:

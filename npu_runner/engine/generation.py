@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -107,7 +109,7 @@ class Generation:
         token_ids = self.sequence.output_token_ids
         if self.logprobs is not None:
             del token_ids[self.logprobs.num_tokens :]
-        self.finished = None
+        self.finished = self.pooled = None
         while (num_kept := self._report_again()) < len(token_ids):
             del token_ids[num_kept:]
         if self.logprobs is not None:
@@ -143,6 +145,22 @@ class Generation:
         if self.pooled is None:
             self.pooled = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
         self.pooled[place : place + len(states_LD)] = states_LD
+
+    def put_label(self, place: int, records: np.ndarray) -> None:
+        """Store the log probabilities of a label's tokens from `place` on, and of the end tokens behind its last one.
+        `records`: see runner/prompt_logprobs.py."""
+        sequence = self.sequence
+        if self.pooled is None:
+            self.pooled = np.zeros(len(sequence.output_token_ids) + len(sequence.scored_ends), dtype=np.float32)
+        first = place - sequence.num_prompt_tokens
+        self.pooled[first : first + len(records)] = records[:, 0].view(np.float32)
+
+    def receive_label(self) -> End:
+        """Ends a label with its log-likelihood: float32 (1,), computed in float64."""
+        assert self.pooled is not None, "the log probabilities come with the steps that compute them"
+        values, num_tokens = self.pooled.astype(np.float64), len(self.sequence.output_token_ids)
+        likelihood = values[:num_tokens].sum() + np.logaddexp.reduce(values[num_tokens:])
+        return self.receive_pooled(np.array([likelihood], dtype=np.float32))
 
     def receive_pooled(self, values_W: np.ndarray) -> End:
         """Ends a prompt that is pooled with its W numbers, or with the states of its tokens, which are there by now."""
@@ -275,11 +293,12 @@ def _compact(token_ids: SequenceOf[int], records: np.ndarray, describe: Describe
 
 @dataclass(eq=False)
 class UnfinishedRequest:
-    """A request from the moment the engine has it. `generations`: one for each completion, or for each prompt of a
-    request for vectors."""
+    """A request from the moment the engine has it. `generations`: one for each completion, for each prompt of a
+    request for vectors, or with `has_labels` for each label of each prompt."""
 
     request_id: str
     prompts: SequenceOf[PromptInputs]
+    has_labels: bool = False
     generations: list[Generation] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """Cached tokens of its first prefill, because a preempted request finds its own blocks."""
@@ -294,6 +313,8 @@ class UnfinishedRequest:
 
     def output(self, completions: list[CompletionOutput], describe: Describe) -> RequestOutput:
         """The result of the request. With several prompts it has neither a prompt text nor a list of ids."""
+        if self.has_labels:
+            completions = [_with_labels(list(labels)) for _, labels in groupby(completions, attrgetter("index"))]
         only = self.prompts[0] if len(self.prompts) == 1 else None
         metrics = RequestMetrics(
             arrival_time=self.arrival_time, queued_ts=self.queued_ts, first_token_ts=self.first_token_ts,
@@ -308,3 +329,12 @@ class UnfinishedRequest:
         """None if not requested, or if the request ended before its prompt was computed."""
         record = self.prompt_logprobs
         return record.finish(describe) if record is not None and record.is_whole else None
+
+
+def _with_labels(labels: list[CompletionOutput]) -> CompletionOutput:
+    """One result of the labels of a prompt, with their log-likelihoods in order; or the first that has failed."""
+    failed = next((label for label in labels if label.pooled is None), None)
+    if failed is not None:
+        return replace(failed, token_ids=[])
+    values_W = np.concatenate([label.pooled for label in labels if label.pooled is not None])
+    return replace(labels[0], token_ids=[], pooled=values_W)

@@ -133,16 +133,20 @@ class LLMEngine:
 
     def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
         """A sequence for each prompt, which ends with what stands where its first token would."""
-        plain = SamplingParams(temperature=0.0, max_tokens=1)
-        request = self._requests[request_id] = UnfinishedRequest(request_id, prompts)
+        plain = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        labels = params.label_token_ids
+        request = self._requests[request_id] = UnfinishedRequest(request_id, prompts, has_labels=labels is not None)
         pooling = self.model_config.pooling
         if isinstance(pooling, ClassPooling) and pooling.pad_token_id is not None and not params.keeps_tokens:
             prompts = [prompt.without_trailing(pooling.pad_token_id) for prompt in prompts]
         for index, prompt in enumerate(prompts):
-            sequence = Sequence(
-                seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
-                prompt=prompt, params=plain, seed=0, pooling=params, max_num_tokens=len(prompt.token_ids) + 1)
-            self._queue(request, Generation(sequence, self.processor.tokenizer, frozenset()))
+            for label in labels or ((),):
+                sequence = Sequence(
+                    seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
+                    prompt=prompt, params=plain, seed=0, pooling=None if labels else params,
+                    output_token_ids=list(label), scored_ends=self._eos_token_ids if labels else (),
+                    max_num_tokens=len(prompt.token_ids) + len(label) + 1)
+                self._queue(request, Generation(sequence, self.processor.tokenizer, frozenset()))
 
     def _queue(self, request: UnfinishedRequest, generation: Generation) -> None:
         self._next_seq_id += 1
@@ -262,6 +266,9 @@ class LLMEngine:
             if batch.is_prefill:
                 self._record_cached_tokens(sequence)
             generation = self._generation_of[sequence.seq_id]
+            if sequence.scored_ends:
+                self._finish(generation, generation.receive_label())
+                continue
             end, place = generation.append(tokens[0], output.logprobs, row), 0
             while end is None and (place := place + 1) < len(tokens):  # drafts that were kept, and one more
                 if tokens[place] == NO_TOKEN and self.scheduler.compute_apart(sequence):
@@ -276,7 +283,9 @@ class LLMEngine:
     def _book_prompt_scores(self, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         for row, place, records in output.prompt_scores:
             sequence = sequences[row]
-            if sequence is not None:
+            if sequence is not None and sequence.scored_ends:
+                self._generation_of[sequence.seq_id].put_label(place, records)
+            elif sequence is not None:
                 record = self._requests[sequence.request_id].prompt_logprobs
                 assert record is not None, "the log probabilities of this prompt were not requested"
                 record.put(place, records)

@@ -38,8 +38,8 @@ from npu_runner.llm.requests import (
     parse_prompt,
     prompt_or_chat_parser,
     tasks_of,
+    with_fields,
     with_index,
-    with_task,
 )
 from npu_runner.llm.turns import Call, Turns
 from npu_runner.llm.vllm_settings import own_settings
@@ -57,7 +57,7 @@ from npu_runner.request.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, LABELS, SOFTMAX, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from npu_runner.serving.loading_line import shows_progress
@@ -279,25 +279,41 @@ class LLM:
             raise field_error("pooling_task", f"{shown(pooling_task)} is not one of {', '.join(_TASKS)}")
         classes = self.processor.classes if pooling_task == CLASSIFY else None
         wrap = partial(PoolingRequestOutput.from_output, classes=classes)
-        return self._pool(prompts, with_task(pooling_params, _TASKS[pooling_task]), pooling_task, wrap, use_tqdm,
+        return self._pool(prompts, with_fields(pooling_params, task=_TASKS[pooling_task]), pooling_task, wrap, use_tqdm,
                           stream_results, return_errors)
 
     @overload
-    def classify(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
-                 stream_results: Literal[False] = False,
-                 return_errors: bool = False) -> list[ClassificationRequestOutput]: ...
+    def classify(self, prompts: Prompts | Conversations, pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
+                 *, labels: Sequence[str] | None = None, stream_results: Literal[False] = False,
+                 return_errors: bool = False, **options: Unpack[ChatOptions]) -> list[ClassificationRequestOutput]: ...
     @overload
-    def classify(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
-                 stream_results: Literal[True], return_errors: bool = False) -> Stream[ClassificationRequestOutput]: ...
-    def classify(self, prompts: Prompts, pooling_params: PoolingRequests = None, use_tqdm: Bar = None, *,
-                 stream_results: bool = False, return_errors: bool = False) -> Answers[ClassificationRequestOutput]:
-        """The probabilities of classes of each raw prompt, of a classifier (a *ForSequenceClassification). With
-        `use_activation` False in `pooling_params` `probs` are the logits.
+    def classify(self, prompts: Prompts | Conversations, pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
+                 *, labels: Sequence[str] | None = None, stream_results: Literal[True], return_errors: bool = False,
+                 **options: Unpack[ChatOptions]) -> Stream[ClassificationRequestOutput]: ...
+    def classify(self, prompts: Prompts | Conversations, pooling_params: PoolingRequests = None, use_tqdm: Bar = None,
+                 *, labels: Sequence[str] | None = None, stream_results: bool = False, return_errors: bool = False,
+                 **options: Unpack[ChatOptions]) -> Answers[ClassificationRequestOutput]:
+        """The probabilities of classes of each raw prompt or conversation. With `use_activation` False in
+        `pooling_params` `probs` are the numbers that the probabilities are made of.
 
-        Prompts are those of `generate`, template included; everything else is as in `chat`.
+        - A classifier (a *ForSequenceClassification) has classes of its own.
+        - A model that generates text gets `labels`, 2 to 512 different texts. The likelihood of a label is the sum of
+          the log probabilities of its tokens, tokenized by themselves, and of the model's end tokens behind it (added
+          up). The probabilities are the softmax of these sums. The prompt of a conversation ends with the start of the
+          answer, unless `add_generation_prompt` is False, and may not end within reasoning.
+
+        Prompts are those of `generate`, template included; everything else is as in `embed`.
         """
-        wrap = partial(ClassificationRequestOutput.from_output, classes=self.processor.classes)
-        return self._pool(prompts, pooling_params, CLASSIFY, wrap, use_tqdm, stream_results, return_errors)
+        given = checked_options("classify", options, ChatOptions)
+        rules = self._media_rules(given.pop("allowed_media_dir", None))
+        task, classes = CLASSIFY, None
+        if labels is not None:
+            pooling_params = with_fields(pooling_params, labels=labels)
+            task, classes = LABELS, Classes(labels=tuple(labels), activation=SOFTMAX)
+        self.processor.check_task(task)
+        wrap = partial(ClassificationRequestOutput.from_output, classes=classes or self.processor.classes)
+        parse = prompt_or_chat_parser(self.processor, rules, given, add_generation_prompt=labels is not None)
+        return self._pool(prompts, pooling_params, task, wrap, use_tqdm, stream_results, return_errors, parse)
 
     @overload
     def score(self, data_1: Sided, data_2: Sided, /, *, use_tqdm: Bar = None,

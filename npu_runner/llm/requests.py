@@ -57,17 +57,18 @@ def _no_params(given: Any) -> RequestError:
                        "SamplingParams(**fields)", "invalid_type")
 
 
-def with_task(given: PoolingParams | Iterable[PoolingParams] | None, task: str | None) -> PoolingParams | Iterable[Any]:
-    """`given`, for `task`. An object that is no PoolingParams stays as it is, and is refused when it is read."""
+def with_fields(given: PoolingParams | Iterable[PoolingParams] | None,
+                **values: Any) -> PoolingParams | Iterable[Any]:
+    """`given`, with these fields. An object that is no PoolingParams stays as it is, and is refused when it is read."""
     if given is None:
-        return PoolingParams(task=task)
+        return PoolingParams(**values)
 
-    def set_task(one: Any) -> Any:
-        return one.replace(task=task) if isinstance(one, PoolingParams) else one
+    def set_fields(one: Any) -> Any:
+        return one.replace(**values) if isinstance(one, PoolingParams) else one
 
     if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
-        return set_task(given)
-    return list(map(set_task, given)) if isinstance(given, Sequence) else map(set_task, given)
+        return set_fields(given)
+    return list(map(set_fields, given)) if isinstance(given, Sequence) else map(set_fields, given)
 
 
 def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyParams:
@@ -178,10 +179,11 @@ def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwa
     return lambda messages: chat_task(processor, messages, rules, **options)
 
 
-def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: Mapping[str, Any]) -> Parse:
-    """Parses raw prompts and conversations in any order. The prompt of a conversation ends behind its last message, as
-    in vLLM."""
-    chat = chat_parser(processor, rules, **{"add_generation_prompt": False, **options})
+def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: Mapping[str, Any], *,
+                          add_generation_prompt: bool = False) -> Parse:
+    """Parses raw prompts and conversations in any order. Where `options` do not say `add_generation_prompt`, the prompt
+    of a conversation ends behind its last message, as in vLLM."""
+    chat = chat_parser(processor, rules, **{"add_generation_prompt": add_generation_prompt, **options})
 
     def parse(item: Any) -> PromptTask:
         if is_conversation(item):

@@ -32,8 +32,6 @@ from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
 from npu_runner.prompts.media.media import MediaRules
-from npu_runner.prompts.media.pages import OpenDocuments
-from npu_runner.prompts.media.pdf_fonts import fonts_of_host
 from npu_runner.prompts.media.transformers_images import ImageRules, TransformersImages
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
@@ -229,10 +227,8 @@ class ChatProcessor(RequestChecks):
             no_videos=no_videos, by_transformers=by_transformers,
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope)
 
-    @property
-    def documents(self) -> OpenDocuments:
-        """The documents whose pages were shown last."""
-        return self._vision.documents
+    def encode_plainly(self, text: str) -> list[int]:
+        return self._chat.control.encode_plainly(checked_text(text, "labels"))
 
     @property
     def why_no_videos(self) -> str | None:
@@ -240,12 +236,10 @@ class ChatProcessor(RequestChecks):
         return self._vision.why_no_videos
 
     def __reduce__(self) -> tuple[Callable[..., ChatProcessor], tuple[Any, ...]]:
-        fonts = fonts_of_host() if self.has_vision else None
         settings, images = self.settings, self.transformers_images
         if images is not None:
             settings = replace(settings, image_rules=images.rules)
-        return _read_again, (type(self), self.model_path, settings, self._file_digests, self._package_versions,
-                             None if fonts is None else fonts.digest)
+        return _read_again, (type(self), self.model_path, settings, self._file_digests, self._package_versions)
 
     def parser_of_calls(self) -> str | None:
         """The name of what reads calls out of an answer; None: they are to stay text.
@@ -376,7 +370,7 @@ class ChatProcessor(RequestChecks):
             "tokenizers": tokenizers.__version__,
             # Only where they say something: an output that was begun before they existed goes on with them unset.
             **({"limit_mm_per_prompt": dict(limits)} if (limits := self.settings.limit_mm_per_prompt) else {}),
-            **({"decoders": decoders} if (decoders := self._decoders()) else {}),
+            **({"decoders": decoders} if (decoders := {**self._decoder_versions(), **self._pdf_library()}) else {}),
             **({"chat_template_kwargs": self._template_kwargs} if self._template_kwargs else {}),
             **({"pairs": self.pairs.identity()} if isinstance(self.pairs, PairPrompts) else {}),
             **({"reasoning_tokens": self.reasoning_tokens.to_json()} if self.reasoning_tokens else {}),
@@ -386,17 +380,16 @@ class ChatProcessor(RequestChecks):
             **({"tool_call_parser": setting} if (setting := self.settings.tool_call_parser) != "auto" else {}),
         }
 
-    def _decoders(self) -> dict[str, str]:
-        """Versions of the installed optional decoders, and a digest of the fonts that a PDF may lack: another one may
-        give other pixels."""
-        fonts = fonts_of_host() if self.has_vision else None
-        return {**self._decoder_versions(),
-                **({} if fonts is None else {"pdfium": fonts.pdfium, "pdf_fonts": fonts.digest})}
-
     def _decoder_versions(self) -> dict[str, str]:
-        """By package. FFmpeg, libheif and PDFium come with their wheels."""
-        packages = ["pillow-heif", "pypdfium2"] * self.has_vision + ["av"] * (self._vision.videos is not None)
+        """Versions of the installed optional decoders, by package. FFmpeg and libheif come with their wheels."""
+        packages = ["pillow-heif"] * self.has_vision + ["av"] * (self._vision.videos is not None)
         return {name: version for name, version in package_versions(packages).items() if version is not None}
+
+    def _pdf_library(self) -> dict[str, str]:
+        """Whether PDFs are rendered here, which must be so on all hosts or on none. The facts of a page have versions
+        (PageFacts.renderer), which are a setting of a job that shows PDFs alone."""
+        is_there = self.has_vision and package_versions(["pypdfium2"])["pypdfium2"] is not None
+        return {"pdf": "pypdfium2"} if is_there else {}
 
     def _frame_pixels(self) -> list[int] | None:
         """Bounds of each frame of a video, where settings say so."""
@@ -418,13 +411,10 @@ class ChatProcessor(RequestChecks):
 
 
 def _read_again(kind: type[ChatProcessor], model_path: str, settings: ProcessorSettings,
-                digests: Mapping[str, str | None], versions: Mapping[str, str | None],
-                fonts_digest: str | None) -> ChatProcessor:
+                digests: Mapping[str, str | None], versions: Mapping[str, str | None]) -> ChatProcessor:
     """The same processor in another process. Raises JobError where it would be another one."""
     try:
-        processor = kind(model_path, settings)
-        processor.documents.fonts_digest = fonts_digest
-        return processor
+        return kind(model_path, settings)
     finally:  # after the files are read, and also where a change has made them unreadable
         refuse_changes(Path(model_path), digests, versions)
 

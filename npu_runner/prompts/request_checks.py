@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import overload
 
@@ -12,8 +13,8 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.compile import check_side_by_side, with_grammar, with_room
 from npu_runner.prompts.text.tokenizer import TextLength, resolve_sampling
 from npu_runner.prompts.vision_prompts import not_cut
-from npu_runner.request.limits import check_logprobs, check_prompt_logprobs, field_error
-from npu_runner.request.pooling_params import CLASSIFY, TOKEN_EMBED, Classes, PoolingParams
+from npu_runner.request.limits import check_logprobs, check_prompt_logprobs, field_error, shown
+from npu_runner.request.pooling_params import CLASSIFY, LABELS, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
@@ -50,6 +51,9 @@ def wrong_task(loaded: str, requested: str) -> RequestError:
 
 def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, hidden_size: int | None) -> None:
     """Raises RequestError for what the model does not give. `hidden_size`: None, if it is not known."""
+    if params.labels is not None:
+        _check_labels(pooling)
+        return
     if pooling is None:
         raise wrong_task(GENERATE, VectorPooling.task)
     if params.keeps_tokens:
@@ -60,6 +64,15 @@ def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, h
         _check_dimensions(params.dimensions, pooling, hidden_size)
     elif params.dimensions is not None:
         raise _refusal("dimensions", f"they are for vectors, and the model is loaded for task {pooling.task}")
+
+
+def _check_labels(pooling: PoolingConfig | None) -> None:
+    """Raises RequestError where the model does not generate text."""
+    if isinstance(pooling, ClassPooling):
+        raise field_error("labels", "the model is a classifier, which has labels of its own; leave them out",
+                          "invalid_value")
+    if pooling is not None:
+        raise wrong_task(pooling.task, GENERATE)
 
 
 def _check_dimensions(dimensions: int | None, pooling: VectorPooling, hidden_size: int | None) -> None:
@@ -77,7 +90,7 @@ def _refusal(name: str, why: str) -> RequestError:
     return field_error(name, f"{why}", "invalid_pooling_parameter")
 
 
-class RequestChecks:
+class RequestChecks(ABC):
     """Checks params of requests for one model. A subclass that knows the model sets the fields."""
 
     tokenizer: Tokenizer
@@ -111,9 +124,23 @@ class RequestChecks:
         prompt_logprobs."""
         if isinstance(params, SamplingParams):
             check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
+        elif params.label_token_ids is not None:
+            self._check_before_labels(prompt, params)
         most = self.most_prompt_tokens(params)
         if most is not None and len(prompt.token_ids) > most:
             raise not_cut(len(prompt.token_ids), most, "was prepared without it")
+
+    def _check_before_labels(self, prompt: PromptInputs, params: PoolingParams) -> None:
+        """Raises RequestError for a prompt that no label can follow."""
+        room = self.max_model_len - params.max_tokens
+        if len(prompt.token_ids) > room:
+            raise field_error("labels", f"the longest has {params.max_tokens - 1} tokens, which leaves {max(room, 0)} "
+                              f"of {self.max_model_len} (max_model_len) for the prompt, and it has "
+                              f"{len(prompt.token_ids)}", "prompt_too_long")
+        if prompt.thinking == "open":
+            raise field_error("labels", "the prompt ends within the reasoning, so no label follows it; set "
+                              'chat_template_kwargs {"enable_thinking": false}, or end the reasoning in the messages',
+                              "reasoning_open")
 
     def check_thinking(self, prompt: PromptInputs, params: SamplingParams) -> None:
         """Raises RequestError for a thinking budget that nothing would come of."""
@@ -126,6 +153,18 @@ class RequestChecks:
         if self.reasoning_tokens is None:
             raise field_error("max_thinking_tokens", "this model has no end-of-thinking token, or reasoning_parser is "
                               "none; leave it out", "unsupported_parameter")
+
+    def _label_ids(self, numbered: tuple[int, str]) -> tuple[int, ...]:
+        """The tokens of a label by itself. Raises RequestError if it has none."""
+        number, label = numbered
+        token_ids = self.encode_plainly(label)
+        if not token_ids:
+            raise field_error(f"labels[{number}]", f"{shown(label)} has no token of this model", "invalid_value")
+        return tuple(token_ids)
+
+    @abstractmethod
+    def encode_plainly(self, text: str) -> list[int]:
+        """Token ids of a text by itself, in which nothing is a control token."""
 
     @property
     def task(self) -> str:
@@ -143,7 +182,12 @@ class RequestChecks:
         """Raises RequestError where a request is for something else than the model is loaded for. States of all tokens
         are there whatever it pools."""
         has_states = requested == TOKEN_EMBED and self.pooling is not None
-        if requested == ScorePooling.task and isinstance(self.pooling, ClassPooling):
+        if requested == LABELS:
+            _check_labels(self.pooling)
+        elif requested == CLASSIFY and self.pooling is None:
+            raise field_error("labels", "missing; the model generates text, and chooses from labels that a request "
+                              f"names. Without them, {_NEEDS[CLASSIFY]}", "missing_required_parameter")
+        elif requested == ScorePooling.task and isinstance(self.pooling, ClassPooling):
             if self._why_no_scores is not None:
                 raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")
         elif requested != self.task and not has_states:
@@ -169,7 +213,9 @@ class RequestChecks:
         """
         if isinstance(params, PoolingParams):
             check_pooling_params(params, self.pooling, self.hidden_size)
-            return params
+            if params.labels is None:
+                return params
+            return params.replace(label_token_ids=tuple(map(self._label_ids, enumerate(params.labels))))
         self.check_task(GENERATE)
         check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
 

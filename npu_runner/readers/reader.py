@@ -46,6 +46,10 @@ class ImageFields(_Strict):
     shortest: _Pixels | None = None
     size: tuple[_Pixels, _Pixels] | None = None
 
+    def to_fields(self, *, is_pdf: bool = False) -> dict[str, Any]:
+        """The fields that the row sets. Only PDFs have a resolution."""
+        return self.model_dump(mode="json", exclude_none=True, exclude={"grid"} if is_pdf else {"grid", "dpi"})
+
 
 class Grid(_Strict):
     """An area in pixels, and sides that are multiples of a number."""

@@ -31,6 +31,7 @@ def run_json(run: JobSummary) -> dict[str, Any]:
         "replicas": list(map(_replica_json, run.replicas)),
         "vision_cache": {"hits": stats.vision_cache_hits, "misses": stats.vision_cache_misses,
                          "evictions": stats.vision_cache_evictions, "bytes": stats.vision_cache_bytes,
+                         "host_hits": stats.vision_cache_host_hits, "host_bytes": stats.vision_cache_host_bytes,
                          "images_encoded": stats.num_images_encoded},
         "prefix_cache": {"queried_tokens": stats.prefix_cache_queries, "hit_tokens": stats.prefix_cache_hits,
                          "hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries)},

@@ -127,6 +127,8 @@ class Limits:
     """Bytes of what was built for rules of answers and is kept for rows to come."""
     max_embedding_inputs: int = 2048  # OpenAI's
     """Prompts of the `input` of a row for vectors."""
+    max_labels: int = 512
+    """Entries of `labels`."""
     max_documents: int = 2048
     """Documents of a row that is scored."""
     max_pairs_bytes: int = GIB

@@ -299,6 +299,9 @@ class RunnerCounters(StepSeconds):
     vision_cache_misses: int = 0
     vision_cache_evictions: int = 0
     vision_cache_bytes: int = 0
+    vision_cache_host_hits: int = 0
+    """The number of hits that came from host memory."""
+    vision_cache_host_bytes: int = 0
     num_images_encoded: int = 0
 
 

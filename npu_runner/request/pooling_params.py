@@ -7,16 +7,19 @@ W classes.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import field_error, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown
 
 CLASSIFY, TOKEN_EMBED = "classify", "token_embed"
 """Tasks, as vLLM calls them."""
+LABELS = "labels"
+"""The task of choosing from labels, which a model that generates text has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +29,6 @@ class PoolingParams:
 
     n: ClassVar[int] = 1
     """Results of one prompt."""
-    max_tokens: ClassVar[int] = 1
-    """Room behind the prompt: the scheduler plans what is pooled as it does a prompt's first token."""
 
     dimensions: int | None = None
     """Keep this many first numbers of the vector, before it is normalised (arXiv 2205.13147); None keeps all."""
@@ -40,6 +41,12 @@ class PoolingParams:
 
     task: str | None = None
     """token_embed: the final hidden state of every token, which is not cut; None: what the model was loaded for."""
+
+    labels: Sequence[str] | None = None
+    """The answers whose log-likelihoods behind the prompt are wanted, 2 to 512 different texts, of a model that
+    generates text."""
+    label_token_ids: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    """The tokens of each label, as `ChatProcessor.resolve_params` sets them; a caller leaves it out."""
 
     def __post_init__(self) -> None:
         self._check("dimensions", self.dimensions, 1)
@@ -55,11 +62,35 @@ class PoolingParams:
             raise _error("dimensions", f"states of all tokens ({TOKEN_EMBED}) are not cut; leave it out")
         if self.keeps_tokens and self.use_activation:
             raise _error("use_activation", f"states of all tokens ({TOKEN_EMBED}) are not normalised; leave it out")
+        if self.labels is not None:
+            self._check_labels(self.labels)
 
     @property
     def keeps_tokens(self) -> bool:
         """Whether the hidden state of every token is wanted."""
         return self.task == TOKEN_EMBED
+
+    @property
+    def max_tokens(self) -> int:
+        """Room behind the prompt: the longest label, and one token, as what is pooled is planned like a prompt's first
+        token."""
+        return 1 + max(map(len, self.label_token_ids or ((),)))
+
+    def _check_labels(self, labels: Any) -> None:
+        if isinstance(labels, str) or not isinstance(labels, Sequence):
+            raise _error("labels", f"a list of texts is needed, not {type(labels).__name__}")
+        check_count("labels", "labels", labels, LIMITS.max_labels)
+        if len(labels) < 2:
+            raise _error("labels", f"{len(labels)} of them leaves nothing to choose; give at least two")
+        seen: dict[str, int] = {}
+        for number, label in enumerate(labels):
+            if not isinstance(label, str) or not label:
+                raise _error(f"labels[{number}]", f"{shown(label)} is no text with a character")
+            if seen.setdefault(label, number) != number:
+                raise _error(f"labels[{number}]", f"{shown(label)} is labels[{seen[label]}], too")
+        for name in ("dimensions", "task"):
+            if getattr(self, name) is not None:
+                raise _error(name, "it does not go with labels; leave it out")
 
     def _check(self, name: str, value: Any, low: int) -> None:
         if value is None:

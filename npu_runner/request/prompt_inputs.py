@@ -39,6 +39,8 @@ class PageFacts:
     height: int
     has_text: bool | None
     """The page has a text layer; None: its file's kind has none."""
+    renderer: Mapping[str, str] | None = field(default=None, compare=False)
+    """PDFium's version and a digest of the fonts, where it is of a PDF. Another renderer may give other pixels."""
 
     def to_json(self) -> dict[str, bool | int | None]:
         """As a line of the output names them."""

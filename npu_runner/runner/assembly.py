@@ -20,7 +20,7 @@ from npu_runner.platforms.platform import Platform
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.runner.base import MemoryProfile
 from npu_runner.runner.dummy import dummy_images, dummy_prefill, dummy_rows
-from npu_runner.runner.images import ImageEncoder, VisionCache
+from npu_runner.runner.images import HostTier, ImageEncoder, VisionCache
 from npu_runner.runner.kv_cache import KVCachePlan, KVCacheShape, fit_states, plan_kv_cache
 from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.mtp_step import step_runner_for
@@ -46,7 +46,9 @@ class RankAssembly:
         self._image_of, self._end_token_ids = image_of, end_token_ids
         # A prompt is shorter than max_model_len, and an image is never longer than its prompt.
         self.largest_image = image_of(max(1, self.max_model_len - 1)) if strategy.is_multimodal else None
-        self.vision_cache = VisionCache(config.cache.vision_cache_bytes)
+        host_bytes = config.cache.vision_cache_host_bytes // tp.size
+        self.vision_cache = VisionCache(config.cache.vision_cache_bytes,
+                                        HostTier(host_bytes, platform.memory, device) if host_bytes else None)
         self.guard = MemoryGuard(platform.memory, self.vision_cache.release, can_retry=tp.size == 1)
         # Where each step waits for the one before, no image is sent ahead.
         sends_ahead = strategy.is_multimodal and self.schedules_ahead

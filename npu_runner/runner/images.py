@@ -11,13 +11,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.models.vision.patches import groups_within
-from npu_runner.platforms.transfers import SideResult, SideStream
+from npu_runner.platforms.devices import Memory
+from npu_runner.platforms.transfers import Download, SideResult, SideStream, upload
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies import LoadStrategy, StagedImages, VisionEmbeddings
 
@@ -115,23 +117,85 @@ class VisionCacheCounters:
     misses: int = 0
     evictions: int = 0
     num_bytes: int = 0
+    host_hits: int = 0
+    """The hits that were in host memory."""
+    host_bytes: int = 0
+
+
+class HostTier:
+    """Embeddings that the device's cache had no room for, in pageable host memory; the least recently used go first.
+    A value that returns to the device stays, so that it is copied once.
+
+    memory, device: what they are copied from and back to. A copy to the host is asynchronous and goes through pinned
+    memory, which is given back at the next call behind its end.
+    """
+
+    def __init__(self, max_bytes: int, memory: Memory, device: torch.device):
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._memory, self._device = memory, device
+        self._under_way: dict[bytes, list[Download]] = {}
+        self._values: OrderedDict[bytes, tuple[list[Tensor], list[np.ndarray]]] = OrderedDict()
+        """Tensors without memory, which have the shapes and dtypes, and the bytes of each."""
+
+    def put(self, content_hash: bytes, value: VisionEmbeddings) -> None:
+        self._store_those_done()
+        if content_hash in self._values:
+            self._values.move_to_end(content_hash)
+            return
+        if value.num_bytes > self.max_bytes:
+            return
+        tensors = [value.main_MD, *value.deepstack]
+        self._under_way[content_hash] = [
+            self._memory.download(tensor.contiguous().view(torch.uint8)) for tensor in tensors]
+        self._values[content_hash] = [torch.empty_like(tensor, device="meta") for tensor in tensors], []
+        self.num_bytes += value.num_bytes
+        while self.num_bytes > self.max_bytes:
+            oldest, (forms, _) = self._values.popitem(last=False)
+            self._under_way.pop(oldest, None)
+            self.num_bytes -= sum(form.nbytes for form in forms)
+
+    def get(self, content_hash: bytes) -> VisionEmbeddings | None:
+        """A value on its way back to the device, or None; waits for its copy to the host."""
+        if content_hash not in self._values:
+            return None
+        self._store(content_hash)
+        self._values.move_to_end(content_hash)
+        forms, arrays = self._values[content_hash]
+        main_MD, *deepstack = (upload(array, self._device).view(form.dtype) for form, array in
+                               zip(forms, arrays, strict=True))
+        return VisionEmbeddings(main_MD, deepstack)
+
+    def _store_those_done(self) -> None:
+        for content_hash, downloads in list(self._under_way.items()):
+            if all(download.is_done() for download in downloads):
+                self._store(content_hash)
+
+    def _store(self, content_hash: bytes) -> None:
+        downloads = self._under_way.pop(content_hash, None)
+        if downloads is not None:
+            self._values[content_hash][1].extend(download.wait().copy() for download in downloads)
 
 
 class VisionCache:
-    """Least recently used goes first. A value larger than the whole cache is not kept.
+    """Least recently used goes first, to the host's tier if there is one. A value larger than the whole cache is not
+    kept on the device.
 
     An image that a prefill chunk ends in is pinned until the next prefill step, even beyond the bound. So the tower
     does not run twice for one image of a prompt.
     """
 
-    def __init__(self, max_bytes: int):
+    def __init__(self, max_bytes: int, host: HostTier | None = None):
         self.max_bytes = max_bytes
         self.counters = VisionCacheCounters()
+        self._host = host
         self._values: OrderedDict[bytes, VisionEmbeddings] = OrderedDict()
         self._pinned: dict[bytes, VisionEmbeddings] = {}
 
     def get(self, content_hash: bytes) -> VisionEmbeddings | None:
         value = self._pinned.get(content_hash) or self._values.get(content_hash)
+        if value is None and self._host is not None and (value := self._host.get(content_hash)) is not None:
+            self.counters.host_hits += 1
+            self.put(content_hash, value)
         if value is None:
             self.counters.misses += 1
             return None
@@ -142,28 +206,25 @@ class VisionCache:
 
     def put(self, content_hash: bytes, value: VisionEmbeddings) -> None:
         assert content_hash not in self._values, "encoded twice"
-        if value.num_bytes > self.max_bytes:
-            return
         self._values[content_hash] = value
         self.counters.num_bytes += value.num_bytes
         while self.counters.num_bytes > self.max_bytes:
-            _, evicted = self._values.popitem(last=False)
+            # A value that is too large for the cache leaves alone.
+            oldest = content_hash if value.num_bytes > self.max_bytes else next(iter(self._values))
+            evicted = self._values.pop(oldest)
             self.counters.num_bytes -= evicted.num_bytes
-            self.counters.evictions += 1
+            self.counters.evictions += evicted is not value
+            if self._host is not None:
+                self._host.put(oldest, evicted)
+                self.counters.host_bytes = self._host.num_bytes
 
     def pin_only(self, values: dict[bytes, VisionEmbeddings]) -> None:
         """Hold `values` whatever happens, and none of those pinned before."""
         self._pinned = values
 
     def release(self) -> None:
-        """Evicts every value; one that is needed is computed again."""
+        """Free the device's memory; a value that is needed and not on the host is computed again."""
         self.counters.evictions += len(self._values)
         self.counters.num_bytes = 0
         self._values.clear()
         self._pinned = {}
-
-    def clear(self) -> None:
-        """Forget everything, counters included."""
-        self._values.clear()
-        self._pinned.clear()
-        self.counters = VisionCacheCounters()

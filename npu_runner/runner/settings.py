@@ -117,17 +117,19 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     _check_states(config.cache, model_config, max_num_batched_tokens, block_size)
     dtype = config.dtype if config.dtype != "auto" else (platform.defaults.dtype or model_config.dtype)
+    max_model_len = _max_model_len(config, model_config, platform, facts)
+    most_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
     return Settings(
         dtype=dtype,
         attention_backend=attention_backend,
-        max_model_len=_max_model_len(config, model_config, platform, facts),
+        max_model_len=max_model_len,
         max_model_len_is_given=config.max_model_len is not None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
-        prefill_sizes=_prefill_sizes(config, model_config, platform, facts, graph_mode, max_num_batched_tokens),
+        prefill_sizes=_prefill_sizes(config, model_config, platform, facts, graph_mode, most_tokens),
         kv_cache_dtype=_kv_cache_dtype(config, platform, facts, dtype, kv_cache_scheme(quantization)),
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
@@ -286,8 +288,9 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
 
 
 def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Platform, facts: AttentionFacts,
-                   graph_mode: str, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Raises ConfigError for sizes that are asked for where nothing makes such graphs, or where no step has them."""
+                   graph_mode: str, most_tokens: int) -> tuple[int, ...]:
+    """Raises ConfigError for sizes that are asked for where nothing makes such graphs, or where no step has them.
+    `most_tokens`: the most that a prefill can have."""
     given, problem = config.graphs.graph_prefill_sizes, None
     if graph_mode == "eager":
         problem = "it has no use in eager mode"
@@ -295,11 +298,12 @@ def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Pl
         problem = f"platform {platform.name} records no prefills of attention_backend {config.attention_backend}"
     elif model_config.state_layers:
         problem = f"prefills of {model_config.model_type}, which has layers with state, are not recorded"
-    elif given is not None and given[-1] > max_num_batched_tokens:
-        problem = f"no step has more than max_num_batched_tokens {max_num_batched_tokens} tokens"
+    elif given is not None and given[-1] > most_tokens:
+        problem = (f"no step has more than {most_tokens} tokens, by max_num_batched_tokens and by max_num_seqs prompts "
+                   "of max_model_len")
     if problem is None:
         sizes = _PREFILL_SIZES if given is None else given
-        return tuple(size for size in sizes if 0 < size <= max_num_batched_tokens)
+        return tuple(size for size in sizes if 0 < size <= most_tokens)
     if given is not None and any(given):
         raise ConfigError(f"graph_prefill_sizes {given}: {problem}; leave it out")
     return ()

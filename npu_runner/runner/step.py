@@ -393,8 +393,8 @@ class StepRunner:
         if not step.batch.prompt_scores:
             return None
         return score_prompts(
-            step.batch, hidden_TD, step.tensors["prompt_targets"], keeps=self.sampler is not None,
-            max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
+            step.batch, hidden_TD, step.tensors["scored_tokens"], step.tensors["prompt_targets"],
+            keeps=self.sampler is not None, max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
             download=self.platform.memory.download)
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ def step_arrays(batch: ScheduledBatch, of_rows: Mapping[str, np.ndarray], number
         arrays["sampled_rows"] = np.flatnonzero(batch.samples_B).astype(np.int32)
         arrays["image_rows"] = _image_rows(batch)
         if batch.prompt_scores:
+            arrays["scored_tokens"] = np.concatenate([score.tokens for score in batch.prompt_scores])
             arrays["prompt_targets"] = np.concatenate([score.targets for score in batch.prompt_scores])
     return arrays
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,8 +18,8 @@ from npu_runner.prompts.tasks import PromptTask
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PageFacts, PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.serving.given_up import DocumentFailures
 from npu_runner.serving.replica import FinishedRow
-from npu_runner.serving.workers.given_up import DocumentFailures
 from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPool
 
 
@@ -63,6 +63,11 @@ class Prepared:
         return [page for prompt in prompts for page in prompt.pages]
 
     @property
+    def renderer(self) -> Mapping[str, str] | None:
+        """The renderer of its pages of PDFs, all by one worker; None: it shows none."""
+        return next((page.renderer for page in self.pages if page.renderer is not None), None)
+
+    @property
     def num_sequences(self) -> int:
         """The engine makes this number of sequences of it."""
         if isinstance(self.prompt, tuple):
@@ -94,9 +99,9 @@ class Endpoint:
     def __init__(self, prepare: Callable[[Any], Prepared], write: Callable[[Prepared, Any], FinishedRow],
                  limits: PoolLimits, inherited: Sequence[int] = (), *, failed: Callable[[Any, RequestError], Prepared],
                  pages_of: Callable[[Any], Iterable[tuple[str, int]]] = lambda task: ()):
-        self._documents: DocumentFailures[Any] = DocumentFailures(pages_of)
+        self.documents: DocumentFailures[Any] = DocumentFailures(pages_of)
         self.pool: WorkerPool[Any] = WorkerPool(prepare, limits, inherited, seen=self._record,
-                                                refusal=self._documents.refusal)
+                                                refusal=self.documents.refusal)
         """Closed by the maker of the endpoint."""
         self._prepare = prepare
         self.finish = write
@@ -110,9 +115,9 @@ class Endpoint:
     def _record(self, task: Any, result: Any) -> None:
         """Called in the pool's thread."""
         if isinstance(result, WorkerFailure):
-            self._documents.record(task, result)
+            self.documents.record(task, result)
         elif isinstance(result, Prepared) and result.error is None:
-            self._documents.record(task, None)
+            self.documents.record(task, None)
         if isinstance(result, Prepared) and getattr(result.params, "structured_outputs", None) is not None:
             self.wants_grammars.set()
 

@@ -69,11 +69,13 @@ class RowRun:
 
 
 class FinishedRow(NamedTuple):
-    """A row's bytes for the output. `number`: its index; `outcome`: the job's counts of it, passed on unread."""
+    """A row's bytes for the output. `number`: its index; `outcome`: the job's counts of it, passed on unread;
+    `renderer`: PageFacts' of the PDFs in its answer's prompt."""
 
     number: int
     outcome: Any
     data: bytes
+    renderer: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,16 @@ class Progressed:
     stats: ReplicaStats
 
 
-Event = Opened | Loading | Ready | Started | Finished | Returned | Progressed
+@dataclass(frozen=True)
+class PageOutcome:
+    """Page `ended` of a document has ended its worker or its time; None: a page of the document was rendered, which is
+    an event after such an end alone."""
+
+    document: str
+    ended: int | None
+
+
+Event = Opened | Loading | Ready | Started | Finished | Returned | Progressed | PageOutcome
 
 
 class Replica(ABC):
@@ -193,6 +204,9 @@ class Replica(ABC):
     def recall(self, num_rows: int, *, include_started: bool = False) -> None:
         """Request up to `num_rows` rows back that the engine does not have; with `include_started` those of the engine
         as well, whose work is lost. One Returned answers each call."""
+
+    def hear(self, outcome: PageOutcome) -> None:  # noqa: B027 - for replicas that give documents up
+        """Receive an outcome of another replica: documents are given up by the job."""
 
     @abstractmethod
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -6,8 +6,6 @@ A page without a block that can be read is one row, the page, so that no page is
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,19 +14,17 @@ from typing import Any
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.joined import Joined, requests_in
 from npu_runner.batch.files.place import read_by
-from npu_runner.batch.rows.logprobs_json import to_json
-from npu_runner.batch.rows.openai_format import parse_row
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.errors import ConfigError
 from npu_runner.readers.answers.block import Block
 from npu_runner.readers.package_prompt import prompt_of
 from npu_runner.readers.reader import LabelFields, PageReader, read_reader
 from npu_runner.request.limits import LIMITS
-from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, find_place
 from npu_runner.tables.first_pass import metadata_of
 from npu_runner.tables.options import RowsOptions
 from npu_runner.tables.page_answers import BLANK, PageRow, page_answers, read_page
-from npu_runner.tables.places import JobOutput, find_outputs
-from npu_runner.tables.row_maker import fixed_fields, shortened
+from npu_runner.tables.places import JobOutput
+from npu_runner.tables.row_maker import CHAT, RowLines, fixed_fields, messages_of, shortened
 
 _OPTIONS = {"output", "reader", "rows", "system", "max_tokens", "body", "schema", "prompt_python"}
 """The options that go with --rows."""
@@ -65,9 +61,7 @@ def make_block_rows(names: Sequence[str], options: RowsOptions) -> MadeBlockRows
         output = entered.enter_context(JobOutput(names[0], LIMITS.max_row_bytes))
         file = entered.enter_context(InputFile(str(options.rows)))
         read = [*output.read_names, *read_by(options)]
-        (place,) = find_outputs([("rows", options.output)], read)
-        if place.path is not None:
-            find_outputs([("documents", documents_path(place.path))], read)
+        place = find_place(options.output, read)
         rows = file.scan_for(names[0], None if output.manifest is None else output.manifest.input)
         output.scan()
         output.refuse_other_files()
@@ -75,10 +69,8 @@ def make_block_rows(names: Sequence[str], options: RowsOptions) -> MadeBlockRows
         if missing := joined.num_rows - len(joined.places):
             raise ConfigError(f"rows {options.rows}: {missing} of {joined.num_rows} pages have no answer in {names[0]} "
                               "yet; finish that job first (a failed page counts as answered)")
-        settings = hashlib.blake2b(to_json([reader.to_json(), maker.described]).encode("utf-8", "surrogatepass"),
-                                   digest_size=16).hexdigest()
-        head = Head(reader=reader.name, parser=reader.parser, prompt=None, settings=settings)
-        described = DescribedRows(place.path, head, is_appended=False, is_needed=True)
+        head = Head(reader=reader.name, parser=reader.parser, prompt=None, settings=None)
+        described = DescribedRows(place.path, head, is_needed=True)
         num_rows = num_pages = num_whole = 0
         flaws = Counter[str]()
         with place, described.writing(place) as lines:
@@ -125,23 +117,14 @@ class _BlockRowMaker:
         default = LabelFields(prompt=prompt_of(reader, options.prompt_python).text)
         self._by_label = {label: (each.prompt, fixed_fields(options, {**reader.body, **each.body}))
                           for label, each in {"": default, **reader.by_label}.items()}
-        self._is_checked = False
-
-    @property
-    def described(self) -> Any:
-        """All that decides the rows, beside their pages."""
-        return [self._system, self._by_label]
+        self._lines = RowLines()
 
     def line(self, request: Mapping[str, Any], row: PageRow, number: int, block: Block | None,
              layout: str) -> bytes:
         """The row of a block, or of a whole page. `layout`: the flaws of the answer that has found the block."""
         label = "" if block is None else block.label
         prompt, fixed = self._by_label.get(label, self._by_label[""])
-        texts = [{"type": "text", "text": prompt}] if prompt else []
         shown = [{"type": "image_url", "image_url": self._address(request, block)}]
-        messages = [{"role": "user", "content": [*texts, *shown] if self._reader.text_first else [*shown, *texts]}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})  # type: ignore[dict-item]
         named = metadata_of(request)
         metadata = {"document": row.document, "page": row.page}
         metadata |= {"pages": named["pages"]} if "pages" in named else {}
@@ -151,28 +134,17 @@ class _BlockRowMaker:
             metadata |= {"block": number, "label": label, "box": " ".join(f"{each:g}" for each in block.box)}
             metadata |= {"continued": True} if block.is_continued else {}
         metadata |= {"layout": layout} if layout else {}
-        line = {"custom_id": shortened(custom_id), "method": "POST", "url": "/v1/chat/completions",
-                "body": {"messages": messages, **fixed, "metadata": metadata}}
-        data = to_json(line).encode() + b"\n"
-        if not self._is_checked:
-            try:
-                parse_row(json.loads(data)).to_params({}, 0)
-            except (RequestError, ConfigError) as error:
-                raise ConfigError(f"row {custom_id}: the job would refuse it: {error}") from error
-            self._is_checked = True
-        return data
+        body = {"messages": messages_of(prompt, shown, self._system, self._reader), **fixed, "metadata": metadata}
+        return self._lines.line(shortened(custom_id), CHAT, body, f"row {custom_id}")
 
     def _address(self, request: Mapping[str, Any], block: Block | None) -> dict[str, Any]:
         """The page's address, with the box and the rotation of the block."""
         page = next(_images_of(request), None)
         if page is None:
             raise ConfigError(f"row {request.get('custom_id')!r}: shows no image whose blocks could be read")
-        is_page = "page" in page
-        named = (self._reader.page if is_page else self._reader.image).model_dump(
-            mode="json", exclude_none=True, exclude={"grid"})
-        # Only PDFs have a resolution, and only then the layout's reader gave one.
-        found = {name: page[name] for name in _KEPT if name in page} | {
-            name: value for name, value in named.items() if name != "dpi" or "dpi" in page}
+        named = self._reader.page if "page" in page else self._reader.image
+        # The layout's reader gave a resolution to the pages of PDFs alone.
+        found = {name: page[name] for name in _KEPT if name in page} | named.to_fields(is_pdf="dpi" in page)
         if block is not None and block.box is not None:
             found["box"] = list(block.box)
             found |= {"rotate": block.rotation} if block.rotation else {}

@@ -19,8 +19,9 @@ from npu_runner.tables.column_types import BOOL, DOUBLE, INT64, LIST, TEXT, VECT
 
 Answer = dict[str, Any]
 Cells = dict[str, Any]
-FIELD, METADATA = "answer.", "metadata."
-"""The names of columns of fields of answers, and of metadata of rows, start so. No other name has a dot."""
+FIELD, METADATA, PROB = "answer.", "metadata.", "prob."
+"""The names of columns of fields of answers, of metadata of rows, and of probabilities of rows' labels start so. No
+other name has a dot."""
 MORE_METADATA = "metadata"
 VECTOR, SCORE, LABEL, PROBS = "vector", "score", "label", "probs"
 LOGPROB, PROMPT_COUNT = "mean_logprob", "prompt_tokens"
@@ -33,6 +34,8 @@ MAX_FIELDS = 256
 """Fields beside a schema's that get columns. Answers with more of them are no table; they stay text."""
 MAX_METADATA = 256
 """Names of metadata that get columns: those of most rows. The others are in one column of JSON."""
+MAX_LABELS = 64
+"""Labels that get columns, where all rows have the same."""
 _MAX_CANDIDATES = 4096
 """Only this many names of metadata are counted, the first ones, so that rows cannot fill the memory."""
 _MAX_NAME_CHARS = 256
@@ -67,6 +70,8 @@ class FirstPass:
         self._has_schema = schema is not None
         self._fields: dict[str, Seen] = {}
         self._schemas: set[bytes] = set()
+        self._labels: set[tuple[str, ...]] = set()
+        """The labels of the rows, at most two different lists."""
 
     def add_request(self, request: Mapping[str, Any]) -> None:
         metadata = metadata_of(request)
@@ -74,6 +79,8 @@ class FirstPass:
             if name in self._metadata or len(self._metadata) < _MAX_CANDIDATES:
                 self._metadata.setdefault(name, Seen()).add(value)
         self.has_more_metadata |= len(metadata) > MAX_METADATA or not all(map(_may_be_column, metadata))
+        if (labels := labels_of(request)) and len(self._labels) < 2:
+            self._labels.add(labels)
         schema = None if self._has_schema else _schema_of(_object(request.get("body")))
         if schema is None:
             return
@@ -129,6 +136,11 @@ class FirstPass:
         most = set(sorted(self._metadata, key=lambda name: -self._metadata[name].num_rows)[:MAX_METADATA])
         return [name for name in self._metadata if name in most]
 
+    def label_names(self) -> tuple[str, ...]:
+        """The labels of all rows; none, where they differ or are no names of columns."""
+        (labels,) = self._labels if len(self._labels) == 1 else ((),)
+        return labels if len(labels) <= MAX_LABELS and all(map(_may_be_column, labels)) else ()
+
     def columns(self) -> dict[str, str]:
         """Types by name, in order."""
         found = {"custom_id": TEXT, "index": INT64}
@@ -136,6 +148,10 @@ class FirstPass:
         if self.has_more_metadata or len(self._metadata) > MAX_METADATA:
             found[MORE_METADATA] = TEXT
         found |= {name: kind for name, kind in _POOLED.items() if name in self._names}
+        if PROBS in found and self._labels:
+            labels = self.label_names()
+            found |= {f"{PROB}{label}": DOUBLE for label in labels} if labels else {PROBS: TEXT}
+            found = {name: kind for name, kind in found.items() if name != PROBS or not labels}
         if self._names.issuperset(TEXT_COLUMNS) or not self._names & _POOLED.keys():
             found |= {f"{FIELD}{name}": self._seen(name).type for name in self.field_names()}
             found |= {**dict.fromkeys(TEXT_COLUMNS, TEXT), LOGPROB: DOUBLE, **dict.fromkeys(COUNT_COLUMNS, INT64)}
@@ -160,10 +176,16 @@ class FirstPass:
 
 
 def joiner(found: FirstPass) -> Callable[[Cells, Mapping[str, Any]], Cells]:
-    """A function that adds the cells of an answer's own fields and of its row's metadata."""
+    """A function that adds the cells of an answer's own fields, of its row's metadata and of its row's labels."""
     field_names, metadata_names = set(found.field_names()), set(found.metadata_names())
+    have_columns = bool(found.label_names())
 
-    def join(cells: Cells, metadata: Mapping[str, Any]) -> Cells:
+    def join(cells: Cells, request: Mapping[str, Any]) -> Cells:
+        metadata = metadata_of(request)
+        if (probs := cells.get(PROBS)) is not None and len(labels := labels_of(request)) == len(probs):
+            by_label = dict(zip(labels, probs, strict=True))
+            cells = {**cells, **({f"{PROB}{label}": prob for label, prob in by_label.items()} if have_columns
+                                 else {PROBS: by_label})}
         named = _named(metadata)
         more = {name: value for name, value in metadata.items() if _shown(name) not in named.keys() & metadata_names}
         return {**cells, **_columns(METADATA, named, metadata_names),
@@ -171,6 +193,14 @@ def joiner(found: FirstPass) -> Callable[[Cells, Mapping[str, Any]], Cells]:
                 **({MORE_METADATA: more} if more else {})}
 
     return join
+
+
+def labels_of(request: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels that a row brings; none, where it brings no list of texts."""
+    labels = _object(request.get("body")).get("labels")
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        return ()
+    return tuple(labels)
 
 
 def metadata_of(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,18 +17,17 @@ from npu_runner.batch.files.answer_file import has_twins
 from npu_runner.batch.files.place import read_by
 from npu_runner.batch.files.row_book import keys_array
 from npu_runner.batch.rows.logprobs_json import to_json
-from npu_runner.batch.rows.shape import name_of, row_key
+from npu_runner.batch.rows.shape import row_key
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.pdf_passwords import read_passwords
 from npu_runner.readers.package_prompt import ReaderPrompt
 from npu_runner.readers.reader import PageReader
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.workers.pool import PoolLimits
-from npu_runner.tables.documents import DocumentOpener, Documents, PageRanges
-from npu_runner.tables.documents_file import DescribedRows, Head, documents_path
+from npu_runner.tables.described_rows import DescribedRows, Head, find_place
+from npu_runner.tables.document_pages import DocumentOpener, Documents, PageRanges
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import RowsOptions
-from npu_runner.tables.places import find_outputs
 from npu_runner.tables.prompt_text import PromptText, find_page_reader
 from npu_runner.tables.records import Reader, Record
 from npu_runner.tables.row_maker import RowMaker
@@ -107,20 +106,19 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, results: Path | Non
     prompt = PromptText(options, None if asked is None else asked.text)
     maker = RowMaker(options, prompt, media, reader)
     read = [*read_by(options), *(("source", name) for name in names)]
-    (place,) = find_outputs([("rows", options.output)], read)
-    if place.path is not None:
-        find_outputs([("documents", documents_path(place.path))], read)
+    place = find_place(options.output, read)
     sources.output = place.path
+    ranges = PageRanges.parse(options.pages)
     described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker, sources),
-                              is_appended=options.append, is_needed=results is not None or reader is not None)
-    opener = DocumentOpener(ranges=PageRanges.parse(options.pages), page=maker.page,
-                            passwords=read_passwords(options.pdf_passwords))
+                              appended=ranges if options.append else None,
+                              is_needed=results is not None or reader is not None)
+    opener = DocumentOpener(ranges=ranges, page=maker.page, passwords=read_passwords(options.pdf_passwords))
     documents = Documents(opener, _limits(options), described.has, media.address)
     records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
     keys, made_of, num_known = bytearray(), Counter[tuple[str, str]](), 0
     with place, described.writing(place) as file:
-        for line in described.earlier_rows():
-            keys += row_key(name_of(line), 0)
+        for custom_id, line in described.earlier_rows():
+            keys += row_key(custom_id, 0)
             file.write(line)
         earlier = np.sort(keys_array(bytes(keys)))
         chosen = (records.records(described.add) if options.sample is None
@@ -162,7 +160,8 @@ def _kind(record: Record) -> tuple[str, str]:
 
 
 def _is_in(earlier: np.ndarray, key: bytes, record: Record) -> bool:
-    """Whether earlier rows have this image. Their documents were left out before. Raises ConfigError for a table."""
+    """Whether earlier rows have this image or page. Documents with a line were left out before. Raises ConfigError for
+    a table."""
     if record.file is None:
         raise ConfigError(f"append: {record.where} is a record of a table; documents, images and videos are added, so "
                           "make the rows of tables anew")

@@ -27,7 +27,6 @@ from npu_runner.tables.first_pass import (
     FirstPass,
     cells_of,
     joiner,
-    metadata_of,
 )
 from npu_runner.tables.markdown_files import DocumentNames, MarkdownFolder
 from npu_runner.tables.options import TableOptions
@@ -101,15 +100,12 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
         places = {place.option: entered.enter_context(place) for place in find_outputs(
             [("table", options.output), ("blocks", options.blocks)], read)}
         file = None if options.input is None else entered.enter_context(InputFile(options.input))
-        found, names = FirstPass(_schema(output, options)), DocumentNames()
+        found = FirstPass(_schema(output, options))
         parser = find_parser(options.reader, str(options.input)) if options.has_pages else ""
         rows = None
         if file is not None:
             rows = file.scan_for(name, None if output.manifest is None else output.manifest.input)
-            for request in requests_in(file, options.max_row_bytes):
-                found.add_request(request)
-                if options.markdown is not None:
-                    names.add(PageRow.from_request(request).document)
+            _add_requests(file, options, found)
         output.scan(found.add_answer)
         output.refuse_other_files()
         joined = Joined(file, rows, output, options.max_row_bytes)
@@ -124,8 +120,7 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
                 ends = _write_table(_writer(options, found, num_lines)(stream, found.columns()), found, joined, shown)
         if options.has_pages and file is not None:
             answers = page_answers(requests_in(file, options.max_row_bytes), joined, output)
-            folder = None if options.markdown is None else entered.enter_context(
-                MarkdownFolder(options.markdown, names, [path for _, path in read]))
+            folder = None if options.markdown is None else MarkdownFolder(options.markdown, [path for _, path in read])
             pages, counts = write_pages(answers, options, parser, folder, places.get("blocks"))
         num_answered = len(joined.places)
     # An answer of no known endpoint counts as a broken line.
@@ -141,12 +136,20 @@ def make_table(name: str, options: TableOptions) -> MadeTable:
         has_more_metadata=MORE_METADATA in found.columns())
 
 
+def _add_requests(file: InputFile, options: TableOptions, found: FirstPass) -> None:
+    names = DocumentNames()
+    for request in requests_in(file, options.max_row_bytes):
+        found.add_request(request)
+        if options.markdown is not None:
+            names.add(PageRow.from_request(request).document)
+
+
 def _write_table(writer: TableWriter, found: FirstPass, joined: Joined, shown: np.ndarray) -> Counter[bool]:
     """Returns the numbers of answers that ended at their limit: False, cut off; True, because they repeated."""
     ends, join = Counter[bool](), joiner(found)
     for request, answer in joined.pairs(shown):
         for cells in cells_of(answer):
-            writer.write(join(cells, metadata_of(request)))
+            writer.write(join(cells, request))
             ends.update([cells["stop_reason"] == REPETITION_DETECTED]
                         if cells.get("finish_reason") == "length" else [])
     writer.finish()

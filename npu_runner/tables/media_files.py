@@ -6,7 +6,6 @@ outside of that folder: names are hashes, and no link is followed. Knows nothing
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
 
-from npu_runner.batch.files.durable import clear_file_errors, replacing, sync_files, sync_folder
+from npu_runner.batch.files.durable import clear_file_errors, folder_below, replacing, sync_files, sync_folder
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.prompts.media.media import load_media
@@ -23,7 +22,6 @@ from npu_runner.request.limits import LIMITS
 _ENDINGS = {"JPEG": "jpg", "JPEG 2000": "jp2", "TIFF": "tif", "HEIC or AVIF": "heic", "MP4 or MOV": "mp4",
             "Matroska or WebM": "mkv"}
 NUM_CHECKED = 16
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class MediaFolder:
@@ -101,7 +99,7 @@ class MediaFolder:
         self.is_used = True
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         name = f"{digest[2:]}.{_ending(data)}"
-        with clear_file_errors(f"media_dir {self.root}"), self._open(digest[:2]) as folder:
+        with clear_file_errors(f"media_dir {self.root}"), folder_below(self.root, [digest[:2]]) as folder:
             self._used.add(digest[:2])
             if not _is_there(folder, name, data):
                 # By the open folder, since its name may be replaced by now. Another command may write the same image.
@@ -109,21 +107,6 @@ class MediaFolder:
                     file.write(data)
                 self.num_written += 1
         return f"{digest[:2]}/{name}"
-
-    @contextlib.contextmanager
-    def _open(self, part: str) -> Iterator[int]:
-        """One of 256 folders below the root. A link in its place is an error."""
-        root = os.open(self.root, _FOLDER)
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(part, dir_fd=root)
-            folder = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=root)
-        finally:
-            os.close(root)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
 
 
 def _is_plain(name: str) -> bool:

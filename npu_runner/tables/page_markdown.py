@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from npu_runner.batch.files.place import Place
 from npu_runner.batch.rows.logprobs_json import encoded
@@ -22,12 +21,12 @@ from npu_runner.readers.answers.block import Block, markdown_of
 from npu_runner.readers.answers.parsers import PARSERS
 from npu_runner.readers.reader import read_reader
 from npu_runner.tables.column_types import DOUBLE, INT64, LIST, TEXT
-from npu_runner.tables.documents_file import documents_path
+from npu_runner.tables.described_rows import documents_path
 from npu_runner.tables.first_pass import Answer
 from npu_runner.tables.markdown_files import MarkdownFolder
 from npu_runner.tables.options import TableOptions
 from npu_runner.tables.page_answers import BLANK, LAYOUT, NO_ANSWER, UNCOUNTED, PageAnswer, PageRow, read_page
-from npu_runner.tables.table_writers import TableWriter, text_writer
+from npu_runner.tables.table_writers import text_writer
 
 BLOCK_COLUMNS = {"document": TEXT, "page": INT64, "label": TEXT, "box": LIST + DOUBLE, "text": TEXT}
 _MOST_HEAD_BYTES = 1 << 20
@@ -43,73 +42,65 @@ class PageCounts:
     num_blocks: int = 0
     flaws: Counter[str] = field(default_factory=Counter)
 
-
-class PagesWriter:
-    """Writes the files of documents, the table of blocks, or both. It counts what it writes."""
-
-    def __init__(self, folder: MarkdownFolder | None, blocks: TableWriter | None, parser: str):
-        self._folder, self._blocks, self._parser = folder, blocks, parser
-        self.counts = PageCounts()
-
-    def write(self, rows: Iterable[tuple[PageRow, Answer | None]]) -> None:
-        """The rows of each document stand together, as those of each page."""
-        for document, of_document in itertools.groupby(rows, key=lambda pair: pair[0].document):
-            has_gaps = False
-            with contextlib.nullcontext() if self._folder is None else self._folder.writing(document) as file:
-                for page, of_page in itertools.groupby(of_document, key=lambda pair: pair[0].page):
-                    flaws = self._write_page(file, document, page, of_page)
-                    self.counts.flaws.update(flaws)
-                    has_gaps |= bool(flaws - {BLANK})
-            self.counts.num_documents += 1
-            self.counts.num_with_gaps += has_gaps
-        if self._blocks is not None:
-            self._blocks.finish()
-
-    def _write_page(self, file: BinaryIO | None, document: str, page: int,
-                    rows: Iterable[tuple[PageRow, Answer | None]]) -> set[str]:
-        """Returns the flaws of the page."""
-        blocks: list[Block] = []
-        marks, flaws = [f"page {page}"], set[str]()
-        for row, answer in rows:
-            read = read_page(row, answer, self._parser)
-            blocks += read.blocks
-            flaws |= read.flaws.keys() | ({LAYOUT} if row.layout else set())
-            marks += _marks(row, read)
-            if row.is_uncounted and NO_ANSWER not in read.flaws:
-                flaws.add(UNCOUNTED)
-                marks.append(f"page {page} may not be the last one: the document did not open when its rows were made, "
-                             "so make its rows anew")
-        self.counts.num_pages += 1
-        if file is not None:
-            text = markdown_of(blocks)
-            marked = "".join(f"<!-- {mark} -->\n" for mark in dict.fromkeys(marks))
-            file.write(encoded("\n" * (file.tell() > 0) + marked + (f"\n{text}\n" if text else "")))
-        if self._blocks is not None:
-            self.counts.num_blocks += len(blocks)
-            for block in blocks:
-                self._blocks.write({"document": document, "page": page, "label": block.label,
-                                    "box": None if block.box is None else list(block.box), "text": block.text})
-        return flaws
+    @property
+    def flaw_words(self) -> str:
+        return "".join(f"; {kind}: {count}" for kind, count in sorted(self.flaws.items()))
 
 
 def write_pages(answers: Iterable[tuple[PageRow, Answer | None]], options: TableOptions, parser: str,
                 folder: MarkdownFolder | None, place: Place | None) -> tuple[list[str], PageCounts]:
-    """Returns the words about the files, and the counts. `place`: of the table of blocks."""
+    """Returns the words about the files, and the counts. The rows of each document stand together, as those of each
+    page. `folder`: of Markdown; `place`: of the table of blocks; None: it is not written."""
+    counts, table = PageCounts(), None
     with contextlib.ExitStack() as entered:
-        blocks = None
         if place is not None:
             stream = entered.enter_context(place.writing())
-            blocks = text_writer(str(options.kind_of_blocks), options.excel_safe)(stream, BLOCK_COLUMNS)
-        writer = PagesWriter(folder, blocks, parser)
-        writer.write(answers)
-    lines, counts = [], writer.counts
+            table = text_writer(str(options.kind_of_blocks), options.excel_safe)(stream, BLOCK_COLUMNS)
+        for document, of_document in itertools.groupby(answers, key=lambda pair: pair[0].document):
+            has_gaps = False
+            with contextlib.nullcontext() if folder is None else folder.writing(document) as file:
+                for page, of_page in itertools.groupby(of_document, key=lambda pair: pair[0].page):
+                    blocks, marks, flaws = _read_rows(page, of_page, parser)
+                    has_gaps |= bool(flaws - {BLANK})
+                    counts.num_pages += 1
+                    counts.num_blocks += len(blocks)
+                    counts.flaws.update(flaws)
+                    if file is not None:
+                        text = markdown_of(blocks)
+                        marked = "".join(f"<!-- {mark} -->\n" for mark in dict.fromkeys(marks))
+                        file.write(encoded("\n" * (file.tell() > 0) + marked + (f"\n{text}\n" if text else "")))
+                    if table is not None:
+                        for block in blocks:
+                            box = None if block.box is None else list(block.box)
+                            table.write({"document": document, "page": page, "label": block.label, "box": box,
+                                         "text": block.text})
+            counts.num_documents += 1
+            counts.num_with_gaps += has_gaps
+        if table is not None:
+            table.finish()
+    lines = []
     if folder is not None:
-        flaws = "".join(f"; {kind}: {count}" for kind, count in sorted(counts.flaws.items()))
         lines.append(f"markdown  {options.markdown}: {counts.num_pages} pages of {counts.num_documents} documents, "
-                     f"{counts.num_with_gaps} of them with gaps{flaws}")
-    if place is not None:
+                     f"{counts.num_with_gaps} of them with gaps{counts.flaw_words}")
+    if table is not None:
         lines.append(f"blocks    {options.blocks}: {counts.num_blocks} blocks of {counts.num_pages} pages")
     return lines, counts
+
+
+def _read_rows(page: int, rows: Iterable[tuple[PageRow, Answer | None]],
+               parser: str) -> tuple[list[Block], list[str], set[str]]:
+    """The blocks of a page, its comments, and its flaws."""
+    blocks, marks, flaws = list[Block](), [f"page {page}"], set[str]()
+    for row, answer in rows:
+        read = read_page(row, answer, parser)
+        blocks += read.blocks
+        flaws |= read.flaws.keys() | ({LAYOUT} if row.layout else set())
+        marks += _marks(row, read)
+        if row.is_uncounted and NO_ANSWER not in read.flaws:
+            flaws.add(UNCOUNTED)
+            marks.append(f"page {page} may not be the last one: the document did not open when its rows were made, so "
+                         "make its rows anew")
+    return blocks, marks, flaws
 
 
 def _marks(row: PageRow, read: PageAnswer) -> Iterator[str]:

@@ -23,7 +23,7 @@ from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS, MIB
 from npu_runner.tables.arrow_records import arrow_records, num_arrow_records
-from npu_runner.tables.documents import Documents, OpenedDocument
+from npu_runner.tables.document_pages import Documents, OpenedDocument
 from npu_runner.tables.sources import ARROW, CSV, MEDIA, PARQUET, Source, Sources
 
 Columns = Mapping[str, Any]

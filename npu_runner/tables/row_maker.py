@@ -27,7 +27,8 @@ from npu_runner.tables.records import Record
 from npu_runner.tables.sources import DOCUMENT, VIDEO, kind_of_name
 from npu_runner.tables.sources import IMAGE as IMAGE_FILE
 
-_URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
+CHAT = "/v1/chat/completions"
+_URLS = {"chat": CHAT, "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
 _OURS = ("messages", "prompt", "input", "metadata")
 """Fields of a body that the records fill."""
 _DIGEST_CHARS = 32
@@ -51,12 +52,10 @@ class RowMaker:
         self._system = options.system if options.system is not None or reader is None else reader.system
         self.fixed = fixed_fields(options, {} if reader is None else reader.body)
         """Fields of every body."""
-        # The fields of an address, without those that are None.
         self.page = (PageFields() if reader is None else reader.page).model_copy(
             update={} if options.dpi is None else {"dpi": options.dpi})
-        self._page = self.page.model_dump(mode="json", exclude_none=True, exclude={"grid"})
-        self._image = {} if reader is None else reader.image.model_dump(mode="json", exclude_none=True)
-        self._is_checked = False
+        self._image = {} if reader is None else reader.image.to_fields()
+        self._lines = RowLines()
 
     @property
     def needed(self) -> frozenset[str] | None:
@@ -73,22 +72,7 @@ class RowMaker:
         body = {**self._question(record), **self.fixed}
         if metadata := self._metadata(record):
             body["metadata"] = metadata
-        row = {"custom_id": custom_id, "method": "POST", "url": self._url, "body": body}
-        try:
-            line = to_json(row).encode("utf-8") + b"\n"
-            if not self._is_checked:
-                parse_row(json.loads(line)).to_params({}, 0)
-                self._is_checked = True
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{record.where}: spells half a surrogate pair, which is no text; correct it") from error
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{record.where}: is no JSON ({error})") from error
-        except (RequestError, ConfigError) as error:
-            raise ConfigError(f"{record.where}: the job would refuse this row: {error}") from error
-        if len(line) > LIMITS.max_row_bytes:
-            raise ConfigError(f"{record.where}: its row has {len(line)} bytes, at most {LIMITS.max_row_bytes} are "
-                              "allowed; shorten its text")
-        return custom_id, line
+        return custom_id, self._lines.line(custom_id, self._url, body, record.where)
 
     def _name(self, record: Record) -> str:
         if self._options.id is None:
@@ -106,13 +90,7 @@ class RowMaker:
         shown = self._shown(record)
         if self._options.endpoint == "embeddings" and not shown and self._system is None:
             return {"input": text}
-        # A reader may show an image and say nothing.
-        texts = [{"type": "text", "text": text}] if text or self._reader is None else []
-        parts = [*texts, *shown] if self._reader is not None and self._reader.text_first else [*shown, *texts]
-        messages = [{"role": "user", "content": parts if shown else text}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
-        return {"messages": messages}
+        return {"messages": messages_of(text, shown, self._system, self._reader)}
 
     def _shown(self, record: Record) -> list[dict[str, Any]]:
         """Images, then videos, as parts of a message."""
@@ -136,9 +114,7 @@ class RowMaker:
         document = record.document
         if document is None:
             return self._image if record.file is not None and record.file.kind == IMAGE_FILE else {}
-        # Only PDFs have a resolution.
-        fields = {name: value for name, value in self._page.items()
-                  if name != "dpi" or (record.file is not None and record.file.kind == DOCUMENT)}
+        fields = self.page.to_fields(is_pdf=record.file is not None and record.file.kind == DOCUMENT)
         size = {"size": document.sizes[record.page]} if record.page in document.sizes else {}
         version = {} if document.version is None else {"version": document.version}
         return {"page": record.page, **fields, **size, **version}
@@ -181,6 +157,42 @@ class RowMaker:
                 raise ConfigError(f"keep: metadata called {name!r} is {RESERVED[name]}; if the column is that, say "
                                   f"--{name} {name}, else name each column to keep")
         return found
+
+
+class RowLines:
+    """Writes the lines of rows. The first one is parsed as the job will parse it."""
+
+    def __init__(self) -> None:
+        self._is_checked = False
+
+    def line(self, custom_id: str, url: str, body: Mapping[str, Any], where: str) -> bytes:
+        """Raises ConfigError, naming `where`, for a row that the job would refuse."""
+        row = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+        try:
+            line = to_json(row).encode("utf-8") + b"\n"
+            if not self._is_checked:
+                parse_row(json.loads(line)).to_params({}, 0)
+                self._is_checked = True
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: spells half a surrogate pair, which is no text; correct it") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{where}: is no JSON ({error})") from error
+        except (RequestError, ConfigError) as error:
+            raise ConfigError(f"{where}: the job would refuse this row: {error}") from error
+        if len(line) > LIMITS.max_row_bytes:
+            raise ConfigError(f"{where}: its row has {len(line)} bytes, at most {LIMITS.max_row_bytes} are allowed; "
+                              "shorten its text")
+        return line
+
+
+def messages_of(text: str, shown: list[dict[str, Any]], system: str | None,
+                reader: PageReader | None) -> list[dict[str, Any]]:
+    """The messages of a row that asks `text` about what is shown."""
+    # A reader may show an image and say nothing.
+    texts = [{"type": "text", "text": text}] if text or reader is None else []
+    parts = [*texts, *shown] if reader is not None and reader.text_first else [*shown, *texts]
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": parts if shown else text}]
 
 
 def typed(value: Any, kind: str, where: str) -> Any:

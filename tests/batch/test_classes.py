@@ -110,7 +110,8 @@ def test_rows_that_are_for_something_else_fail_by_name(answers: dict[str, dict[s
     assert answers["no activation"]["error"]["param"] == "softmax"
     rows = [classify_row("classes", input="a"), completion_row("text", max_tokens=2)]
     generating = job(tmp_path, checkpoint("qwen3"), rows)
-    assert generating["classes"]["error"]["code"] == "wrong_endpoint"
+    assert generating["classes"]["error"]["code"] == "missing_required_parameter"
+    assert generating["classes"]["error"]["param"] == "labels"
     assert "architectures name a *ForSequenceClassification" in generating["classes"]["error"]["message"]
     assert generating["text"]["error"] is None
 
@@ -155,7 +156,7 @@ def test_vllms_bodies_are_taken(body: dict[str, Any]) -> None:
 
 def test_every_field_is_one_of_vectors_or_a_named_extra() -> None:
     of_vectors = set(EmbeddingBody.model_fields) - {"dimensions", "encoding_format"}
-    assert set(ClassifyBody.model_fields) == of_vectors | {"use_activation"}
+    assert set(ClassifyBody.model_fields) == of_vectors | {"use_activation", "labels"}
 
 
 @pytest.mark.parametrize(("body", "code", "param"), [

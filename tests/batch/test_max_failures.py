@@ -37,7 +37,9 @@ def test_too_many_end_it_early_and_keep_what_is_finished(job: Job) -> None:
     assert len(rows) < 300
     summary = told(job)
     assert summary["exit_status"] == 4
-    assert "more than --max-failures 5 allows" in str(summary["error"])
+    assert str(summary["error"]).endswith(
+        "more than --max-failures 5 allows: ended early. Finished rows are kept; mend what fails and try it again with "
+        "--retry errors, or raise the limit")
     assert (summary["rows"]["failed"], summary["rows"]["unfinished"]) == (num_failed, 300 - len(rows))  # type: ignore[index]
 
     # The same command loads no model for what the limit would not let be served.

@@ -147,9 +147,20 @@ def test_without_room_for_all_those_that_fit_are_kept(checkpoint: Any, platform_
         assert more is None, "8 sequences run at most"
 
 
+def test_no_default_size_is_above_what_prompts_can_have(checkpoint: Any, platform_name: str,
+                                                        used: Counter[int]) -> None:
+    path: Path = checkpoint("qwen3")
+    settings = {**GRAPHS, **SMALL, "graph_batch_sizes": (1,), "max_num_seqs": 1, "max_model_len": 72}
+    with LLM(path, platform=platform_name, **settings) as llm:
+        prefills: Any = runner_of(llm).steps.prefills
+        assert prefills.describe() == "16, 32, 64"
+        assert_equals_reference(path, llm, text_prompts(llm)[:2])
+
+
 @pytest.mark.parametrize(("settings", "problem"), [
     ({"graph_mode": "eager"}, "has no use in eager mode"),
-    ({**GRAPHS, "max_num_batched_tokens": 32}, "no step has more than max_num_batched_tokens 32 tokens"),
+    ({**GRAPHS, "max_num_batched_tokens": 32}, "no step has more than 32 tokens, by max_num_batched_tokens"),
+    ({**GRAPHS, "graph_batch_sizes": (1,), "max_num_seqs": 1, "max_model_len": 32}, "no step has more than 32 tokens"),
     ({**GRAPHS, "attention_backend": "other"}, "attention_backend 'other'"),
 ])
 def test_sizes_that_nothing_records_are_refused(settings: dict[str, Any], problem: str, checkpoint: Any,

@@ -5,6 +5,7 @@ The oracle is `apply_chat_template(tokenize=True, return_dict=True)` of the fami
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import pickle
@@ -21,17 +22,22 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models
 
+from npu_runner import LLM, SamplingParams
+from npu_runner.batch.job.options import BatchOptions
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, ModelError, RequestError
 from npu_runner.models.vision.scaling import scaled
 from npu_runner.prompts.media import transformers_images
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.prompts.tasks import TextTask
+from npu_runner.reports.report import run_batch_and_report
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.serving.endpoint import prepare_prompt
 from npu_runner.serving.workers.forker import private_bytes
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
+from tests.batch.scripted import read_rows, row, write_rows
 from tests.full_set import only_full
-from tests.oracle.image_checkpoints import TEMPLATE, make_processor, picture, placeholder
+from tests.oracle.image_checkpoints import TEMPLATE, make_image_checkpoint, make_processor, picture, placeholder
 
 pytest.importorskip("transformers")
 
@@ -281,3 +287,42 @@ def test_sixteen_workers_share_what_transformers_takes(made: Callable[[str], Mad
         assert pool._forker.pids[0] << 10 <= 400 * mib
         assert sum(sizes) <= 16 * 80 * mib
     assert len(sizes) == 16
+
+
+@pytest.mark.full("runs a job of a whole checkpoint; each part has tests of its own")
+def test_hostile_images_of_a_job_fail_alone(tmp_path: Path) -> None:
+    """Its other rows have the answers of `LLM.chat`, and its record names the processor."""
+    checkpoint = make_image_checkpoint(tmp_path / "model", "llava")
+    black = io.BytesIO()
+    Image.new("RGB", (9000, 9000)).save(black, "PNG")
+    urls = {"first": _url(ODD[0]), "huge": _url_of(black.getvalue()), "broken": _url(ODD[1])[:-900],
+            "last": _url(ODD[2])}
+    rows = [row(name) for name in urls]
+    for each, url in zip(rows, urls.values(), strict=True):
+        each["body"] |= {"max_tokens": 6, "messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]}]}
+    settings: dict[str, Any] = {"platform": "cpu", "max_num_seqs": 8, "dtype": "float32"}
+    run_batch_and_report(
+        RunnerConfig(model=str(checkpoint.path)).replace(**settings),
+        BatchOptions.from_keywords(input=str(write_rows(tmp_path / "in.jsonl", rows)), progress="off",
+                                   output=str(tmp_path / "out.jsonl"), preprocessing_workers=2,
+                                   worker_memory_bytes=256 << 20))
+    answers = {item["custom_id"]: item for item in read_rows(tmp_path / "out.jsonl")}
+    codes = {name: item["error"] and item["error"]["code"] for name, item in answers.items()}
+    assert codes.pop("huge") in ("preprocessing_out_of_memory", "image_out_of_memory")
+    assert codes == {"first": None, "broken": "image_truncated", "last": None}
+    with LLM(checkpoint.path, **settings) as llm:
+        for name, image in (("first", ODD[0]), ("last", ODD[2])):
+            right = llm.chat([chat(image, "what?")], SamplingParams(temperature=0, max_tokens=6))[0].text
+            assert answers[name]["response"]["body"]["choices"][0]["message"]["content"] == right
+    assert '"backend": "pil"' in "".join(file.read_text() for file in tmp_path.glob("out.jsonl*manifest*"))
+
+
+def _url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return _url_of(file.getvalue())
+
+
+def _url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -43,6 +43,32 @@ def test_hits_misses_evictions_and_bytes_are_counted(order: str, expected: str, 
     assert stats.vision_cache_bytes == min(2, num_misses) * BYTES_PER_IMAGE
 
 
+@pytest.mark.parametrize(("device_images", "host_images"), [(2, 8), (0, 8), (1, 2)])
+def test_what_the_device_has_no_room_for_comes_back_from_the_host(device_images: int, host_images: int, checkpoint: Any,
+                                                                 platform_name: str) -> None:
+    """In the dtype of the model, which numpy does not know. With eight places no image is encoded again."""
+    path = checkpoint("qwen3_vl")
+    size = BYTES_PER_IMAGE // 2
+    settings: dict[str, Any] = {**SMALL, "max_num_seqs": 1, "dtype": "bfloat16", "enable_prefix_caching": False}
+    order = "abcdefghabcdefghhgfe"
+    with LLM(path, platform=platform_name, **settings) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts_of(llm, order), greedy(4))]
+    with LLM(path, platform=platform_name, vision_cache_bytes=device_images * size,
+             vision_cache_host_bytes=host_images * size, **settings) as llm:
+        found = llm.generate(prompts_of(llm, order), greedy(4))
+        stats = llm.stats()
+    assert [output.token_ids for output in found] == expected
+    assert stats.vision_cache_host_bytes <= host_images * size
+    assert stats.vision_cache_bytes <= device_images * size
+    if host_images == 8:
+        assert stats.num_images_encoded == stats.vision_cache_misses == 8
+        assert stats.vision_cache_hits == len(order) - 8
+        assert stats.vision_cache_host_hits >= len(order) - 8 - device_images * 2
+    else:
+        assert stats.num_images_encoded == stats.vision_cache_misses > 8
+        assert stats.vision_cache_host_hits > 0
+
+
 def test_the_tower_runs_once_for_each_distinct_image(checkpoint: Any, platform_name: str) -> None:
     with LLM(checkpoint("qwen3_vl"), platform=platform_name, enable_prefix_caching=False, **SMALL) as llm:
         together = llm.generate(prompts_of(llm, "aabbcab"), greedy())

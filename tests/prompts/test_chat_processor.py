@@ -22,7 +22,6 @@ from preprocessing_checkpoints import write_json, write_llama, write_qwen_vl
 
 from npu_runner.checkpoint.files import PROMPT_FILES
 from npu_runner.errors import JobError, ModelError, RequestError
-from npu_runner.prompts.media.pdf_fonts import fonts_here
 from npu_runner.prompts.processor import ChatProcessor, ProcessorSettings
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.full_set import examples
@@ -314,11 +313,9 @@ def test_identity_holds_the_versions_of_what_makes_prompts(
 def test_identity_holds_the_versions_of_decoders_that_a_model_has_a_use_for(
     qwen_folder: Path, llama: ChatProcessor
 ) -> None:
-    heif, pdf, videos = (importlib.metadata.version(name) for name in ("pillow-heif", "pypdfium2", "av"))
-    fonts = fonts_here()
-    of_images = {"pillow-heif": heif, "pypdfium2": pdf, "pdfium": fonts.pdfium, "pdf_fonts": fonts.digest}
+    of_images = {"pillow-heif": importlib.metadata.version("pillow-heif"), "pdf": "pypdfium2"}
     accepts_videos = ChatProcessor(str(qwen_folder), ProcessorSettings(accepts_videos=True))
-    assert accepts_videos.identity()["decoders"] == {**of_images, "av": videos}
+    assert accepts_videos.identity()["decoders"] == {**of_images, "av": importlib.metadata.version("av")}
     assert ChatProcessor(str(qwen_folder)).identity()["decoders"] == of_images
     assert "decoders" not in llama.identity()
 

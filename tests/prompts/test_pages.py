@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import subprocess
 import sys
 from base64 import b64encode
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,16 +17,16 @@ import pypdfium2
 import pytest
 from PIL import Image
 
-from npu_runner.errors import ConfigError, JobError, RequestError
-from npu_runner.prompts.media import pdf_fonts
-from npu_runner.prompts.media.media import Addresses, MediaRules
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.prompts.media import document_files, pages, pdf_fonts
+from npu_runner.prompts.media.media import Addresses, Media, MediaRules
 from npu_runner.prompts.media.page_options import pages_in
 from npu_runner.prompts.media.pages import OpenDocuments
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import PageFacts
 from tests.prompts.image_bytes import encoded, photo
-from tests.prompts.pdf_files import CJK, cjk, colour, empty, mixed, pdf, shades, text, tiff
+from tests.prompts.pdf_files import CJK, by_hand, cjk, colour, empty, mixed, pdf, shades, stream, text, tiff
 
 WHERE = "messages[0].content[0]"
 
@@ -133,8 +133,22 @@ def test_facts_of_pages(folder: Path) -> None:
 
 def test_a_pdf_is_no_data_url(folder: Path) -> None:
     inline = "data:application/pdf;base64," + b64encode(pdf(empty)).decode()
-    found = refusal(folder, inline)
-    assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+    for address in (inline, f"{inline}#page=1", {"url": inline, "page": 1}):
+        found = refusal(folder, address)
+        assert (found.code, "a PDF in a data: URL" in found.message) == ("image_not_recognised", True)
+        assert "write it to a file below the allowed folder, and name that with #page=1" in found.message
+
+
+def test_pages_of_a_tiff_may_be_in_the_address(folder: Path) -> None:
+    inline = "data:image/tiff;base64," + b64encode((folder / "a.tif").read_bytes()).decode()
+    for address in (f"{inline}#page=2", f" {inline.replace('data', 'Data')}#page=2", {"url": inline, "page": 2}):
+        np.testing.assert_array_equal(pixels(folder, address), pixels(folder, "a.tif#page=2"))
+    assert loaded(folder, f"{inline}#page=2")[1] == loaded(folder, "a.tif#page=2")[1]
+    assert refusal(folder, f"{inline}#page=9").code == "pdf_page_missing"
+    assert refusal(folder, {"url": f"{inline}#page=2", "page": 1}).code == "invalid_value"
+    png = "data:image/png;base64," + b64encode((folder / "a.png").read_bytes()).decode()
+    assert "page: an image has no pages" in refusal(folder, f"{png}#page=1").message
+    assert refusal(folder, f"{png}#part").code == "media_bad_data_url"
 
 
 def test_documents_do_not_count_as_media(folder: Path) -> None:
@@ -185,7 +199,7 @@ def test_a_replaced_document_is_opened_again(folder: Path) -> None:
     (folder / "one.PDF").write_bytes(pdf(colour(0)))
     assert (pixels(folder, "one.PDF", documents) == 0).all()
     with (folder / "one.PDF").open("rb") as file:
-        from npu_runner.prompts.media.documents import document_version
+        from npu_runner.prompts.media.document_files import document_version
 
         version["version"] = document_version(file)
     assert (pixels(folder, version, documents) == 0).all()
@@ -208,6 +222,59 @@ def test_parts_of_one_page_are_cut_out_of_it(folder: Path) -> None:
         assert abs(found.shape[0] - (height - top)) <= 1
     other = pixels(folder, {"url": "a.pdf", "page": 1, "dpi": 96, "box": [0, 0, 1, 0.5]}, documents)
     np.testing.assert_array_equal(other, pixels(folder, {"url": "a.pdf", "page": 1, "dpi": 96})[: other.shape[0]])
+
+
+def test_the_last_of_20000_pages_costs_what_the_first_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PDFium walks the pages of a flat tree once, with the first far page. The file stays open, and so the walk is the
+    only one of its worker."""
+    num_pages = 20_000
+    page = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents %d 0 R>>" % (3 + num_pages)
+    kids = b" ".join(b"%d 0 R" % (3 + number) for number in range(num_pages))
+    (folder / "tree.pdf").write_bytes(by_hand(
+        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[%b]/Count %d>>" % (kids, num_pages),
+        *[page] * num_pages, stream(b"0 0 50 50 re f")))
+    counts: Counter[str] = Counter()
+    open_document, read = pages.open_document, document_files._File.read
+
+    def counting_open(*arguments: Any, **options: Any) -> Any:
+        counts["opened"] += 1
+        return open_document(*arguments, **options)
+
+    def counting_read(file: Any, num_bytes: int = -1) -> bytes:
+        counts["reads"] += 1
+        return read(file, num_bytes)
+
+    monkeypatch.setattr(pages, "open_document", counting_open)
+    monkeypatch.setattr(document_files._File, "read", counting_read)
+    documents = OpenDocuments()
+
+    def num_reads(number: int) -> int:
+        counts["reads"] = 0
+        pixels(folder, f"tree.pdf#page={number}", documents)
+        return counts["reads"]
+
+    assert num_reads(1) < 1000, "the table of objects"
+    assert num_reads(2) < 10
+    assert num_reads(num_pages) > 1000, "the walk"
+    assert [num_reads(number) for number in (num_pages, num_pages - 1, 3, 10_000)] == [0] * 4
+    assert counts["opened"] == 1
+
+
+class Megabytes(str):
+    """An address that must not be read whole to know its suffix."""
+
+    def lower(self) -> str:
+        raise AssertionError("all of it was read")
+
+
+def test_only_the_end_of_an_address_is_read_for_its_suffix() -> None:
+    for name, page in (("a.pdf", 1), ("a.pdf#page=3", 3), ("a.png", None)):
+        url = Megabytes("x/" * 999 + name)
+        part = {"type": "image_url", "image_url": {"url": url}}
+        shown = [] if page is None else [(url.partition("#")[0], page)]
+        assert list(pages_in({"messages": [{"role": "user", "content": [part]}]})) == shown
+    media = Media(url=Megabytes("x/" * 999 + "a.pdf"), where=WHERE, rules=MediaRules())
+    assert media.page == (media.url, 1)
 
 
 def test_pages_of_a_request_are_known_by_name() -> None:
@@ -233,28 +300,15 @@ def test_text_that_pdfium_leaves_out_fails_by_name(name: str, tmp_path: Path) ->
     else:
         found = refusal(tmp_path, "a.pdf")
         assert found.code == "pdf_font_missing"
-        assert CJK[name][0] in found.message
-        assert "apt install fonts-noto-cjk" in found.message
+        assert found.message.endswith(
+            f"'a.pdf': its font {CJK[name][0]!r} is neither embedded nor installed here, so that text like "
+            f"{CJK[name][1][0]!r} is not rendered; apt install fonts-noto-cjk, then run again with --retry errors "
+            "--accept-changed prompts.decoders")
 
 
 def test_an_invisible_layer_of_text_needs_no_font(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(pdf(cjk("Japan1", is_invisible=True)))
     assert loaded(tmp_path, "a.pdf")[1] == PageFacts(is_blank=True, width=876, height=1240, has_text=True)
-
-
-def test_a_process_of_its_own_finds_the_same_fonts() -> None:
-    assert pdf_fonts.fonts_of_host() == pdf_fonts.fonts_here()
-
-
-def test_another_set_of_fonts_ends_the_job(qwen: ChatProcessor, folder: Path) -> None:
-    again = pickle.loads(pickle.dumps(qwen))
-    assert again.documents.fonts_digest == pdf_fonts.fonts_here().digest == qwen.identity()["decoders"]["pdf_fonts"]
-    assert loaded(folder, "one.PDF", again.documents)[1] is not None
-    documents = OpenDocuments()
-    documents.fonts_digest = "of other fonts"
-    assert loaded(folder, "one.tiff", documents)[1] is not None
-    with pytest.raises(JobError, match="fonts were installed"):
-        loaded(folder, "one.PDF", documents)
 
 
 def test_without_a_pdf_its_library_is_not_imported(qwen_folder: Path, folder: Path) -> None:
@@ -280,7 +334,7 @@ def test_a_host_without_pypdfium2_says_so(folder: Path) -> None:
 import sys
 sys.modules["pypdfium2"] = None
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import open_document
+from npu_runner.prompts.media.document_files import open_document
 try:
     open_document(open({str(folder / "a.pdf")!r}, "rb"))
 except RequestError as error:

@@ -49,19 +49,6 @@ def test_a_pinned_image_outlives_eviction_until_others_are_pinned() -> None:
     assert cache.get(key(1)) is None
 
 
-def test_clearing_forgets_values_pins_and_counters() -> None:
-    cache = VisionCache(max_bytes=10)
-    cache.put(key(1), Value(10))
-    cache.pin_only({key(2): Value(5)})
-    cache.get(key(1))
-    cache.clear()
-    assert cache.counters == VisionCacheCounters()
-    assert cache.get(key(1)) is None
-    assert cache.get(key(2)) is None
-    cache.put(key(1), Value(10))
-    assert cache.counters.num_bytes == 10
-
-
 def test_random_traffic_against_a_list() -> None:
     """The reference: a list of keys, the latest used at its end."""
     rng = random.Random(5)

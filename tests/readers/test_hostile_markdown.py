@@ -102,6 +102,19 @@ def test_tags_that_never_end_are_text(run: str) -> None:
     assert outside.text.count("&lt;") == 19_000
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("run", ["<!--", "<!-- a ", "<!---"])
+def test_comments_that_never_end_are_text(run: str) -> None:
+    """A scan to the end of the text from each of them takes minutes."""
+    assert clean_markdown(run * 400_000).count("&lt;!--") == 400_000
+
+
+@pytest.mark.parametrize("answer", ["a<!-- b -->c", "a<!---->c", "a<!-->c", "a<!--->c", "a<!-- - -- b --->c",
+                                    "a<!-- <b> - --!>c", "a<!-- x\n\ny -- > z-->c"])  # fmt: skip
+def test_a_comment_is_removed_to_its_end(answer: str) -> None:
+    assert clean_markdown(answer) == "ac"
+
+
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
 def test_a_text_without_markup_stays(text: str) -> None:
     text = re.sub(r"[<\[\]`$!\\~\x00-\x1f\x7f\ufeff\ufffe\uffff]", "", text).strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from npu_runner.errors import ReplicaDeadError
@@ -22,6 +22,9 @@ class Quiet(Owner):
 
     def notify(self, news: Opened | Loading | str) -> None:
         self._functions.get("notify", lambda news: None)(news)
+
+    def check_renderer(self, name: str, renderer: Mapping[str, str]) -> None:
+        self._functions.get("check_renderer", lambda *_: None)(name, renderer)
 
     def isolate(self, indices: Sequence[int]) -> None:
         """Nothing is remembered."""

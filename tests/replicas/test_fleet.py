@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from npu_runner.serving.replica import (
     FinishedRow,
     Loading,
     Opened,
+    PageOutcome,
     Ready,
     Replica,
     ReplicaFacts,
@@ -39,6 +40,8 @@ class Script:
     deaths: float = 0.0
     poison: frozenset[int] = frozenset()
     max_rows: int = 24
+    renderers: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Of the rows of a place."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     beside: list[set[int]] = field(default_factory=list)
     """What was begun together, at each death."""
@@ -51,11 +54,16 @@ class ScriptedReplica(Replica):
         self.name, self.num_rows_ahead = f"replica {place}", 8
         self._script = script
         self._speed = script.speeds[place]
+        self._renderer = script.renderers.get(place)
         self._credit = 0.0
         self._waiting: list[int] = []
         self._started: list[int] = []
         self._events: list[Event] = []
         self._is_serving = False
+        self.heard: list[PageOutcome] = []
+
+    def hear(self, outcome: PageOutcome) -> None:
+        self.heard.append(outcome)
 
     def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         facts = ReplicaFacts(version="1", settings={"speed": 1}, ledger="", max_rows=self._script.max_rows)
@@ -95,7 +103,7 @@ class ScriptedReplica(Replica):
         done = [self._started.pop(0) for _ in range(min(int(self._credit), len(self._started) - len(begun)))]
         self._credit -= int(self._credit)
         if done:
-            self._events.append(Finished([FinishedRow(row, None, b"%d" % row) for row in done]))
+            self._events.append(Finished([FinishedRow(row, None, b"%d" % row, self._renderer) for row in done]))
 
 
 def run_of(indices: Sequence[int]) -> RowRun:
@@ -106,7 +114,8 @@ def run_of(indices: Sequence[int]) -> RowRun:
 
 def fleet_of(
     script: Script, num_rows: int, *, verdicts: int = 2, queue: RowQueue | None = None,
-    make_run: Callable[[Sequence[int]], RowRun] = run_of, **options: Any
+    make_run: Callable[[Sequence[int]], RowRun] = run_of,
+    check_renderer: Callable[[str, Mapping[str, str]], None] = lambda name, renderer: None, **options: Any
 ) -> Fleet:
     """`verdicts`: deaths alone after which a row is given up."""
     alone: Counter[int] = Counter()
@@ -116,7 +125,7 @@ def fleet_of(
         is_enough = alone[row] >= verdicts
         return GivenUp(index=row, code="request_failed", message=str(error)) if is_enough else None
 
-    owner = Quiet(record_death=record_death, make_run=make_run)
+    owner = Quiet(record_death=record_death, make_run=make_run, check_renderer=check_renderer)
     replicas = [lambda place=place: ScriptedReplica(script, place) for place in range(len(script.speeds))]
     return Fleet(replicas, queue or RowQueue(num_rows), owner, **options)
 
@@ -305,3 +314,48 @@ def test_a_queue_gives_each_row_once_within_its_limit_and_suspects_by_themselves
     assert (queue.pop(5), queue.pop_suspect(), queue.pop_suspect(), queue.has_suspects) == ([9], 9, 4, False)
     queue.allow(100)
     assert list(queue.pop(100)) == list(range(10, 20))
+
+
+def serve_all(fleet: Fleet, renderers: list[Any]) -> None:
+    """Adds the renderer of each row that is done."""
+    with fleet:
+        fleet.load()
+        fleet.serve(None)
+        while not fleet.is_over:
+            renderers += [row.renderer for row in fleet.poll(0.0)[0]]
+
+
+def test_a_row_whose_renderer_is_refused_is_not_done() -> None:
+    """The owner learns of it with the replica's name, before the row; rows of others that were done before stay."""
+    seen = []
+
+    def check(name: str, renderer: Mapping[str, str]) -> None:
+        seen.append((name, dict(renderer)))
+        if renderer == {"pdf_fonts": "b"}:
+            raise ConfigError(f"{name} has other fonts")
+
+    fleet = fleet_of(Script(renderers={0: {"pdf_fonts": "a"}, 1: {"pdf_fonts": "b"}}), 12, check_renderer=check)
+    finished: list[Any] = []
+    with pytest.raises(ConfigError, match="replica 1 has other fonts"):
+        serve_all(fleet, finished)
+    assert seen[-1] == ("replica 1", {"pdf_fonts": "b"})
+    assert ("replica 0", {"pdf_fonts": "a"}) in seen
+    assert finished
+    assert {"pdf_fonts": "b"} not in finished
+
+
+def test_outcomes_of_pages_reach_every_other_replica_also_a_later_one() -> None:
+    fleet = fleet_of(Script(speeds=(2, 2, 2)), 4, max_restarts=1)
+    outcomes = [PageOutcome("a.pdf", 1), PageOutcome("a.pdf", 2), PageOutcome("a.pdf", None)]
+    with fleet:
+        fleet.load()
+        first, second, third = (cast(ScriptedReplica, state.replica) for state in fleet.states)
+        first._events += outcomes[:2]
+        fleet.poll(0.0)
+        assert (first.heard, second.heard, third.heard) == ([], outcomes[:2], outcomes[:2])
+        fleet._retire(fleet.states[2], ReplicaDeadError("it died"))
+        second._events.append(outcomes[2])
+        while fleet.states[2].replica is None:
+            fleet.poll(0.0)
+        assert first.heard == outcomes[2:]
+        assert cast(ScriptedReplica, fleet.states[2].replica).heard == outcomes

@@ -18,7 +18,7 @@ from PIL import Image
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.errors import ConfigError
 from npu_runner.serving.workers.pool import PoolLimits
-from npu_runner.tables.documents import DocumentOpener, Documents, PageRanges
+from npu_runner.tables.document_pages import DocumentOpener, Documents, PageRanges
 from npu_runner.tables.sources import DOCUMENT, Source
 from tests.full_set import only_full
 from tests.prompts.real_documents import real_documents
@@ -215,12 +215,16 @@ def test_rows_of_other_settings_are_not_mixed(folder: Path, tmp_path: Path) -> N
         with pytest.raises(ConfigError, match="were made with another reader, prompt or option"):
             rows(output, folder / "b.PDF", append=True, **options)
     rows(output, folder / "b.PDF", append=True)
-    with output.open("ab") as file:
-        file.write(b'{"custom_id": "x"}\n')  # as a command leaves that was killed between its two files
-    rows(output, folder / "b.PDF", append=True)
-    assert b'"x"' not in output.read_bytes()
-    output.write_bytes(output.read_bytes().replace(b"page=2", b"page=7"))
-    with pytest.raises(ConfigError, match=r"are not those that r\.jsonl\.documents\.jsonl describes"):
+    whole = output.read_bytes()
+    for broken in (whole[whole.index(b"\n") + 1 :], whole + whole.replace(b"page=", b"&page=")):
+        output.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"have [26] of the 3 rows of 'b\.PDF'; put the file back"):
+            rows(output, folder / "b.PDF", append=True)
+    output.write_bytes(whole + b"no row")
+    with pytest.raises(ConfigError, match=r"r\.jsonl', line 4: the row is not JSON"):
+        rows(output, folder / "b.PDF", append=True)
+    (tmp_path / "r.jsonl.documents.jsonl").write_text('{"root": 1}\n')
+    with pytest.raises(ConfigError, match="describes no rows and their documents"):
         rows(output, folder / "b.PDF", append=True)
     with pytest.raises(ConfigError, match=r"there is no other\.jsonl\.documents\.jsonl"):
         rows(tmp_path / "other.jsonl", folder / "b.PDF", append=True)
@@ -281,7 +285,7 @@ cli.main(sys.argv[1:])
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_killed_command_is_continued(at: int, folder: Path, tmp_path: Path) -> None:
-    """It dies before one of its two files is put in place. Rows that no document describes yet are made again."""
+    """It dies before one of its two files is put in place. A document whose rows are there gets its line."""
     output = tmp_path / "r.jsonl"
     rows(output, folder)
     before = output.read_bytes(), documents(output)
@@ -292,9 +296,23 @@ def test_a_killed_command_is_continued(at: int, folder: Path, tmp_path: Path) ->
     assert (output.read_bytes() == before[0]) == (at == 1)
     assert documents(output) == before[1]
     said = made(output, folder, prompt="What is this?", append=True).to_lines()
-    assert "made of   2 pages of 1 document" in said
-    assert len(output.read_bytes().splitlines()) == 22
+    assert f"made of   {'2 pages of 1 document' if at == 1 else 'nothing new'}" in said
+    after = output.read_bytes()
+    assert len(after.splitlines()) == 22
+    assert documents(output)[1].keys() == before[1][1].keys() | {"a_first.pdf"}
     made(output, folder, prompt="What is this?", append=True)
+    assert output.read_bytes() == after
+
+
+def test_a_killed_command_leaves_no_description_of_other_rows(folder: Path, tmp_path: Path) -> None:
+    """The pages of the documents that it describes would be missing, and nothing would say so."""
+    output = tmp_path / "r.jsonl"
+    rows(output, folder)
+    arguments = [str(folder / "reports"), "--prompt", "What is this?", "-o", str(output)]
+    done = subprocess.run([sys.executable, "-c", KILLED, "2", "rows", *arguments], capture_output=True, check=False)
+    assert done.returncode == 9, done.stderr
+    with pytest.raises(ConfigError, match=r"there is no r\.jsonl\.documents\.jsonl beside them"):
+        rows(output, folder, append=True)
 
 
 def test_versions_are_those_of_the_files(folder: Path, tmp_path: Path) -> None:

@@ -99,13 +99,26 @@ def test_the_same_command_does_nothing_again(read: Read, folder: Path) -> None:
     assert ({path: path.read_bytes() for path in (folder / "out").glob("*.jsonl")}, markdown(folder)) == before
 
 
+def test_rows_of_a_killed_first_command_are_made_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It died between the rows and the file that describes them. With answers, such rows are not made again."""
+    (folder / "new").mkdir()
+    (folder / "new" / "pages.jsonl").write_bytes(b"")
+    arguments = ["read", str(folder / "docs" / "c.png"), "-o", str(folder / "new"), "--prompt", "What is it?", *SMALL]
+    assert cli.main(arguments) == 0
+    assert len(read_rows(folder / "new" / "pages.jsonl")) == 1
+    (folder / "new" / "pages.jsonl.documents.jsonl").unlink()
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    assert "there is no pages.jsonl.documents.jsonl beside them" in capsys.readouterr().err
+
+
 def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: Path) -> None:
     before = markdown(folder)
     pdf(folder / "docs" / "reports" / "a.pdf", A7)
     status, said = read()
     assert status == 2
     assert "document 'reports/a.pdf': has changed since its rows were made" in said
-    assert "read: into another folder" in said
+    assert "read: --overwrite, or another folder" in said
     assert markdown(folder) == before
 
 
@@ -143,14 +156,15 @@ def test_results_may_lie_below_the_documents_but_not_among_them(
     (folder / "linked").symlink_to(found)
     monkeypatch.chdir(found)
     arguments = ["--prompt", "What is it?", *SMALL]
-    for sources in (["."], ["**/*"]):
+    for sources in (["."], ["**/*"], ["."]):
         assert cli.main(["read", *sources, "-o", "../linked/out", *arguments]) == 3
         assert len(read_rows(found / "out" / "pages.jsonl")) == 5
     assert "nothing to do: all 5 rows are finished" in capsys.readouterr().err
-    assert cli.main(["read", ".", "-o", "../docs", *arguments]) == 2
+    before = sorted(found.iterdir())
+    assert cli.main(["read", ".", "-o", "../docs", "--sample", "2", *arguments]) == 2
     assert "output '../docs': is a folder of sources as well; name another one, such as '../docs/out'" in (
         capsys.readouterr().err)  # fmt: skip
-    assert not (found / "pages.jsonl").exists()
+    assert sorted(found.iterdir()) == before, "no folder is made, and no file"
 
 
 def test_fonts_that_were_installed_since_may_be_accepted(read: Read, folder: Path) -> None:
@@ -195,6 +209,25 @@ def test_a_reader_of_two_stages_reads_blocks(folder: Path, capsys: pytest.Captur
     assert (folder / "two" / "answers.jsonl").read_bytes() == before
     assert all(row["error"] is None for row in read_rows(folder / "two" / "block-answers.jsonl"))
     assert "may not be the last one" in (folder / "two" / "markdown" / "locked.pdf.md").read_text()
+
+
+def test_what_a_message_says_of_overwrite_works(read: Read, folder: Path) -> None:
+    before = (folder / "out" / "answers.jsonl").read_bytes()
+    pdf(folder / "docs" / "new.pdf", A7)
+    status, said = read("--image-max-pixels", "50176")
+    assert status == 2
+    assert "--overwrite to start afresh" in said
+    assert (folder / "out" / "answers.jsonl").read_bytes() == before
+    status, said = read(prompt="Another question?")
+    assert status == 2
+    assert "(read: --overwrite, or another folder)" in said
+    (folder / "out" / "block-answers.jsonl").write_text("of other layouts\n")
+    status, said = read("--image-max-pixels", "50176", "--overwrite", prompt="Another question?")
+    assert (status, "resuming" in said, "5 answered" in said) == (3, False, True)
+    assert not (folder / "out" / "block-answers.jsonl").exists()
+    rows = read_rows(folder / "out" / "pages.jsonl")
+    assert {row["body"]["messages"][-1]["content"][-1]["text"] for row in rows} == {"Another question?"}
+    assert len(read_rows(folder / "out" / "answers.jsonl")) == len(rows) == 6
 
 
 @pytest.mark.full("kills the command and starts it again, which loads the model each time")

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -19,6 +19,7 @@ from npu_runner.errors import ConfigError, JobError
 
 FileErrors: TypeAlias = Callable[[str], contextlib.AbstractContextManager[None]]
 """`clear_file_errors` or `late_file_errors`: turns an OSError within into the error of a user."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOR_WRITING = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 # The settings were fine, the machine gave out: worth the same command again once there is room.
 _MACHINE_GAVE_OUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.ESTALE)
@@ -99,6 +100,21 @@ def replacing(path: Path, *, is_synced: bool = True, waits: bool = False) -> Ite
             raise
     if is_synced:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def folder_below(root: str | Path, names: Iterable[str]) -> Iterator[int]:
+    """The descriptor of a folder below `root`, which is made where it is not there. Raises OSError where one of the
+    names is a link."""
+    with contextlib.ExitStack() as entered:
+        parent = os.open(root, _FOLDER)
+        entered.callback(os.close, parent)
+        for name in names:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=parent)
+            parent = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            entered.callback(os.close, parent)
+        yield parent
 
 
 def remove_torn_version(path: Path) -> None:

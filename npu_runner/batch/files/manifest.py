@@ -33,7 +33,9 @@ FORMAT = 4
 own. They are read, and written as 4 when their output goes on."""
 _FORMAT_OF_ONE_FILE = 4
 DECODERS = "prompts.decoders"
-"""Versions of the libraries that decode images and videos, among the settings."""
+"""Versions of the libraries that decode images and videos, among the settings, and RENDERER."""
+RENDERER = ("pdfium", "pdf_fonts")
+"""The decoders' names for PDFium and the fonts, once a page of a PDF was answered (PageFacts.renderer)."""
 _LENGTH = "max_model_len"
 RULE_OF_JOB = "answers.structured_outputs"
 """The schema for rows without a rule of their own, among the settings."""

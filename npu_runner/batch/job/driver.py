@@ -28,13 +28,14 @@ _IDLE_SECONDS = 0.2
 class Driver(Owner):
     """Serves a job's rows. `suspects`: from earlier runs; with `retry_errors` those that were given up are tried again,
     alone. `save_suspects` puts them into the state whenever a row joins them. `say` gets lines for the user. `check` is
-    called with the settings that each replica knows before its weights load, `loading` with the phase of one of them
-    until all are ready. `rows_carry_data`: replicas get rows with their bytes."""
+    called with the settings that each replica knows before its weights load, `check_renderer` as Owner's, `loading`
+    with the phase of one of them until all are ready. `rows_carry_data`: replicas get rows with their bytes."""
 
     def __init__(self, book: RowBook, suspects: Mapping[str, Suspicion], *, retry_errors: bool = False,
                  save_suspects: Callable[[dict[str, Suspicion]], None] = lambda rows: None,
                  say: Callable[[str], None] = lambda line: None,
                  check: Callable[[Mapping[str, Any]], None] = lambda settings: None,
+                 check_renderer: Callable[[str, Mapping[str, str]], None] = lambda name, renderer: None,
                  loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False):
         self._book = book
         self.suspects = {name: Suspicion() if retry_errors and found.code is not None else found
@@ -43,6 +44,7 @@ class Driver(Owner):
         self._save_suspects = save_suspects
         self._say = say
         self._check = check
+        self._check_renderer = check_renderer
         self._loading = loading
         self._rows_carry_data = rows_carry_data
 
@@ -85,6 +87,9 @@ class Driver(Owner):
             self._loading(news.phase)
         else:
             self._say(news)
+
+    def check_renderer(self, name: str, renderer: Mapping[str, str]) -> None:
+        self._check_renderer(name, renderer)
 
     def isolate(self, indices: Sequence[int]) -> None:
         self._isolate(name for name in map(self._book.name, indices) if name is not None)

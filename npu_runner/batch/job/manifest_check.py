@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ import numpy as np
 from npu_runner.batch.files.destination import Destination
 from npu_runner.batch.files.input_file import InputFile
 from npu_runner.batch.files.input_identity import RowChange, first_change
-from npu_runner.batch.files.manifest import DECODERS, Manifest, SettingChange, differences
+from npu_runner.batch.files.manifest import (
+    DECODERS,
+    RENDERER,
+    Manifest,
+    SettingChange,
+    StateFile,
+    differences,
+)
 from npu_runner.batch.files.row_book import InputScan
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.config import RunnerConfig
@@ -80,11 +88,39 @@ def _changed_row(destination: Destination, file: InputFile, rows: InputScan, cha
     return f"{name} was changed and has an answer; ask it under a new custom_id at the end"
 
 
+def renderer_of(manifest: Manifest | None) -> dict[str, str]:
+    """The renderer of the output's pages of PDFs (PageFacts.renderer); {}: it has answers to none."""
+    decoders = {} if manifest is None else manifest.settings.get(DECODERS, {})
+    return {name: decoders[name] for name in RENDERER if name in decoders}
+
+
+def check_renderer(state: StateFile, name: str, renderer: Mapping[str, str]) -> None:
+    """Record the renderer of the output's first answer to a page of a PDF, before this is written. Raises ConfigError
+    for another one. `name`: the replica's that has answered."""
+    manifest = state.manifest
+    recorded = renderer_of(manifest)
+    if manifest is None or recorded == renderer:
+        return
+    if recorded:
+        raise ConfigError(
+            f"{name}: renders pages of PDFs with other fonts or another PDFium than those that were answered before: "
+            f"{_listed(differences(recorded, renderer))}. Install the same on every host, or go on knowingly with "
+            f"--accept-changed {DECODERS}")
+    state.update(settings=_with_decoders(manifest.settings, renderer))
+
+
+def _with_decoders(settings: Mapping[str, Any], found: Mapping[str, str]) -> dict[str, Any]:
+    decoders = {**settings.get(DECODERS, {}), **found}
+    return {**settings, **({DECODERS: decoders} if decoders else {})}
+
+
 def refuse_other_settings(destination: Destination, known: Mapping[str, Any], *, accept: Collection[str],
-                          is_retry: bool) -> None:
-    """Before the weights are loaded. `known`: settings that are known by then, all that have a dot in their names."""
+                          is_retry: bool, renderer: Mapping[str, str]) -> None:
+    """Before the weights are loaded. `known`: settings that are known by then, all that have a dot in their names.
+    `renderer`: this host's, if the output has a record of one."""
     earlier = destination.earlier
     if earlier is not None and earlier.has_served:
+        known = _with_decoders(known, renderer)
         before = {name: value for name, value in earlier.settings.items() if "." in name or name in known}
         accepted_changes(destination.name, before, known, accept=accept, is_retry=is_retry)
 
@@ -115,8 +151,9 @@ def explain_memory(given: RunnerConfig, continued: RunnerConfig, destination: De
 
 
 def manifest_of(destination: Destination, new: Manifest, facts: ReplicaFacts, *, accept: Collection[str] = (),
-                is_retry: bool = False) -> Manifest:
-    """The manifest of this output: the earlier one with `accepted_changes`, or `new`, with the settings of `facts`."""
+                is_retry: bool = False, renderer: Mapping[str, str] = MappingProxyType({})) -> Manifest:
+    """The manifest of this output: the earlier one with `accepted_changes`, or `new`, with the settings of `facts`.
+    `renderer`: as of `refuse_other_settings`."""
     settings = json.loads(json.dumps(dict(facts.settings)))
     if facts.weights is not None and (changes := differences({**new.model_files, **new.weights}, dict(facts.weights))):
         raise ConfigError(f"the replicas have loaded another model than this host sees: {_listed(changes)}")
@@ -125,9 +162,16 @@ def manifest_of(destination: Destination, new: Manifest, facts: ReplicaFacts, *,
         return replace(new, settings=settings)
     if earlier.weights:
         _refuse_model(destination, _changed_files(earlier.weights, new.weights))
+    settings = _with_decoders(settings, renderer)
     changes = accepted_changes(destination.name, earlier.settings, settings, accept=accept, is_retry=is_retry)
-    _refuse_unknown_names(accept, {*earlier.settings, *settings, *(change["name"] for change in earlier.changes)})
-    return earlier.with_input(new.input).changed(_completed(settings, earlier.settings), changes)
+    # A message may name the decoders before a page is answered, and so before any is recorded.
+    _refuse_unknown_names(accept, {DECODERS, *earlier.settings, *settings,
+                                   *(change["name"] for change in earlier.changes)})
+    completed = _completed(settings, earlier.settings)
+    if DECODERS in accept and not renderer:  # it is not known here: that of the next page is recorded
+        completed[DECODERS] = {name: value for name, value in completed.get(DECODERS, {}).items()
+                               if name not in RENDERER}
+    return earlier.with_input(new.input).changed(completed, changes)
 
 
 def accepted_changes(output: str, earlier: Mapping[str, Any], now: Mapping[str, Any], *, accept: Collection[str],
@@ -163,8 +207,7 @@ def _completed(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
     whatever needs them fails by name; and kernels that only an earlier version recorded."""
     kernels = {name: kernel for name, kernel in _FIRST_KERNELS.items()
                if others.get(name) == kernel and "fallbacks" not in settings}
-    decoders = {**others.get(DECODERS, {}), **settings.get(DECODERS, {})}
-    return {**kernels, **settings, **({DECODERS: decoders} if decoders else {})}
+    return {**kernels, **_with_decoders(settings, {**others.get(DECODERS, {}), **settings.get(DECODERS, {})})}
 
 
 def manifest_without_model(destination: Destination, new: Manifest) -> Manifest:

@@ -46,6 +46,7 @@ from npu_runner.checkpoint.files import resolve_checkpoint
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostError, TooManyFailuresError
 from npu_runner.processes.patient_streams import PatientStream, patient_stderr
+from npu_runner.prompts.media.pdf_fonts import fonts_of_host
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
@@ -253,7 +254,16 @@ class _Job:
 
     @property
     def _accepted(self) -> dict[str, Any]:
-        return {"accept": self._options.accept_changed, "is_retry": bool(self._options.retried)}
+        return {"accept": self._options.accept_changed, "is_retry": bool(self._options.retried),
+                "renderer": self._renderer}
+
+    @functools.cached_property
+    def _renderer(self) -> Mapping[str, str]:
+        """This host's, if pages of PDFs are rendered here and the output has some; {}: it is not known."""
+        if self._options.ray is not None or not manifest_check.renderer_of(self._output.earlier):
+            return {}
+        fonts = fonts_of_host()
+        return {} if fonts is None else fonts.renderer
 
     def _serve(self) -> None:
         options, summary, output, book = self._options, self.summary, self._output, self._book
@@ -273,7 +283,9 @@ class _Job:
             driver = Driver(book, {} if output.earlier is None else output.earlier.suspects,
                             retry_errors=self._retries_errors,
                             save_suspects=lambda rows: output.state.update(suspects=rows), say=self._progress.say,
-                            check=self._check, loading=self._report_loading, rows_carry_data=plan.rows_carry_data)
+                            check=self._check,
+                            check_renderer=functools.partial(manifest_check.check_renderer, output.state),
+                            loading=self._report_loading, rows_carry_data=plan.rows_carry_data)
             with Fleet(plan.replicas, queue, driver, max_restarts=plan.max_restarts, scale_up=plan.scale_up,
                        given_up=driver.known_suspects(queue)) as fleet:
                 self._live.fleet = fleet

@@ -298,6 +298,11 @@ class RowBody(Strict):
     metadata: dict[str, Any] | None = None
     """It belongs to the caller alone: no row fails for its contents."""
 
+    @property
+    def requested_task(self) -> str:
+        """The task of this row."""
+        return self.task
+
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
         """Validation makes an object of every entry, and an error of every wrong one: their number is checked before.

@@ -35,7 +35,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS, check_count
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
-from npu_runner.request.pooling_params import CLASSIFY, Classes, PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, LABELS, SOFTMAX, Classes, PoolingParams
 
 _FIELDS_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs")
 
@@ -82,15 +82,19 @@ class PooledBody(ConversationBody):
         """The field of each prompt, where there are several."""
         return tuple(f"input[{number}]" for number in range(len(self.inputs))) if len(self.inputs) > 1 else ()
 
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """vLLM's default here is False: a conversation is pooled, not answered."""
+        return bool(self.add_generation_prompt)
+
     @abstractmethod
     def form(self, processor: ChatProcessor) -> AnswerForm: ...
 
     def prepare(self, processor: ChatProcessor, media: MediaRules, params: PoolingParams) -> tuple[Prompts, AnswerForm]:
         form = self.form(processor)
         if self.messages is not None:
-            # vLLM's default of add_generation_prompt here: a conversation is pooled, not answered.
             prompt = self.conversation(processor, params, self.chat_template_kwargs, media=media,
-                                       add_generation_prompt=bool(self.add_generation_prompt))
+                                       add_generation_prompt=self.adds_generation_prompt)
             return (prompt,), form
         most = processor.most_prompt_tokens(params)
         prompts = []
@@ -193,9 +197,29 @@ class ClassifyBody(PooledBody):
                                           "use_activation=false leaves as they are")}
 
     use_activation: bool | None = None
+    labels: list[str] | None = None
+
+    @classmethod
+    def check_counts(cls, body: Mapping[str, Any]) -> None:
+        super().check_counts(body)
+        if isinstance(labels := body.get("labels"), list):
+            check_count("labels", "labels", labels, LIMITS.max_labels)
+
+    @property
+    def requested_task(self) -> str:
+        return self.task if self.labels is None else LABELS
+
+    def to_params(self, defaults: Mapping[str, Any], fallback_seed: int) -> PoolingParams:
+        return super().to_params(defaults, fallback_seed).replace(labels=self.labels)
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """A label stands where an answer would."""
+        return super().adds_generation_prompt if self.labels is None else self.add_generation_prompt is not False
 
     def form(self, processor: ChatProcessor) -> AnswerForm:
-        return ClassifyForm(model=self.model, classes=processor.classes, has_logits=self.use_activation is False,
+        classes = processor.classes if self.labels is None else Classes(labels=tuple(self.labels), activation=SOFTMAX)
+        return ClassifyForm(model=self.model, classes=classes, has_logits=self.use_activation is False,
                             places=self.places)
 
 

@@ -66,7 +66,7 @@ class RowPreprocessor:
             message = "the row's outermost object is too large to be searched for its name; leave out the spaces in it"
             raise RequestError(message, "custom_id_not_found", "custom_id")
         # Settings first: a wrong number must not cost the decoding of sixty images.
-        self.processor.check_task(body.task)
+        self.processor.check_task(body.requested_task)
         params: Any = body.to_params(self.generation_defaults, _seed_of(self.seed, custom_id))
         params = self.processor.resolve_params(body.with_forced_calls(params, self.processor))
         made, form = body.prepare(self.processor, self.media, params)

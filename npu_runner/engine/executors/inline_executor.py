@@ -105,5 +105,6 @@ def runner_counters(runner: ModelRunner) -> RunnerCounters:
     cache, seconds = runner.vision_cache.counters, runner.steps.clock.seconds
     return RunnerCounters(
         vision_cache_hits=cache.hits, vision_cache_misses=cache.misses, vision_cache_evictions=cache.evictions,
-        vision_cache_bytes=cache.num_bytes, num_images_encoded=runner.steps.image_encoder.num_encoded,
+        vision_cache_bytes=cache.num_bytes, vision_cache_host_hits=cache.host_hits,
+        vision_cache_host_bytes=cache.host_bytes, num_images_encoded=runner.steps.image_encoder.num_encoded,
         **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in STEP_PHASES})

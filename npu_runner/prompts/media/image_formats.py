@@ -187,8 +187,8 @@ def _check_pages(data: bytes) -> None:
 
 
 def several_pages(what: str) -> RequestError:
-    return RequestError(f"the {what} has several pages, and an image is one; name the page: #page=1 behind a file's "
-                        "path, or the field page", code="image_several_pages")
+    return RequestError(f"the {what} has several pages, and an image is one; name the page: #page=1 behind the "
+                        "address, or the field page", code="image_several_pages")
 
 
 def _check_codestream(data: bytes, max_source_pixels: int) -> None:

@@ -157,7 +157,7 @@ def _with_page(url: str, options: PageOptions, where: str, rules: MediaRules) ->
     found = split_page(url)
     if found is None:
         return url, options
-    if url.strip()[:5].lower() != "file:":
+    if url.strip()[:5].lower() not in ("file:", "data:"):
         with contextlib.suppress(RequestError), _file(url, rules.allowed_dir) as (folder, path):
             folder.num_bytes(path)
             return url, options

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,47 @@ from npu_runner.request.limits import field_error
 
 # W, H sides of an image, in pixels
 
-FIELDS = ("page", "dpi", "longest", "shortest", "box", "rotate", "size", "version")
 DEFAULT_DPI = 150
 DEFAULT_LONGEST = 3500
 """Pixels of the longer side of a PDF's page, where the address names no other."""
-_DPI = (18, 600)
 _MAX_SIDE = 65_500
 _CLOCKWISE = {90: Image.Transpose.ROTATE_270, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_90}
 _POINTS_PER_INCH = 72
-_PAGE = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
-_VERSION = re.compile("[0-9a-f]{32}")
+_PAGE = re.compile(r"#page=([0-9]{1,9})\Z")
+_MOST_PAGE_CHARS = len("#page=") + 9
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_side(value: Any) -> bool:
+    return _is_whole(value) and 1 <= value <= _MAX_SIDE
+
+
+def _are(values: Any, count: int, is_one: Callable[[Any], bool]) -> bool:
+    is_list = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+    return is_list and len(values) == count and all(map(is_one, values))
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "page": (lambda page: _is_whole(page) and page >= 1, "a page's number, from 1,"),
+    "dpi": (lambda dpi: _is_number(dpi) and 18 <= dpi <= 600, "a number from 18 to 600"),
+    "longest": (_is_side, f"a number of pixels from 1 to {_MAX_SIDE}"),
+    "shortest": (_is_side, f"a number of pixels from 1 to {_MAX_SIDE}"),
+    "box": (lambda box: _are(box, 4, _is_number) and 0 <= box[0] < box[2] <= 1 and 0 <= box[1] < box[3] <= 1,
+            "[x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"),
+    "rotate": (lambda degrees: _is_whole(degrees) and degrees in (0, *_CLOCKWISE),
+               "90, 180 or 270 (degrees, clockwise)"),
+    "size": (lambda size: _are(size, 2, _is_side), f"[width, height] in pixels, each from 1 to {_MAX_SIDE},"),
+    "version": (lambda text: isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text) is not None,
+                "a digest of 32 hexadecimal digits"),
+}
+"""Each field's predicate of its values, and their words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +82,10 @@ class PageOptions:
     @classmethod
     def from_fields(cls, given: Mapping[str, Any], where: str) -> PageOptions:
         """Reads the known fields of `given`. Raises RequestError naming the field below `where`."""
-        found = {name: value for name in FIELDS if (value := given.get(name)) is not None}
+        found = {name: value for name in _FIELDS if (value := given.get(name)) is not None}
         for name, value in found.items():
-            if (needed := _needed(name, value)) is not None:
+            accepts, needed = _FIELDS[name]
+            if not accepts(value):
                 raise field_error(f"{where}.{name}", f"{needed} is needed, not {str(value)[:60]}")
         lists: dict[str, Any] = {name: tuple(found[name]) for name in ("box", "size") if name in found}
         return cls(**{**found, **lists})
@@ -111,10 +143,12 @@ AS_IT_IS = PageOptions()
 
 def split_page(url: str) -> tuple[str, int] | None:
     """The address of a document and the number of the page behind it; None: the address names no page."""
-    found = _PAGE.fullmatch(url)
-    if found is None or not found[1][-5:].lower().endswith(DOCUMENT_SUFFIXES):
+    found = _PAGE.search(url, max(1, len(url) - _MOST_PAGE_CHARS))  # an address may have megabytes
+    if found is None:
         return None
-    return found[1], int(found[2])
+    document = url[: found.start()]
+    is_one = document[-5:].lower().endswith(DOCUMENT_SUFFIXES) or document.lstrip()[:5].lower() == "data:"
+    return (document, int(found[1])) if is_one else None
 
 
 def pages_in(value: Any) -> Iterator[tuple[str, int]]:
@@ -134,39 +168,5 @@ def pages_in(value: Any) -> Iterator[tuple[str, int]]:
             yield url, page if isinstance(page, int) else 1
 
 
-def _needed(name: str, value: Any) -> str | None:
-    """The words for the values that a field may have, if this one is none of them."""
-    if name == "page":
-        return None if _is_whole(value) and value >= 1 else "a page's number, from 1,"
-    if name == "dpi":
-        return None if _is_number(value) and _DPI[0] <= value <= _DPI[1] else f"a number from {_DPI[0]} to {_DPI[1]}"
-    if name in ("longest", "shortest"):
-        return None if _is_side(value) else f"a number of pixels from 1 to {_MAX_SIDE}"
-    if name == "rotate":
-        return None if _is_whole(value) and value in (0, *_CLOCKWISE) else "90, 180 or 270 (degrees, clockwise)"
-    if name == "version":
-        is_digest = isinstance(value, str) and _VERSION.fullmatch(value)
-        return None if is_digest else "a digest of 32 hexadecimal digits"
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    if name == "size":
-        is_size = is_list and len(value) == 2 and all(map(_is_side, value))
-        return None if is_size else f"[width, height] in pixels, each from 1 to {_MAX_SIDE},"
-    is_box = is_list and len(value) == 4 and all(map(_is_number, value))
-    is_box = is_box and 0 <= value[0] < value[2] <= 1 and 0 <= value[1] < value[3] <= 1
-    return None if is_box else "[x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
-
-
 def _ratio(scale: tuple[float, float]) -> float:
     return scale[0] / scale[1]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_side(value: Any) -> bool:
-    return _is_whole(value) and 1 <= value <= _MAX_SIDE

@@ -5,17 +5,18 @@ The documents of the last rows stay open, because neighbouring rows show pages o
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from PIL import Image
 
-from npu_runner.errors import JobError, RequestError
-from npu_runner.prompts.media.documents import (
-    PDFIUM_LOCK,
+from npu_runner.errors import RequestError
+from npu_runner.prompts.media.document_files import (
     Document,
     RenderedPage,
     document_version,
@@ -40,9 +41,6 @@ _BLANK_RANGE = 8
 class OpenDocuments:
     """Used by a processor; not picklable. A file that was replaced or changed is opened again."""
 
-    fonts_digest: str | None = None
-    """PdfFonts.digest of the job. A process with another one makes other images. None: any."""
-
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], Document] = OrderedDict()
         self._page: tuple[object, RenderedPage] | None = None
@@ -55,9 +53,13 @@ class OpenDocuments:
         source = media.load() if media.is_inline else media.open()
         try:
             if isinstance(source, bytes):
-                if document_kind(source[:HEAD_BYTES]) == "PDF":
+                kind = document_kind(source[:HEAD_BYTES])
+                if kind == "PDF":
                     raise RequestError("a PDF in a data: URL is not read; write it to a file below the allowed folder, "
                                        "and name that with #page=1", "image_not_recognised")
+                if kind == "TIFF" and media.options.page is not None:
+                    with self._lock, open_document(io.BytesIO(source)) as document:
+                        return self._page_of(document, (object(),), media, max_pixels)
                 return _part_of(source, media, max_pixels)
             with self._lock:
                 return self._load_file(source, media, max_pixels)
@@ -74,7 +76,7 @@ class OpenDocuments:
             self._open.move_to_end(key)
         else:
             try:
-                with reading(file):
+                with reading():
                     kind = document_kind(file.read(HEAD_BYTES), media.url)
                     if kind is None:
                         if media.options.version is not None:
@@ -82,8 +84,6 @@ class OpenDocuments:
                         file.seek(0)
                         data = file.read(min(status.st_size, media.rules.max_bytes + 1))
                         return _part_of(bounded(data, media.rules.max_bytes), media, max_pixels)
-                    if kind == "PDF":
-                        self._require_fonts()
             except BaseException:
                 file.close()
                 raise
@@ -91,14 +91,15 @@ class OpenDocuments:
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
         try:
-            return self._page_of(key, media, max_pixels)
+            return self._page_of(self._open[key], key, media, max_pixels)
         except RequestError as error:
             if error.code == "media_unreadable":  # the document has parts that were not read
                 self._open.pop(key).close()
             raise
 
-    def _page_of(self, key: tuple[object, ...], media: Media, max_pixels: int) -> tuple[Image.Image, PageFacts]:
-        document, options = self._open[key], media.options
+    def _page_of(self, document: Document, key: tuple[object, ...], media: Media,
+                 max_pixels: int) -> tuple[Image.Image, PageFacts]:
+        options = media.options
         if options.version is not None:
             _check_version(media, document.version)
         if options.page is None and document.num_pages > 1:
@@ -108,22 +109,14 @@ class OpenDocuments:
         named = (key, replace(options, box=None, rotate=None))
         if self._page is None or self._page[0] != named:
             self._page = None  # its memory is free before another page is rendered
-            whole = document.render_whole((options.page or 1) - 1, options, max_pixels)
+            whole = document.render((options.page or 1) - 1, options, max_pixels)
             if options.box is not None and whole.image.width * whole.image.height <= _MOST_KEPT_PIXELS:
                 self._page = (named, whole)
         else:
             whole = self._page[1]
         image = options.part_of(whole.image)
-        return image, _facts(image, whole.has_text)
-
-    def _require_fonts(self) -> None:
-        if self.fonts_digest is None:
-            return
-        with PDFIUM_LOCK:
-            is_same = fonts_here().digest == self.fonts_digest
-        if not is_same:
-            raise JobError("fonts were installed or removed after the job was started, and a preprocessing worker that "
-                           "starts now would render other pages than those before it; run the same again")
+        # They are known: a page was rendered with them.
+        return image, _facts(image, whole.has_text, fonts_here().renderer if document.kind == "PDF" else None)
 
 
 def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.Image, PageFacts | None]:
@@ -139,10 +132,10 @@ def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.
     return image, _facts(image, None)
 
 
-def _facts(image: Image.Image, has_text: bool | None) -> PageFacts:
+def _facts(image: Image.Image, has_text: bool | None, renderer: Mapping[str, str] | None = None) -> PageFacts:
     ranges: Any = image.getextrema()
     is_blank = all(highest - lowest <= _BLANK_RANGE for lowest, highest in ranges)
-    return PageFacts(is_blank=is_blank, width=image.width, height=image.height, has_text=has_text)
+    return PageFacts(is_blank=is_blank, width=image.width, height=image.height, has_text=has_text, renderer=renderer)
 
 
 def _check_version(media: Media, version: str) -> None:

@@ -3,8 +3,8 @@ nor installed. PDFium leaves such text out and reports nothing.
 
     python -c 'from npu_runner.prompts.media import pdf_fonts; pdf_fonts.main([])'    prints PdfFonts as JSON
 
-A job's record needs the facts at its start, and a job without PDFs imports no pypdfium2: so a child process finds them
-for the record, and each worker for itself with its first PDF.
+A worker finds them for itself with its first PDF. Who needs them before, and imports no pypdfium2, has a child find
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from typing import Any
 
 from npu_runner.errors import RequestError
 from npu_runner.processes import commands
+from npu_runner.processes.child import describe_exit
 
+logger = logging.getLogger(__name__)
 REMEDY = "apt install fonts-noto-cjk"
 # Each character collection of Adobe's: the language, a font that is part of no system, a CMap, a line of text.
 _COLLECTIONS = {
@@ -54,6 +57,11 @@ class PdfFonts:
     missing: tuple[str, ...]
 
     @property
+    def renderer(self) -> dict[str, str]:
+        """As a job's record has it, among the decoders."""
+        return {"pdfium": self.pdfium, "pdf_fonts": self.digest}
+
+    @property
     def languages(self) -> str:
         """The missing collections in words."""
         return ", ".join(f"{_COLLECTIONS[name][0]} ({name})" for name in self.missing)
@@ -78,7 +86,8 @@ def fonts_here() -> PdfFonts:
 
 
 def fonts_of_host() -> PdfFonts | None:
-    """The facts of a process of this host that starts now; None: pypdfium2 is not installed, or does not work."""
+    """The facts of a process of this host that starts now; None: pypdfium2 is not installed, or the process failed,
+    which is logged as a warning, once."""
     with _CHILD_LOCK:  # two threads that ask at once have one child
         return _fonts_of_child()
 
@@ -93,8 +102,15 @@ def _fonts_of_child() -> PdfFonts | None:
                               timeout=_CHILD_SECONDS, check=True)
         found = json.loads(done.stdout)
         return PdfFonts(pdfium=found["pdfium"], digest=found["digest"], missing=tuple(found["missing"]))
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError):  # a PDF fails by name then, in its worker
-        return None
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        why = describe_exit(error.returncode) + (f": {last}" if last else "")
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError) as error:
+        why = str(error)
+    logger.warning("the process that finds which fonts PDFs lack on this host failed (%s). So no missing script is "
+                   "named before the job, and fonts that changed since an earlier run are found with the first page "
+                   "only; npu-runner doctor examines PDFium", why[-500:])
+    return None
 
 
 def require_fonts(raw: Any, textpage: Any, text: str) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,8 @@ class TransformersImages:
         """A grey image with the most tokens, up to `max_tokens`, among shapes and sizes that processors distinguish. If
         none has so few, that with the fewest."""
         size = (_SIDES[-1], _SIDES[-1])
-        is_fixed = self._num_tokens(size) == self._num_tokens((_SIDES[0], _SIDES[0]))
+        tried = (size, (_SIDES[0], _SIDES[0]), (_SIDES[0] // 3, _SIDES[0]))
+        is_fixed = len({self._num_tokens(each) for each in tried}) == 1
         for side in () if is_fixed else _SIDES:
             sizes = {size for long, short in _SHAPES
                      for size in ((side * short // long, side), (side, side * short // long))}
@@ -226,7 +227,7 @@ class TransformersImages:
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if "image" in token.content]
         problem: Exception | str = "its tokenizer has no token for images"
         texts = dict.fromkeys(text for text in (*given, *added) if isinstance(text, str))
-        for text, is_nested in product(texts, (True, False)):
+        for text, is_nested in [(text, is_nested) for text in texts for is_nested in (True, False)]:
             token_id = tokenizer.token_to_id(text)
             if token_id is None:
                 continue
@@ -386,19 +387,17 @@ def _control_tokens(tokenizer: Tokenizer, token_ids: set[int]) -> tuple[str, ...
 # -- making the processor ----------------------------------------------------------------------------------------------
 
 
-class _importing:
+@contextmanager
+def _importing(folder: Path) -> Iterator[None]:
     """Turns an error of transformers' own code, while a processor is made, into a ModelError."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ConfigError):
-            remedy = "; install torchvision" if "orchvision" in str(error) else ""
-            raise ModelError(f"{self._folder}: transformers {version('transformers')} cannot make the processor of "
-                             f"this checkpoint ({type(error).__name__}: {error}){remedy}") from error
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        remedy = "; install torchvision" if "orchvision" in str(error) else ""
+        raise ModelError(f"{folder}: transformers {version('transformers')} cannot make this checkpoint's processor "
+                         f"({type(error).__name__}: {error}){remedy}") from error
 
 
 def _read_processor(folder: Path, model_type: str) -> tuple[Any, str]:

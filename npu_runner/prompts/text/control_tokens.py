@@ -66,7 +66,7 @@ class ControlTokens:
             if not piece:
                 continue
             if number % 2 == 1:
-                ids += self._after_other_text(piece, self._encode_plainly)
+                ids += self._after_other_text(piece, self._encode_words)
                 continue
             num_trusted += len(self._pattern.findall(piece))
             ids += self._encode_trusted(piece) if number == 0 else self._after_other_text(piece, self._encode_trusted)
@@ -76,6 +76,11 @@ class ControlTokens:
                 code="special_token_in_text")
         return self._prefix_ids + ids + self._suffix_ids if add_special_tokens else ids
 
+    def encode_plainly(self, text: str) -> list[int]:
+        """Token ids of a text by itself, in which nothing is a control token."""
+        has_control = self._pattern.search(text) is not None
+        return self._encode_words(text) if has_control else self._encode_trusted(text)
+
     def _split_at(self, fences: tuple[str, str], text: str) -> list[str]:
         opening, closing = fences
         return re.split(f"{opening}({self._pattern.pattern}){closing}|[{opening}{closing}]", text)
@@ -83,7 +88,7 @@ class ControlTokens:
     def _encode_trusted(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _encode_plainly(self, text: str) -> list[int]:
+    def _encode_words(self, text: str) -> list[int]:
         # The tokenizer's stages by hand: its `encode_special_tokens` skips special added tokens but not the others.
         if self._tokenizer.normalizer is not None:
             text = self._tokenizer.normalizer.normalize_str(text)

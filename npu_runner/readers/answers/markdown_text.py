@@ -13,7 +13,8 @@ from npu_runner.readers.answers.html_tags import BLOCKS, ENDS_ALONE, VOID, read_
 
 _MAX_PASSES = 20
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ufffe\uffff]")
-COMMENT = r"<!--(?:-?>|[\s\S]{0,5000}?--!?>)"
+# It ends before the next comment begins: else a run of <!-- is scanned to its end from each of them.
+COMMENT = r"<!--(?:-?>|[^<-]*(?:(?:<(?!!--)|-(?!-!?>))[^<-]*)*--!?>)"
 # A comment of the form that separates the pages of a document. It is removed from code as well.
 _PAGE_MARK = re.compile(r"<!--\s*page\b[^<>]*-->", re.IGNORECASE)
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`]*$)|~{3,})")

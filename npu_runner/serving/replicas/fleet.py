@@ -11,7 +11,7 @@ import math
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,7 @@ from npu_runner.serving.replica import (
     FinishedRow,
     Loading,
     Opened,
+    PageOutcome,
     Progressed,
     Ready,
     ReplicaFacts,
@@ -53,6 +54,10 @@ class Owner(ABC):
     @abstractmethod
     def isolate(self, indices: Sequence[int]) -> None:
         """These rows were under way when replicas died. They run alone from now on, also in later runs."""
+
+    def check_renderer(self, name: str, renderer: Mapping[str, str]) -> None:  # noqa: B027 - most have no record
+        """The replica of this name has answered a row with pages of PDFs. An error raised here ends the fleet, and the
+        row is not done."""
 
     @abstractmethod
     def record_death(self, index: int, error: ReplicaDeadError) -> GivenUp | None:
@@ -84,6 +89,8 @@ class Fleet:
         self._is_serving, self._stamp = False, None
         self._finished: list[FinishedRow] = []
         self._given_up_at_first, self._newly_given_up = given_up, list[GivenUp]()
+        self._outcomes: list[PageOutcome] = []
+        """Outcomes of all replicas, for one that starts later. Each has cost a worker process, or follows one."""
         self._failure: NpuRunnerError | None = None  # raised after all earlier results were returned
         rows.drop(row.index for row in given_up)
         self._num_done = 0
@@ -178,8 +185,8 @@ class Fleet:
                     # Others could be loaded: they go on, and a restart may succeed.
                     self._retire(state, ReplicaDeadError(f"{state.name} could not be loaded: {error}", rows=()))
             for state in self._places():
-                if state.replica is None:
-                    state.restart()
+                if state.replica is None and state.restart():
+                    self._tell_outcomes(state)
         except NpuRunnerError as failure:
             if not self._finished and not self._newly_given_up:
                 raise
@@ -199,6 +206,7 @@ class Fleet:
             self._owner.notify(f"{state.name} is added: there are devices for it")
             self.states.append(state)
             state.start()
+            self._tell_outcomes(state)
         if not places or not all(state.waits_for for state in places):
             self._without_room = None
             return
@@ -225,6 +233,9 @@ class Fleet:
     def _handle_event(self, state: ReplicaState, event: Event) -> None:
         if isinstance(event, Finished):
             for row in event.rows:
+                if row.renderer is not None:
+                    self._owner.check_renderer(state.name, row.renderer)
+            for row in event.rows:
                 state.held.remove(row.number)
                 state.started.discard(row.number)
             self._finished += event.rows
@@ -241,12 +252,22 @@ class Fleet:
             self._free(state)
         elif isinstance(event, Progressed):
             state.latest = event.stats
+        elif isinstance(event, PageOutcome):
+            self._outcomes.append(event)
+            for other in self.states:
+                if other is not state and other.replica is not None:
+                    other.replica.hear(event)
         elif isinstance(event, Opened):
             self._owner.notify(event)
         elif isinstance(event, Loading):
             self._report(state, event)
         elif isinstance(event, Ready):
             self._record_ready(state, event.facts)
+
+    def _tell_outcomes(self, state: ReplicaState) -> None:
+        assert state.replica is not None, f"{state.name} was started"
+        for outcome in self._outcomes:
+            state.replica.hear(outcome)
 
     def _report(self, state: ReplicaState, event: Loading) -> None:
         """Report the start of the first placed replica alone; the others do the same."""

@@ -21,6 +21,7 @@ from npu_runner.serving.replica import (
     Finished,
     FinishedRow,
     Loading,
+    PageOutcome,
     Progressed,
     Ready,
     Replica,
@@ -93,6 +94,9 @@ class InlineReplica(Replica):
         # The figures do not contain them.
         self._events += [Returned(found), Progressed(self.stats())]
 
+    def hear(self, outcome: PageOutcome) -> None:
+        self.endpoint.documents.hear(outcome)
+
     def poll(self, timeout_seconds: float) -> list[Event]:
         if self._failure is not None:
             pass  # raised below, after all events
@@ -118,7 +122,7 @@ class InlineReplica(Replica):
             except NpuRunnerError as error:
                 self._failure = error
             self._add_events()
-        events, self._events = self._events, []
+        events, self._events = [*self.endpoint.documents.news(), *self._events], []
         if self._failure is not None and not events:
             raise self._failure
         return events

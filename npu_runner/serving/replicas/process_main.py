@@ -93,6 +93,8 @@ class ReplicaHost:
                     replica.submit(value)
                 elif name == "recall":
                     replica.recall(value[0], include_started=value[1])
+                elif name == "hear":
+                    replica.hear(value)
                 else:
                     self._is_serving = True
                     replica.serve(value)

@@ -30,7 +30,7 @@ from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import Channel, ChannelClosed, Packed, pack
 from npu_runner.processes.child import Child, describe_exit
 from npu_runner.processes.stopwatch import Stopwatch
-from npu_runner.serving.replica import Event, Replica
+from npu_runner.serving.replica import Event, PageOutcome, Replica
 from npu_runner.serving.replicas.placement import Placement
 
 _MAX_INBOX_BYTES = 64 << 20
@@ -92,6 +92,9 @@ class RemoteReplica(Replica):
 
     def recall(self, num_rows: int, *, include_started: bool = False) -> None:
         self._send_command(("recall", (num_rows, include_started)))
+
+    def hear(self, outcome: PageOutcome) -> None:
+        self._send_command(("hear", outcome))
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         message = self._inbox.get(timeout_seconds)

@@ -129,7 +129,7 @@ class RayReplicaHost:
 
     @ray.method(concurrency_group="commands")
     def command(self, message: Any) -> None:
-        """("serve" | "submit" | "recall", value), as in process_main."""
+        """("serve" | "submit" | "recall" | "hear", value), as in process_main."""
         self._link.commands.put(message)
 
     @ray.method(concurrency_group="events")

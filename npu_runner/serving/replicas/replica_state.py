@@ -11,7 +11,8 @@ from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replica import Event, Replica, ReplicaFacts, ReplicaStats
 
 MakeReplica = Callable[[], Replica]
-_GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "vision_cache_bytes")
+_GAUGES = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_used", "vision_cache_bytes",
+           "vision_cache_host_bytes")
 
 
 class ReplicaState:

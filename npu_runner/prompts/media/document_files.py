@@ -13,7 +13,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO, ClassVar, Literal
 
@@ -23,7 +23,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.media.file_kinds import HEAD_BYTES, Kind, document_kind
 from npu_runner.prompts.media.image_formats import is_big_tiff, tiff_pages
 from npu_runner.prompts.media.images import open_image, opening
-from npu_runner.prompts.media.page_options import AS_IT_IS, DEFAULT_DPI, PageOptions
+from npu_runner.prompts.media.page_options import AS_IT_IS, PageOptions
 from npu_runner.prompts.media.pdf_fonts import require_fonts
 from npu_runner.request.limits import LIMITS
 
@@ -44,6 +44,7 @@ class Document(ABC):
     that names the document's or the page's fault. Pages are counted from 0."""
 
     kind: ClassVar[Kind]
+    num_pages: int
     is_encrypted = False
 
     def __init__(self, file: BinaryIO):
@@ -51,39 +52,28 @@ class Document(ABC):
 
     @cached_property
     def version(self) -> str:
-        version = document_version(self._file)
-        self._file.raise_error()
-        return version
+        with reading():
+            return document_version(self._file.raw)
 
-    @property
     @abstractmethod
-    def num_pages(self) -> int: ...
-
-    def page_size(self, index: int, dpi: float = DEFAULT_DPI) -> tuple[int, int]:
-        """Width and height in pixels. A TIFF file has its own, whatever `dpi` is."""
-        return self._size(index, PageOptions(dpi=dpi, longest=1 << 40), 1 << 80)
-
-    def size(self, index: int, options: PageOptions) -> tuple[int, int]:
+    def size(self, index: int, options: PageOptions, max_pixels: int = 1 << 80) -> tuple[int, int]:
         """Width and height in pixels with these options, before `box`."""
-        return self._size(index, options, 1 << 80)
 
     @abstractmethod
-    def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]: ...
-
-    @abstractmethod
-    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
-        """The page as RGB, at its size before `box`. It is refused before it is rendered if it has more than
-        `max_pixels`."""
-
     def render(self, index: int, options: PageOptions = AS_IT_IS,
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
-        """The page or a part of it, with all of the options. A part is cut out of the whole page, because PDFium gives
-        other pixels to letters and lines at the edge of a smaller bitmap."""
-        whole = self.render_whole(index, options, max_pixels)
-        return replace(whole, image=options.part_of(whole.image))
+        """The page as RGB, at its size before `box`. It is refused before it is rendered if it has more than
+        `max_pixels`. `PageOptions.part_of` cuts a part out of it, because PDFium gives other pixels to letters and
+        lines at the edge of a smaller bitmap."""
+
+    def _check(self, index: int) -> None:
+        """Raises RequestError for a page that is not there."""
+        if not 0 <= index < self.num_pages:
+            pages = "1 page" if self.num_pages == 1 else f"{self.num_pages} pages"
+            raise RequestError(f"page {index + 1}: the document has {pages}", "pdf_page_missing")
 
     def close(self) -> None:
-        self._file.close()
+        self._file.raw.close()
 
     def __enter__(self) -> Document:
         return self
@@ -92,16 +82,15 @@ class Document(ABC):
         self.close()
 
 
-def open_document(file: BinaryIO | int, *, password: str | None = None, name: str = "") -> Document:
-    """The document in a file or a descriptor, which it owns from now on. `name`: with the suffix of a PDF it is opened
-    as one without a PDF's mark.
+def open_document(file: BinaryIO, *, password: str | None = None, name: str = "") -> Document:
+    """The document in a file, which it owns from now on. `name`: with the suffix of a PDF it is opened as one without a
+    PDF's mark.
 
     Raises RequestError: pdf_broken, pdf_password, media_unreadable, an error of images for a TIFF file, and
     image_not_recognised for any other file.
     """
-    file = os.fdopen(file, "rb") if isinstance(file, int) else file
     try:
-        with reading(file):
+        with reading():
             file.seek(0)
             head = file.read(HEAD_BYTES)
         kind = document_kind(head, name)
@@ -149,18 +138,13 @@ class PdfDocument(Document):
                                    "pdf_password") from error
             self._pdf.init_forms()  # before any page is loaded: filled-in values are not rendered otherwise
             self.is_encrypted = self._raw.FPDF_GetSecurityHandlerRevision(self._pdf) != -1
-            self._num_pages = len(self._pdf)
-        if self._num_pages < 1:
+            self.num_pages = len(self._pdf)
+        if self.num_pages < 1:
             self.close()
             raise RequestError("the PDF has no pages", "pdf_broken")
 
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]:
-        if not 0 <= index < self._num_pages:
-            raise _missing(index, self._num_pages)
+    def size(self, index: int, options: PageOptions, max_pixels: int = 1 << 80) -> tuple[int, int]:
+        self._check(index)
         with self._calls_for(index):
             width, height = self._pdf.get_page_size(index)
         if not (math.isfinite(width * height) and min(width, height) > 0):
@@ -168,8 +152,9 @@ class PdfDocument(Document):
                                "pdf_page_broken")
         return options.size_of_points(width, height, max_pixels)
 
-    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
-        width, height = self._size(index, options, max_pixels)
+    def render(self, index: int, options: PageOptions = AS_IT_IS,
+               max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
+        width, height = self.size(index, options, max_pixels)
         with self._calls_for(index):
             page = self._pdf[index]
             try:
@@ -229,65 +214,49 @@ class TiffDocument(Document):
     def __init__(self, file: BinaryIO, head: bytes):
         super().__init__(file)
         self._head = head
-        self._directories = tiff_pages(self._file)
-        self._offsets: list[int] = []
-        """Offsets of the pages that were found, in their order."""
-        self._fault: RequestError | None = None
-        """The error that ended the walk."""
-        self._find(0)
-
-    @property
-    def num_pages(self) -> int:
-        self._find(None)
-        return len(self._offsets)
-
-    def _find(self, index: int | None) -> None:
-        """Walk to the page's directory, or with None to the last one. A fault is the same each time."""
-        while index is None or len(self._offsets) <= index:
-            if self._fault is not None:
-                raise self._fault
-            try:
-                offset = opening(lambda: next(self._directories, None), self._head[:32], LIMITS.max_source_pixels)
-                self._file.raise_error()
-            except RequestError as error:
-                self._fault = error
-                raise
-            if offset is None:
-                return
-            self._offsets.append(offset)
+        with self._reads():
+            self._offsets = opening(lambda: list(tiff_pages(self._file)), head[:32], LIMITS.max_source_pixels)
+            """Offsets of the directories of pages."""
+        self.num_pages = len(self._offsets)
 
     def _open(self, index: int, max_pixels: int) -> Image.Image:
-        self._find(index)
-        if not 0 <= index < len(self._offsets):
-            raise _missing(index, len(self._offsets))
-        file: Any = _AtDirectory(self._file, self._offsets[index], self._head)
-        image: Image.Image = opening(lambda: Image.open(file, formats=["TIFF"]), self._head[:32], max_pixels)
-        self._file.raise_error()
-        return image
+        """The page as the first one of the file: Pillow's own `seek` keeps the pixels of the last one."""
+        self._check(index)
+        order: Literal["little", "big"] = "little" if self._head[:2] == b"II" else "big"
+        start, size = (8, 8) if is_big_tiff(self._head) else (4, 4)
+        self._file.header = self._head[:start] + self._offsets[index].to_bytes(size, order)
+        file: Any = self._file
+        with self._reads():
+            image: Image.Image = opening(lambda: Image.open(file, formats=["TIFF"]), self._head[:32], max_pixels)
+            return image
 
-    def _size(self, index: int, options: PageOptions, max_pixels: int) -> tuple[int, int]:
-        return options.size_of_pixels(*self._open(index, max_pixels).size, max_pixels)
-
-    def render_whole(self, index: int, options: PageOptions, max_pixels: int) -> RenderedPage:
-        image = self._open(index, max_pixels)
+    @contextlib.contextmanager
+    def _reads(self) -> Iterator[None]:
+        """A fault of the disk goes before the faults that Pillow then finds."""
         try:
-            image = open_image(image, max_source_pixels=max_pixels)
+            yield
         finally:
             self._file.raise_error()
+
+    def size(self, index: int, options: PageOptions, max_pixels: int = 1 << 80) -> tuple[int, int]:
+        return options.size_of_pixels(*self._open(index, max_pixels).size, max_pixels)
+
+    def render(self, index: int, options: PageOptions = AS_IT_IS,
+               max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
+        with self._reads():
+            image = open_image(self._open(index, max_pixels), max_source_pixels=max_pixels)
         return RenderedPage(options.resized(image, max_pixels), None)
-
-
-def _missing(index: int, num_pages: int) -> RequestError:
-    pages = "1 page" if num_pages == 1 else f"{num_pages} pages"
-    return RequestError(f"page {index + 1}: the document has {pages}", "pdf_page_missing")
 
 
 class _File:
     """A file that keeps its first error, which libraries hide. Reads give no bytes from then on."""
 
     def __init__(self, file: BinaryIO):
-        self._file = file
+        self.raw = file
+        self.header = b""
+        """Bytes in place of the first ones."""
         self._error: OSError | None = None
+        self.seek, self.tell, self.fileno = file.seek, file.tell, file.fileno
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -300,43 +269,15 @@ class _File:
 
     def read(self, num_bytes: int = -1) -> bytes:
         try:
-            return b"" if self._error is not None else self._file.read(num_bytes)
+            start, data = self.raw.tell(), b"" if self._error is not None else self.raw.read(num_bytes)
+            return self.header[start : start + len(data)] + data[max(0, len(self.header) - start) :]
         except OSError as error:
             self._error = error
             return b""
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _AtDirectory:
-    """A TIFF file whose header names the directory at `offset` as the first one. So each page is opened as the only
-    image of a file: Pillow's own `seek` keeps the pixels of the last one."""
-
-    def __init__(self, file: _File, offset: int, head: bytes):
-        order: Literal["little", "big"] = "little" if head[:2] == b"II" else "big"
-        start, size = (8, 8) if is_big_tiff(head) else (4, 4)
-        self._header = head[:start] + offset.to_bytes(size, order)
-        self._file = file
-        self.seek, self.tell, self.fileno = file.seek, file.tell, file.fileno
-
-    def read(self, num_bytes: int = -1) -> bytes:
-        start = self._file.tell()
-        data = self._file.read(num_bytes)
-        return self._header[start : start + len(data)] + data[max(0, len(self._header) - start):]
-
 
 @contextlib.contextmanager
-def reading(file: BinaryIO) -> Iterator[None]:
+def reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from npu_runner.errors import RequestError
-from npu_runner.prompts.media.documents import Document, document_version, open_document
+from npu_runner.prompts.media.document_files import Document, document_version, open_document
 from npu_runner.prompts.media.page_options import PageOptions
 from tests.full_set import examples
 from tests.prompts.image_bytes import tiff_of_kinds
@@ -50,7 +50,8 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 def shown(data: bytes, index: int = 0, **options: Any) -> np.ndarray:
     with opened(data) as document:
-        return pixels(document.render(index, PageOptions(**options)).image)
+        page = PageOptions(**options)
+        return pixels(page.part_of(document.render(index, page).image))
 
 
 def refusal(data: bytes, index: int = 0, password: str | None = None, **options: Any) -> RequestError:
@@ -146,10 +147,10 @@ def test_a_text_layer_is_seen() -> None:
 def test_a_document_says_what_it_is() -> None:
     with opened(pdf(empty, empty, size=(360, 720))) as document:
         assert (document.kind, document.num_pages, document.is_encrypted) == ("PDF", 2, False)
-        assert document.page_size(1, 200) == (1000, 2000)
-        assert document.page_size(1, 600) == (3000, 6000), "no limit holds here"
+        assert document.size(1, PageOptions(dpi=200)) == (1000, 2000)
+        assert document.size(1, PageOptions(dpi=600, longest=6000)) == (3000, 6000), "no limit holds here"
     with opened(tiff(*shades(3))) as document:
-        assert (document.kind, document.num_pages, document.page_size(2)) == ("TIFF", 3, (66, 48))
+        assert (document.kind, document.num_pages, document.size(2, PageOptions())) == ("TIFF", 3, (66, 48))
 
 
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "jpeg", "packbits"])
@@ -265,6 +266,9 @@ def test_the_version_is_a_digest_of_both_ends(tmp_path: Path) -> None:
         assert document_version(io.BytesIO(data)) == expected.hexdigest()
     with opened(MIXED) as document:
         assert document.version == document_version(io.BytesIO(MIXED))
+    with opened(data := tiff(*shades(3))) as document:
+        document.render(2)
+        assert document.version == document_version(io.BytesIO(data)), "with the file's own first bytes"
 
 
 def test_threads_take_turns() -> None:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import BinaryIO
 
 from npu_runner.errors import ConfigError, RequestError
-from npu_runner.prompts.media.documents import Document, document_version, open_document
+from npu_runner.prompts.media.document_files import Document, document_version, open_document
 from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.prompts.media.pdf_passwords import password_of
 from npu_runner.readers.reader import PageFields
