@@ -81,7 +81,8 @@ class LoadStrategy(Contract, ABC):
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""
-    is_multimodal: ClassVar[bool] = False
+    is_multimodal: bool = False
+    """It has a vision tower. Of the generic strategy, an instance knows it."""
     accepts_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
     supports_ranks: ClassVar[bool] = True
@@ -95,6 +96,8 @@ class LoadStrategy(Contract, ABC):
     """Why videos are refused, where none are taken."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
     """Defaults for images that the checkpoint's file does not set, and the rule for resizing."""
+    images_by_transformers: bool = False
+    """Its images are prepared by transformers' own processor: ImageInput says how."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -138,6 +141,7 @@ class LoadStrategy(Contract, ABC):
             video_form=self.video_form,
             no_videos=self.no_videos,
             image_defaults=self.image_defaults,
+            images_by_transformers=self.images_by_transformers,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config))

@@ -1,7 +1,7 @@
-"""The generic strategy: any text model of transformers, with its own modules, over our scheduler and cache.
+"""The generic strategy: any text or image model of transformers, with its own modules, over our scheduler and cache.
 
-For families without a strategy here. Slower than those: decode runs eagerly, on one device. The only module that
-imports transformers, and only when such a checkpoint is served.
+For families without a strategy here. Slower than those: decode runs eagerly, on one device. It imports transformers
+only when such a checkpoint is served.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import copy
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +35,22 @@ from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, ModelError, WeightsError
 from npu_runner.layers.parallel import LayerContext
-from npu_runner.models.transformers_check import compare_at_start, compared
+from npu_runner.models.transformers_check import (
+    ComparedPrompt,
+    compare_at_start,
+    compared,
+    compared_image,
+    compared_text,
+)
+from npu_runner.models.transformers_images import features_function
 from npu_runner.models.transformers_model import TransformersModel, attend
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
-from npu_runner.strategies.base import LoadStrategy
+from npu_runner.prompts.media.transformers_images import TransformersImages
+from npu_runner.prompts.processor import ChatProcessor
+from npu_runner.prompts.text.tokenizer import read_tokenizer
+from npu_runner.prompts.vision_prompts import config_token
+from npu_runner.request.prompt_inputs import ImageInput
+from npu_runner.strategies.base import LoadStrategy, VisionEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +62,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
 _ATTENDING = {"full_attention", "sliding_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
+# What a class of transformers raises that does not fit; a RuntimeError may be a want of memory.
+_OF_FOREIGN_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def installed_version() -> str | None:
@@ -81,6 +96,12 @@ class TransformersStrategy(LoadStrategy):
 
     supports_ranks = False
     supports_graphs = False
+    is_multimodal = True
+    _images: TransformersImages | None = None
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.is_multimodal = self.images_by_transformers = isinstance(self._raw.get("vision_config"), dict)
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
@@ -103,7 +124,7 @@ class TransformersStrategy(LoadStrategy):
         if self.pooling(config) is not None:
             raise ConfigError(f"runner {config.runner!r}: {served}, which generates text only; set runner to generate, "
                               "or take a checkpoint of a family with a strategy of its own")
-        rope = _growing_rope(self._config)
+        rope = _growing_rope(self._config.get_text_config())
         if rope and (config.max_model_len or 0) > rope[1]:
             raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "
                               f"of a batch beyond its original {rope[1]}, and a step holds many requests; set "
@@ -120,21 +141,37 @@ class TransformersStrategy(LoadStrategy):
                        "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
         self._num_positions = num_positions
         causal_lm = _without_weights(self._model_class, self._config, _SERVING, context.dtype)
-        return TransformersModel(causal_lm, self._observed.calls, context)
+        return TransformersModel(causal_lm, self._observed.calls, context, model_config.image_token_id,
+                                 uses_mrope=model_config.rope.mrope_section is not None)
 
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
         _check_dtypes(reader)
         context = model.context
         causal_lm, loading = self._model_class.from_pretrained(
-            self.path, config=self._config, dtype=context.dtype, attn_implementation=_SERVING, use_safetensors=True,
+            self.path, config=self._config, dtype=context.dtype, use_safetensors=True,
             local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True)
         _check_loading(self.path, loading)
+        _lead_attention(causal_lm, _SERVING)
         model.attach(causal_lm.to(context.device).eval())
-        distances = compare_at_start(model, self._num_positions, model_config.vocab_size, _own_attention)
+        try:
+            distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
+                                         _own_attention)
+        except _OF_FOREIGN_CODE as error:
+            raise self._refusal("the comparison at the start does not run "
+                                f"({type(error).__name__}: {error})") from error
         logger.info("compared with transformers: attention differs by %.1e of its size, all else by %.1e",
                     distances.attention, distances.others)
         return sum(parameter.nbytes for parameter in causal_lm.parameters())
+
+    def processor(self, config: RunnerConfig) -> ChatProcessor:
+        made = super().processor(config)
+        self._images = made.transformers_images
+        return made
+
+    def encode_images(self, model: nn.Module, images: Sequence[ImageInput]) -> list[VisionEmbeddings]:
+        assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
+        return [VisionEmbeddings(main_MD, []) for main_MD in model.encode(images)]
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -155,11 +192,25 @@ class TransformersStrategy(LoadStrategy):
             max_position_embeddings=self._longest,
             rms_norm_eps=1e-6,
             tie_word_embeddings=bool(found.tie_word_embeddings),
-            rope=RopeConfig(),
+            rope=RopeConfig(mrope_section=self._mrope_section),
+            image_token_id=found.image_token_id if self.is_multimodal else None,
             dtype=read_dtype(config),
             eos_token_ids=read_eos(config),
             generation_defaults=config.generation.defaults,
             generation_not_served=config.generation.not_served)
+
+    def _compared_prompt(self, model: TransformersModel, model_config: ModelConfig) -> ComparedPrompt:
+        """An image of noise within text where the network has a tower, else text."""
+        if model.tower is None:
+            return compared_text(self._num_positions, model_config.vocab_size)
+        assert self._images is not None, "a checkpoint is opened before its weights are loaded"
+        # Where positions have three axes, some networks look for these.
+        around = (config_token(self._raw, f"vision_{side}_token_id", read_tokenizer(self.path))
+                  for side in ("start", "end"))
+        given, image = self._images.sample(*("" if token is None else token[1] for token in around))
+        special = {*_special_ids(self._config.to_dict()), *given["input_ids"].flat}
+        text_ids = [token for token in range(model_config.vocab_size) if token not in special]
+        return compared_image(model, self._num_positions, text_ids, image, given, self._images.merge_size)
 
     @cached_property
     def _raw(self) -> dict[str, Any]:
@@ -186,25 +237,47 @@ class TransformersStrategy(LoadStrategy):
 
     @cached_property
     def _model_class(self) -> Any:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-        model_type = self._raw.get("model_type")
-        if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ModelError(f"{self.path}: model_type {model_type!r}: transformers has no AutoModelForCausalLM for it")
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
-        reason = _refuse(self._config, model_class)
+        model_type, name = self._raw.get("model_type"), "AutoModelForCausalLM"
+        mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+        if self.is_multimodal:
+            name, mapping = "AutoModelForImageTextToText", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if type(self._config) not in mapping:
+            raise ModelError(f"{self.path}: model_type {model_type!r}: transformers has no {name} for it")
+        model_class: Any = mapping[type(self._config)]
+        reason = _refuse(self._config, model_class, is_multimodal=self.is_multimodal)
         if reason:
             raise self._refusal(reason)
         return model_class
 
     @cached_property
+    def _probed(self) -> nn.Module:
+        """The network without weights, and of 16 bits because grouped GEMMs need them."""
+        with self._looking():
+            return _without_weights(self._model_class, _without_growth(self._config), _PROBING, torch.bfloat16)
+
+    @cached_property
     def _observed(self) -> Observed:
-        """The network's calls of attention. It has no weights, and 16 bits because grouped GEMMs need them."""
-        model_class, config = self._model_class, _without_growth(self._config)
+        """The network's calls of attention."""
+        with self._looking():
+            if self.is_multimodal:
+                self._check_tower(self._probed)
+            return observe(self._probed)
+
+    def _check_tower(self, network: Any) -> None:
+        features_function(network)
+        token_id, num_tokens = self._config.image_token_id, network.get_input_embeddings().num_embeddings
+        if token_id >= num_tokens:
+            raise ModelError(f"its image_token_id {token_id} has no embedding; there are {num_tokens}")
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Turns what is raised inside into a refusal."""
         try:
-            return observe(_without_weights(model_class, config, _PROBING, torch.bfloat16))
+            yield
         except ModelError as reason:
-            raise self._refusal(str(reason)) from reason
+            raise (reason if str(self.path) in str(reason) else self._refusal(str(reason))) from reason
         except Exception as error:
             # The border to code of others: whatever it raises, the network cannot be looked at.
             raise self._refusal(f"it does not run without weights, by which its attention is found out "
@@ -215,11 +288,23 @@ class TransformersStrategy(LoadStrategy):
                           f"the generic one, through transformers, does not serve it: {reason}")
 
     @property
+    def _mrope_section(self) -> tuple[int, int, int] | None:
+        """Frequencies of each axis, where positions have three; a config may leave them to the network's code."""
+        network: Any = self._probed
+        if not hasattr(network.base_model, "get_rope_index"):
+            return None
+        found: tuple[int, ...] = next((section for module in network.modules()
+                      if (section := getattr(module, "mrope_section", None)) is not None), ())
+        if len(found) != 3:
+            raise self._refusal(f"its positions have axes that are not supported (mrope_section {found})")
+        return int(found[0]), int(found[1]), int(found[2])
+
+    @property
     def _longest(self) -> int:
-        positions = getattr(self._config, "max_position_embeddings", None)
+        positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         if not positions:
             raise self._refusal("its config says no max_position_embeddings")
-        rope = _growing_rope(self._config)
+        rope = _growing_rope(self._config.get_text_config())
         return min(int(positions), rope[1]) if rope else int(positions)
 
 
@@ -234,18 +319,35 @@ def _without_weights(model_class: Any, config: Any, attention: str, dtype: torch
     AttentionInterface.register(_COMPARING, compared(_definition_of_attention))
     AttentionMaskInterface.register(_COMPARING, eager_mask)
     with torch.device("meta"):
-        network: nn.Module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
+        network: nn.Module = model_class._from_config(config, dtype=dtype)
+    _lead_attention(network, attention)
     return network.eval()
+
+
+def _lead_attention(causal_lm: Any, attention: str) -> None:
+    """The decoder's attention, to the function of this name; a tower's stays as it is."""
+    for module in causal_lm.get_decoder().modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = attention
 
 
 @contextmanager
 def _own_attention(causal_lm: Any) -> Iterator[None]:
     """Attention under transformers' own masks, each call by its own function and by ours."""
-    causal_lm.set_attn_implementation(_COMPARING)
+    _lead_attention(causal_lm, _COMPARING)
     try:
         yield
     finally:
-        causal_lm.set_attn_implementation(_SERVING)
+        _lead_attention(causal_lm, _SERVING)
+
+
+def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
+    """The ids of tokens that a config names: control tokens, and placeholders of media."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _special_ids(value)
+        elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
+            yield value
 
 
 def _definition_of_attention(module: nn.Module) -> Callable[..., Any]:
@@ -276,17 +378,22 @@ def _check_loading(path: Any, loading: dict[str, Any]) -> None:
 # weights (models/transformers_probe.py) -------------------------------------------------------------------------------
 
 
-def _refuse(config: Any, model_class: Any) -> str | None:
+def _refuse(config: Any, model_class: Any, *, is_multimodal: bool) -> str | None:
     """The first reason why a model of `model_class` with this config is not served; None where none is known."""
-    return next(_reasons(config, model_class), None)
+    return next(_reasons(config, model_class, is_multimodal), None)
 
 
-def _reasons(config: Any, model_class: Any) -> Iterator[str]:
+def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str]:
     fields = config.to_dict()  # attributes of configs whose layers differ must not be asked for
     if fields.get("is_encoder_decoder") or fields.get("add_cross_attention"):
         yield "it has an encoder, or cross attention; only decoders are served"
-    if _other_parts(config):
-        yield f"it is more than a text model ({', '.join(_other_parts(config))})"
+    parts = _other_parts(config)
+    if is_multimodal:
+        fields, parts = config.get_text_config().to_dict(), []
+        if getattr(config, "image_token_id", None) is None:
+            yield "its config has no image_token_id, in whose place rows of an image stand"
+    if parts:
+        yield f"it is more than a text model ({', '.join(parts)})"
     if getattr(model_class, "_is_stateful", False):
         yield "its layers keep a state of another kind than keys and values (mamba, linear attention)"
     others = sorted(set(fields.get("layer_types") or ()) - _ATTENDING)
@@ -303,7 +410,8 @@ def _reasons(config: Any, model_class: Any) -> Iterator[str]:
         yield "its positions are a bias on attention (alibi)"
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention"):
         yield "it attends in both directions"
-    if not model_class._can_set_attn_implementation():
+    # The file of a class with a tower may have no attention of its own; its decoder's is found by running it.
+    if not is_multimodal and not model_class._can_set_attn_implementation():
         yield "its attention does not go through transformers' attention interface"
 
 
@@ -324,7 +432,7 @@ def _growing_rope(config: Any) -> tuple[str, int] | None:
 def _without_growth(config: Any) -> Any:
     """A copy whose rotary embedding looks at no values of positions: a run without weights has none."""
     copied = copy.deepcopy(config)
-    for rope in _ropes(copied):
+    for rope in _ropes(copied.get_text_config()):
         if rope.get("rope_type") in _GROWING_ROPES:
             rope["rope_type"] = "default"
     return copied

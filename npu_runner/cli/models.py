@@ -117,7 +117,8 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     quantization = read_quantization(folder)
     model_config = strategy.model_config_for(config)
     pooling = model_config.pooling
-    facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
+    facts = _facts(type(strategy)) | {"images": strategy.is_multimodal,
+                                      "prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
     if not is_bare_config(named.model):
         if pooling is not None and pooling.task == "classify" and _gives_scores(strategy, config):
             facts |= {"scores": True}

@@ -59,7 +59,8 @@ def observe(causal_lm: nn.Module) -> Observed:
     """
     recorder = Recorder()
     modules: list[Any] = list(causal_lm.named_modules())
-    convolutions = [name for name, module in modules if isinstance(module, nn.Conv1d)]
+    of_decoder = {id(module) for module in base_of(causal_lm).modules()}
+    convolutions = [name for name, module in modules if isinstance(module, nn.Conv1d) and id(module) in of_decoder]
     if convolutions:
         raise ModelError(f"{convolutions[0]} mixes neighbouring tokens outside attention: it keeps a state that our "
                          "cache does not hold")

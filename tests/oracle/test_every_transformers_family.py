@@ -1,4 +1,4 @@
-"""Every text family that transformers has is equal to transformers through the generic strategy, or refused by name.
+"""Every text or image family that transformers has is equal to it through the generic strategy, or refused by name.
 
 What must not happen is a family that is served and answers otherwise: that is what the refusals are for.
 """
@@ -14,11 +14,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from npu_runner import LLM, strategies
-from npu_runner.errors import ModelError
+from npu_runner.errors import ModelError, RequestError
 from npu_runner.models.transformers_check import FLOAT32_BOUNDS, HALF_BOUNDS, Distances
 from npu_runner.strategies import transformers_model
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import foreign_config, make_foreign_checkpoint
+from tests.oracle.image_checkpoints import NotMade, make_image_checkpoint, picture
+from tests.oracle.image_prompts import ask, assert_all_rows_equal, assert_equals_transformers
 from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
 CONFIG_MAPPING: Any = pytest.importorskip("transformers").CONFIG_MAPPING
@@ -44,13 +46,20 @@ UNMADE = (AssertionError, AttributeError, ImportError, IndexError, KeyError, Str
           ValueError)
 
 
-SERVED = set(re.findall(r"`([\w.-]+)`", re.search(r"These \d+ are equal:(.*?)\nLarger", (
-    Path(__file__).parents[2] / "docs" / "generic.md").read_text(), re.DOTALL)[1]))  # type: ignore[index]
+def types_after(words: str) -> set[str]:
+    """The types that docs/generic.md names in the paragraph that begins with these words."""
+    page = (Path(__file__).parents[2] / "docs" / "generic.md").read_text()
+    paragraph = re.search(rf"{words}(.*?)\n\n", page, re.DOTALL)
+    return set(re.findall(r"`([\w.-]+)`", paragraph[1])) if paragraph else set()
 
 
-def leave_out(model_type: str, why: str) -> NoReturn:
+SERVED = types_after(r"These \d+ are equal:")
+SERVED_IMAGES = types_after(r"These \d+ image types are equal:")
+
+
+def leave_out(model_type: str, why: str, served: set[str] = SERVED) -> NoReturn:
     """Skip, but for a family that the docs name as equal."""
-    if model_type in SERVED:
+    if model_type in served:
         pytest.fail(f"docs/generic.md says that {model_type} is equal, but {why}")
     pytest.skip(why)
 
@@ -104,6 +113,32 @@ def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monke
     with llm:
         assert_prompt_rows_equal(path, llm, PROMPT)
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
+
+
+@pytest.mark.slow
+@pytest.mark.full("nearly a hundred families of images; one of each mechanism and every refusal stay")
+@pytest.mark.parametrize("model_type", sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+def test_every_image_family_is_equal_or_refused(model_type: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
+    try:
+        checkpoint = make_image_checkpoint(tmp_path, model_type)
+    except (NotMade, *UNMADE, RuntimeError) as error:
+        leave_out(model_type, f"there is no tiny one: {type(error).__name__}: {error}", SERVED_IMAGES)
+    try:
+        llm = LLM(tmp_path, platform="cpu", max_num_batched_tokens=1024, max_num_seqs=8, dtype="float32")
+    except ModelError as reason:
+        leave_out(model_type, f"refused: {reason}", SERVED_IMAGES)
+    with llm:
+        first, second = picture(230, 140, 1), picture(150, 420, 2)
+        several = ["which of ", first, " and ", second, " is it?"]
+        try:
+            asked = ask(checkpoint, llm, several)
+        except RequestError:
+            with pytest.raises(RequestError, match="this model's processor takes one"):
+                ask(checkpoint, llm, several)
+            asked = ask(checkpoint, llm, ["which of them is ", second, " ?"])
+        assert_all_rows_equal(tmp_path, llm, asked)
+        assert_equals_transformers(tmp_path, llm, [ask(checkpoint, llm, ["what is ", first, " ?"]), asked])
 
 
 @pytest.mark.slow

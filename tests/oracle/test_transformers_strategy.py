@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "alibi (bloom)": ("bloom", {}, "does not go through transformers' attention interface"),
     "bias over all pairs of tokens (doge)": ("doge", {}, "makes a mask or bias over all pairs of tokens"),
     "neighbours mixed (blt)": ("blt", {"num_hidden_layers": ...}, "mixes neighbouring tokens outside attention"),
-    "more than text (gemma3)": ("gemma3", {}, "more than a text model"),
+    "images without a class (phi4_multimodal)": ("phi4_multimodal", {}, "no AutoModelForImageTextToText"),
     "quantised": ("gemma", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
 }
 
