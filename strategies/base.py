@@ -88,6 +88,9 @@ class LoadStrategy(Contract, ABC):
     """Served with tensor_parallel_size above 1."""
     supports_graphs: ClassVar[bool] = True
     """Its decode steps may be graphs, on platforms that have them."""
+    compares_graphs: ClassVar[bool] = False
+    """Its modules are not ours: each graph is compared with an eager step, and steps run eagerly where they differ, or
+    where nothing can be captured."""
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS

@@ -1,7 +1,7 @@
 """The generic strategy: any text model of transformers, with its own modules, over our scheduler and cache.
 
-For families without a strategy here. Slower than those: decode runs eagerly, on one device. The only module that
-imports transformers, and only when such a checkpoint is served.
+For families without a strategy here. Slower than those, and on one device. The only module that imports transformers,
+and only when such a checkpoint is served.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TransformersStrategy(LoadStrategy):
     """One checkpoint folder, served by the class that transformers has for its model_type; never by code of its own."""
 
     supports_ranks = False
-    supports_graphs = False
+    compares_graphs = True
 
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
@@ -89,8 +89,9 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"tensor_parallel_size {num_ranks}: {served}, on one device; set it to 1")
         if config.parallel.enable_expert_parallel:
             raise ConfigError(f"enable_expert_parallel: {served}, on one device; leave it out")
-        if graph_mode not in ("auto", "eager"):
-            raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
+        if graph_mode == "max-autotune":
+            raise ConfigError(f"graph_mode 'max-autotune': {served}, whose modules were never tried with a compiler; "
+                              "leave it at auto, or set it to reduce-overhead or eager")
         if config.load_format == "dummy":
             raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
         quantization = read_quantization(self.path)
@@ -108,6 +109,12 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "
                               f"of a batch beyond its original {rope[1]}, and a step holds many requests; set "
                               f"max_model_len to at most {rope[1]}")
+        blocks = self._observed.blocks_capture
+        if blocks is None or graph_mode == "eager" or config.graphs.enforce_eager:
+            return config
+        if graph_mode != "auto":
+            raise ConfigError(f"graph_mode {graph_mode!r}: {served}, and no graph can be captured of it: {blocks}; "
+                              "leave it at auto, or set it to eager")
         return config.replace(graph_mode="eager")
 
     def read_config(self) -> ModelConfig:
@@ -116,8 +123,10 @@ class TransformersStrategy(LoadStrategy):
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
         """The network without weights, on the meta device."""
+        blocks = self._observed.blocks_capture
         logger.warning("model_type %r has no strategy of its own: %s of transformers is served by the generic one, "
-                       "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
+                       "which is slower%s", model_config.model_type, self._model_class.__name__,
+                       f"; it runs eagerly, as no graph can be captured of it: {blocks}" if blocks else "")
         self._num_positions = num_positions
         causal_lm = _without_weights(self._model_class, self._config, _SERVING, context.dtype)
         return TransformersModel(causal_lm, self._observed.calls, context)

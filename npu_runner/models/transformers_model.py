@@ -8,8 +8,8 @@ T tokens in the step, B rows that want logits, N query heads, K kv heads, H head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,11 @@ class TransformersModel(nn.Module):
     def attach(self, causal_lm: nn.Module) -> None:
         """Take this network in the place of the one that is there: the same one, with weights."""
         self.causal_lm = causal_lm
+        base = self.base
+        place = next(name for name, module in causal_lm.named_modules() if module is base)
+        # In a tuple, because its modules are those of `causal_lm` and have their names there.
+        self._given = (_GivenHiddenStates(),)
+        self._head = _with_module(causal_lm, place, self._given[0]),
         for index, call in enumerate(self.calls):
             causal_lm.get_submodule(call.name).attention_port = AttentionPort(index, call, self.step, self.context)
 
@@ -135,21 +140,30 @@ class TransformersModel(nn.Module):
         """Final hidden states (T, D)."""
         self.step.metadata = metadata
         output = self.base(input_ids=input_ids_T[None].long(), position_ids=positions[None].long(), use_cache=False)
-        self._output_class = type(output)
+        self.step.metadata = None
+        if self._given[0].output_class is None:
+            self._given[0].output_class = type(output)
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
-        with self._base_gives(self._output_class(last_hidden_state=hidden_BD[None])):
-            dummy_ids = torch.zeros(1, len(hidden_BD), dtype=torch.int64, device=hidden_BD.device)
-            logits_BV: Tensor = self.causal_lm(input_ids=dummy_ids, use_cache=False).logits[0]
+        logits_BV: Tensor = self._head[0](inputs_embeds=hidden_BD[None], use_cache=False).logits[0]
         return logits_BV
 
-    @contextmanager
-    def _base_gives(self, output: Any) -> Iterator[None]:
-        base: Any = self.base
-        base.forward = lambda *args, **kwargs: output
-        try:
-            yield
-        finally:
-            del base.forward
+
+class _GivenHiddenStates(nn.Module):
+    """The base of a CausalLM of which only the rest runs: the final hidden states are its `inputs_embeds`."""
+
+    output_class: Any = None
+    """Of the base's own results."""
+
+    def forward(self, *ids: Any, inputs_embeds: Tensor, **more: Any) -> Any:
+        return self.output_class(last_hidden_state=inputs_embeds)
+
+
+def _with_module(module: nn.Module, place: str, other: nn.Module) -> nn.Module:
+    """A copy of `module` with `other` at `place`; all else is shared."""
+    copied, (first, _, rest) = copy.copy(module), place.partition(".")
+    within = module.get_submodule(first)
+    copied._modules = {**module._modules, first: _with_module(within, rest, other) if rest else other}
+    return copied

@@ -8,12 +8,14 @@ T tokens of the run, N query heads, K kv heads, H head dim, D hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +28,7 @@ NUM_TOKENS = 1013
 # A convolution or a shift over tokens makes tensors that are a little longer or shorter.
 _NEAR = range(1, 9)
 _MOST_POSITIONS = 1 << 20
+_COPIES = ("aten::_to_copy", "aten::copy_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class Observed:
     calls: tuple[AttentionCall, ...]
     hidden_size: int
     vocab_size: int
+    blocks_capture: str | None
+    """Why no graph can be captured of it, with the module's name; None where nothing is known."""
 
 
 class Recorder:
@@ -68,7 +73,8 @@ def observe(causal_lm: nn.Module) -> Observed:
     hidden: list[Tensor] = []
     hook = base_of(causal_lm).register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state))
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
-    with torch.no_grad(), _Watch():
+    watch = _Watch()
+    with torch.no_grad(), watch, watch.entering(modules):
         logits = causal_lm(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens),
                            use_cache=False).logits
     hook.remove()
@@ -76,7 +82,8 @@ def observe(causal_lm: nn.Module) -> Observed:
         object.__delattr__(module, "attention_port")
     _check_halves(causal_lm, hidden, logits)
     _check_calls(recorder.calls)
-    return Observed(calls=tuple(recorder.calls), hidden_size=hidden[0].shape[-1], vocab_size=logits.shape[-1])
+    return Observed(calls=tuple(recorder.calls), hidden_size=hidden[0].shape[-1], vocab_size=logits.shape[-1],
+                    blocks_capture=watch.blocks_capture)
 
 
 def claim_mask(*, mask_function: Callable[..., Tensor], config: Any = None, **sizes: Any) -> Tensor:
@@ -143,10 +150,30 @@ def _check_halves(causal_lm: nn.Module, hidden: list[Tensor], logits: Tensor) ->
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at the shape of every tensor that is made."""
+    """Looks at the shape of every tensor that is made, and for copies from the host, which stop a capture."""
+
+    blocks_capture: str | None = None
+    _module: str = ""
+
+    @contextmanager
+    def entering(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Notes inside which of `modules` is at work."""
+        names = {id(module): name for name, module in modules}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._module = names.get(id(module), self._module)
+
+        handle = register_module_forward_pre_hook(enter)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
+        is_on_host = [each.device.type != "meta" for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
+        if len(set(is_on_host)) == 2 and function._schema.name in _COPIES and self.blocks_capture is None:
+            self.blocks_capture = f"{self._module} makes a tensor on the host and copies it to the device in each step"
         for made in tree_leaves(output):
             if isinstance(made, Tensor):
                 _check_shape(function, made)
