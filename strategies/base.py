@@ -164,6 +164,10 @@ class LoadStrategy(Contract, ABC):
         """Prefixes of the checkpoint's `names` by prefixes of the model's names."""
         return {}
 
+    def named(self, reader: WeightsReader) -> WeightsReader:
+        """`reader` by the model's names, where no prefixes say them."""
+        return reader
+
     @abstractmethod
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""

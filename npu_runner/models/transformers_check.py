@@ -172,7 +172,8 @@ def _paged_steps(model: TransformersModel,
     attention, device, block_size = context.attention, context.device, context.block_size
     assert block_size is not None, "a runner gives it"
     num_blocks = -(-num_tokens // block_size)
-    sizes = (1, 1 + num_blocks, block_size, call.num_kv_heads, call.head_dim)
+    num_kv_heads = context.tp.kv_head_share(call.num_kv_heads)[1]
+    sizes = (1, 1 + num_blocks, block_size, num_kv_heads, call.head_dim)
     keys, values = make_kv_cache(sizes, context.dtype, device)
     tables_1W = np.arange(num_blocks, 0, -1, dtype=np.int32)[None]  # never block 0, and out of order
     places_T = np.arange(num_tokens)
