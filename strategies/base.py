@@ -167,9 +167,18 @@ class LoadStrategy(Contract, ABC):
         """Prefixes of the checkpoint's `names` by prefixes of the model's names."""
         return {}
 
+    def named(self, reader: WeightsReader) -> WeightsReader:
+        """`reader` by the model's names, where no prefixes say them."""
+        return reader
+
     @abstractmethod
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
+
+    def check_network(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Called when all weights are there, random ones too. May exchange modules. Raises ModelError for a network that
+        cannot be served."""
+        return None
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
         """`images` for `encode_images`, with what it needs of them sent to the device ahead of it: StagedImages.

@@ -129,7 +129,8 @@ def compare_at_start(model: TransformersModel, num_positions: int, vocab_size: i
     for layer in layers:
         layer.k_cache, layer.v_cache = cache
     comparison = model.step.comparison = Comparison(steps=steps, bound=bounds.attention)
-    with own_attention(model.causal_lm):
+    fusion = Fusion(model, steps, bounds.attention, distance_of_worst_row)
+    with own_attention(model.causal_lm), fusion.watch():
         expected = model.causal_lm(input_ids=ids_2T[:1], position_ids=positions_2T[:1], use_cache=False).logits
     for layer in layers:
         del layer.k_cache, layer.v_cache
@@ -172,7 +173,8 @@ def _paged_steps(model: TransformersModel,
     attention, device, block_size = context.attention, context.device, context.block_size
     assert block_size is not None, "a runner gives it"
     num_blocks = -(-num_tokens // block_size)
-    sizes = (1, 1 + num_blocks, block_size, call.num_kv_heads, call.head_dim)
+    num_kv_heads = context.tp.kv_head_share(call.num_kv_heads)[1]
+    sizes = (1, 1 + num_blocks, block_size, num_kv_heads, call.head_dim)
     keys, values = make_kv_cache(sizes, context.dtype, device)
     tables_1W = np.arange(num_blocks, 0, -1, dtype=np.int32)[None]  # never block 0, and out of order
     places_T = np.arange(num_tokens)

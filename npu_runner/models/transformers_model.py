@@ -40,6 +40,8 @@ class AttentionCall:
     scale: float
     window: int | None
     """A token sees this many, itself included; None: all."""
+    value_place: tuple[int, int, int] = (0, 0, 0)
+    """How values lie within what they are a view of, in features: from token to token, the first, from head to head."""
 
 
 class CurrentStep:
@@ -58,7 +60,8 @@ class AttentionPort(nn.Module):
         super().__init__()
         self.call = call
         self.step = step
-        self.paged = PagedAttention(index, call.num_kv_heads, call.head_dim, context, scale=call.scale,
+        num_kv_heads = context.tp.kv_head_share(call.num_kv_heads)[1]
+        self.paged = PagedAttention(index, num_kv_heads, call.head_dim, context, scale=call.scale,
                                     window=call.window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None,

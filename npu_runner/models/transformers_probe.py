@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class Observed:
     calls: tuple[AttentionCall, ...]
     hidden_size: int
     vocab_size: int
+    halved: frozenset[str]
+    """Linears whose outputs are used as two halves, one behind the other."""
     blocks_capture: str | None
     """Why no graph can be captured of it, with the module's name; None where nothing is known."""
 
@@ -73,8 +76,9 @@ def observe(causal_lm: nn.Module) -> Observed:
     hidden: list[Tensor] = []
     hook = base_of(causal_lm).register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state))
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
-    watch = _Watch()
-    with torch.no_grad(), watch, watch.entering(modules):
+    outputs = _Outputs()
+    watch = _Watch(outputs)
+    with torch.no_grad(), outputs.hooked(modules), watch, watch.entering(modules):
         logits = causal_lm(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens),
                            use_cache=False).logits
     hook.remove()
@@ -83,6 +87,7 @@ def observe(causal_lm: nn.Module) -> Observed:
     _check_halves(causal_lm, hidden, logits)
     _check_calls(recorder.calls)
     return Observed(calls=tuple(recorder.calls), hidden_size=hidden[0].shape[-1], vocab_size=logits.shape[-1],
+                    halved=frozenset(name for name, starts in outputs.starts.items() if starts == {0, 1}),
                     blocks_capture=watch.blocks_capture)
 
 
@@ -122,7 +127,10 @@ def _call(name: str, query: Tensor, key: Tensor, value: Tensor, mask: Any, scali
         raise ModelError(f"{name}: query, key and value of {query.dtype}, {key.dtype} and {value.dtype} are not "
                          "supported; one dtype is")
     window = mask.window if is_claim else more.get("sliding_window")
+    # A view of one head says nothing of the way to the next.
+    to_next = value.stride(1) if value.shape[1] > 1 else value.shape[3]
     return AttentionCall(name=name, num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[3],
+                         value_place=(value.stride(2), value.storage_offset(), to_next),
                          scale=query.shape[3] ** -0.5 if scaling is None else float(scaling), window=window)
 
 
@@ -149,6 +157,32 @@ def _check_halves(causal_lm: nn.Module, hidden: list[Tensor], logits: Tensor) ->
         raise ModelError(f"{name} has logits of shape {list(logits.shape)} for {NUM_TOKENS} tokens")
 
 
+class _Outputs:
+    """Notes which halves of the outputs of linears are used by themselves."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, set[int]] = {}
+        self._names: dict[int, tuple[str, Tensor]] = {}
+
+    @contextmanager
+    def hooked(self, modules: list[Any]) -> Iterator[None]:
+        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in modules
+                 if isinstance(module, nn.Linear)]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _note(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._names[output.untyped_storage()._cdata] = name, output  # its storage lives as long as this
+
+    def look_at(self, made: Tensor) -> None:
+        name, output = self._names.get(made.untyped_storage()._cdata, ("", made))
+        width = made.shape[-1] if made.dim() else 0
+        if name and width < output.shape[-1]:
+            is_half = 2 * width == output.shape[-1] and made.stride()[-1] == 1
+            self.starts.setdefault(name, set()).add(made.storage_offset() // width if is_half else -1)
+
+
 class _Watch(TorchDispatchMode):
     """Looks at the shape of every tensor that is made, and for copies from the host, which stop a capture."""
 
@@ -169,6 +203,10 @@ class _Watch(TorchDispatchMode):
         finally:
             handle.remove()
 
+    def __init__(self, outputs: _Outputs) -> None:
+        super().__init__()
+        self._outputs = outputs
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         is_on_host = [each.device.type != "meta" for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
@@ -177,6 +215,7 @@ class _Watch(TorchDispatchMode):
         for made in tree_leaves(output):
             if isinstance(made, Tensor):
                 _check_shape(function, made)
+                self._outputs.look_at(made)
         return output
 
 
