@@ -8,6 +8,7 @@ between G groups of R rows of X numbers. C tokens stand in both runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,8 +21,11 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ModelError
 from npu_runner.layers.attention import PagedAttention, make_kv_cache, resolve_windows
+from npu_runner.models.transformers_fusion import Fusion
 from npu_runner.models.transformers_model import AttentionPort, TransformersModel, check_call
 from npu_runner.platforms.step_inputs import AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 65
 
@@ -135,11 +139,26 @@ def compare_at_start(model: TransformersModel, num_positions: int, vocab_size: i
     for layer in layers:
         del layer.k_cache, layer.v_cache
     model.step.comparison = None
-    replay = model.step.replay = Replay(first=comparison, compared_C=compared_C, bound=bounds.others)
-    found_TV = model.compute_logits(model(ids_2T[1], positions_2T[1], None))
-    replay.check("logits", found_TV[None, :, None], expected.flip(1)[:, :, None])
-    model.step.replay = None
-    return Distances(attention=comparison.worst, others=replay.worst)
+
+    def run_as_served() -> float:
+        replay = model.step.replay = Replay(first=comparison, compared_C=compared_C, bound=bounds.others)
+        try:
+            found_TV = model.compute_logits(model(ids_2T[1], positions_2T[1], None))
+            replay.check("logits", found_TV[None, :, None], expected.flip(1)[:, :, None])
+        finally:
+            model.step.replay = None
+        return replay.worst
+
+    fusion.apply()
+    try:
+        others = run_as_served()
+    except ModelError as difference:
+        fusion.undo()
+        others = run_as_served()
+        logger.warning("all modules of transformers stay, as ours differ together: %s", difference)
+    else:
+        logger.info("%s", fusion.describe())
+    return Distances(attention=comparison.worst, others=others)
 
 
 def distance_of_worst_row(found_GRX: Tensor, expected_GRX: Tensor) -> float:
