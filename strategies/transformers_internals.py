@@ -92,7 +92,8 @@ def experts_of(module: nn.Module) -> tuple[int, int, int] | None:
     from transformers.integrations.moe import _default_apply_gate
 
     stacks, kind = dict(module.named_parameters()), type(module)
-    flags = [getattr(module, name, None) for name in ("has_gate", "is_concatenated", "has_bias", "has_post_expert_norm")]
+    flags = [getattr(module, name, None)
+             for name in ("has_gate", "is_concatenated", "has_bias", "has_post_expert_norm")]
     is_usual = (flags == [True, True, False, False]
                 and isinstance(getattr(module, "act_fn", None), (nn.SiLU, type(ACT2FN["silu"])))
                 and getattr(kind, "_apply_gate", None) is _default_apply_gate)

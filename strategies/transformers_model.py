@@ -178,8 +178,8 @@ class TransformersStrategy(LoadStrategy):
             raise type(reason)(f"tensor_parallel_size {num_ranks}: {reason}") from reason
         except Exception as error:
             # The border to code of others, which may count on heads that are elsewhere.
-            raise ModelError(f"{self.path}: tensor_parallel_size {num_ranks}: the network does not run with some of its "
-                             f"heads ({type(error).__name__}: {error}); set it to 1") from error
+            raise ModelError(f"{self.path}: tensor_parallel_size {num_ranks}: the network does not run with some of "
+                             f"its heads ({type(error).__name__}: {error}); set it to 1") from error
         for call, whole in zip(found, self._observed.calls, strict=True):
             heads = context.tp.share(whole.num_heads, "num_attention_heads")[1], context.tp.kv_head_share(
                 whole.num_kv_heads)[1]

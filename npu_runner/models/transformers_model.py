@@ -41,7 +41,7 @@ class AttentionCall:
     window: int | None
     """A token sees this many, itself included; None: all."""
     value_place: tuple[int, int, int] = (0, 0, 0)
-    """How values lie within what they are a view of, in features: from token to token, the first, from head to head."""
+    """Strides of values in the tensor that they are a view of: over tokens, the first one's place, over heads."""
 
 
 class CurrentStep:

@@ -1,5 +1,5 @@
-"""The parts of a network of transformers that are ours: linears, experts, embedding and head, cut over the ranks, in the
-checkpoint's forms and filled by our loader.
+"""The parts of a network of transformers that are ours: linears, experts, embedding and head. They are cut over the
+ranks, held in the checkpoint's forms and filled by our loader.
 
 Recognises them by names, sizes and a run without weights. Knows no family and imports nothing of transformers.
 
@@ -31,7 +31,7 @@ _ROLES = {
     "o": ("o_proj", "out_proj", "dense", "c_proj", "wo", "out_lin"),
     "qkv": ("qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv"), "gate": ("gate_proj", "g_proj"),
 }
-"""What linears of attention are usually called; `gate` is a factor for each output of a head, or for each head."""
+"""Usual names of linears of attention. A `gate` is a factor for each output of a head, or for each head."""
 _INTO_MLP = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "w1", "w3", "fc_in",
              "input_linear")
 _OUT_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out", "output_linear")
@@ -44,7 +44,7 @@ _WIDTHS = ("embed_dim", "hidden_size", "split_size", "d_model_size", "all_head_s
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a network is cut, from what transformers and a run without weights say of it."""
+    """The facts by which a network is cut: from transformers, and from a run without weights."""
 
     calls: tuple[AttentionCall, ...]
     halved: frozenset[str]
@@ -199,9 +199,9 @@ class _Cutter:
         if self.tp.size == 1:
             return
         if missing:
-            raise ModelError(f"{call.name}: its linears for {', '.join(sorted(missing))} of the heads cannot be told by "
-                             f"name, size and layout, so they cannot be cut over {self.tp.size} ranks; set "
-                             "tensor_parallel_size to 1")
+            raise ModelError(f"{call.name}: its linears for {', '.join(sorted(missing))} are not known by name, size "
+                             f"and layout, so they cannot be cut over {self.tp.size} ranks; set tensor_parallel_size "
+                             "to 1")
         self._adapt_attention(call.name, module, heads)
 
     def _runs(self, role: str, sizes: tuple[int, int], heads: Heads,
@@ -303,7 +303,7 @@ class _Cutter:
         return _sizes(linear)[0] == 2 * width and (self.tp.size == 1 or name in self.recipe.halved)
 
     def _adapt_mlp(self, home: str, module: nn.Module, width: int, share: tuple[int, int]) -> None:
-        for own, part in module.named_children():
+        for part in module.children():
             if not isinstance(part, HeldLinear) and any(each.shape == (width,) for each in part.parameters()):
                 _gather_around(part, width, share, self.tp)
         if any(each.shape == (width,) for each in module.parameters(recurse=False)):

@@ -239,7 +239,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias over all pairs of tokens (doge)": ("doge", {}, "makes a mask or bias over all pairs of tokens"),
     "neighbours mixed (blt)": ("blt", {"num_hidden_layers": ...}, "mixes neighbouring tokens outside attention"),
     "more than text (gemma3)": ("gemma3", {}, "more than a text model"),
-    "quantised": ("gemma", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+    "quantised in a way that is not read": ("gemma", {"quantization_config": {"quant_method": "hqq"}},
+                                            r"quantised \(hqq\)"),
 }
 
 
@@ -280,9 +281,9 @@ def test_code_beside_a_family_that_transformers_knows_is_not_run(foreign: Any, t
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size 2.*on one device"),
+    ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "enable_expert_parallel"),
+    ({"tensor_parallel_size": 3}, "tensor_parallel_size 3: num_attention_heads 4 does not divide"),
     ({"graph_mode": "max-autotune"}, "graph_mode 'max-autotune'.*never tried with a compiler"),
-    ({"load_format": "dummy"}, "load_format 'dummy'"),
 ])
 def test_settings_that_it_does_not_serve_are_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
