@@ -176,8 +176,8 @@ class LoadStrategy(Contract, ABC):
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
 
     def check_network(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Called when all weights are there, random ones too. May exchange modules. Raises ModelError for a network that
-        cannot be served."""
+        """Called when all weights are there, random ones too. May exchange modules. Raises ModelError for a network
+        that cannot be served."""
         return None
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,17 @@ def _merge(module: nn.Module, names: Sequence[str], name: str, linears: Sequence
         start += part.length
 
 
+class FusedNorm(nn.Module):
+    """In the place of an RMS norm, for inputs of any leading dims."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.reshape(-1, x.shape[-1])).view(x.shape)  # type: ignore[no-any-return]
+
+
 class FusedAttention(nn.Module):
     """In the place of attention with q_proj, k_proj, v_proj and o_proj."""
 
@@ -84,7 +96,8 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.qkv_proj, self.o_proj, self.attention_port = own.qkv_proj, own.o_proj, own.attention_port
         self.sizes = [each.stop - each.start for each in (own.q_proj, own.k_proj, own.v_proj)]
-        self.q_norm, self.k_norm = norms or (None, None)
+        self.q_norm: Any = norms and norms[0]
+        self.k_norm: Any = norms and norms[1]
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
                 **more: Any) -> tuple[Tensor, None]:
@@ -108,7 +121,7 @@ def _replayed(port: AttentionPort, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, 
     if norms is not None:
         q_TNH = ops.rms_norm(q_TNH, norms.q_weight_H, norms.eps)
         k_TKH = ops.rms_norm(k_TKH, norms.k_weight_H, norms.eps)
-    q_TNH, k_TKH = ops.rotary(q_TNH.contiguous(), k_TKH.contiguous(), cos_TR, sin_TR)
+    q_TNH, k_TKH = ops.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
     out: Tensor = port.step.replay.attend(port, *(x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH)))
     return out[0]
 
@@ -173,16 +186,17 @@ class Fusion:
     steps: Steps
     bound: float
     distance: Callable[[Tensor, Tensor], float]
-    """Of the worst of rows (T, D) to those of the module that is replaced."""
+    """Between our rows (1, T, D) and those of the module that is replaced; the worst row counts."""
     made: dict[nn.Module, nn.Module] = field(default_factory=dict)
     """Ours, by the module that it replaces."""
-    differing: Counter[str] = field(default_factory=Counter)
+    left: set[nn.Module] = field(default_factory=set)
+    """Modules that differ from ours."""
     undone: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Compares each module that looks like one of ours with ours, over its own inputs."""
-        handles = [module.register_forward_hook(compare, with_kwargs=True)
+        handles = [module.register_forward_hook(partial(self._compare, compare), with_kwargs=True)
                    for module in self.model.base.modules() if (compare := self._comparison(module)) is not None]
         try:
             yield
@@ -208,9 +222,14 @@ class Fusion:
         counts = Counter(type(module).__name__ for module in self.made.values())
         kinds = {"FusedLayer": "layers", "FusedAttention": "attentions", "FusedMLP": "MLPs"}
         found = [f"{counts[name]} {what}" for name, what in kinds.items()]
-        norms = sum(isinstance(module, RMSNorm) for module in self.made.values())
-        left = "".join(f"; {count} of class {name} differ from ours and stay" for name, count in self.differing.items())
+        norms = sum(isinstance(module, FusedNorm) for module in self.made.values())
+        differing = Counter(type(module).__name__ for module in self.left)
+        left = "".join(f"; {count} of class {name} differ from ours and stay" for name, count in differing.items())
         return f"{', '.join(found)} and {norms} norms are computed by our operators{left}"
+
+    def _compare(self, compare: Callable[..., None], module: nn.Module, *call: Any) -> None:
+        if module not in self.made and module not in self.left:  # ours call those that stay
+            compare(module, *call)
 
     # -- one comparison for each kind of module -----------------------------------------------------------------------
 
@@ -226,15 +245,16 @@ class Fusion:
 
     def _compare_norm(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         epsilon, context = _epsilon(module), self.model.context
-        if module in self.made or len(args) != 1 or kwargs or epsilon is None:
+        if len(args) != 1 or kwargs or epsilon is None:
             return
-        candidates = []
+        candidates: list[tuple[float, int, FusedNorm]] = []
         for kind in (RMSNorm, Float32RMSNorm, ZeroCentredRMSNorm):
             norm = kind(len(module.weight), epsilon, context)
             norm.weight.copy_(module.weight.float() + kind.weight_offset)
             if kind is RMSNorm and module.weight.dtype == context.dtype:
                 norm.weight = module.weight
-            candidates.append((self._error(norm(args[0]), output), len(candidates), norm))
+            ours = FusedNorm(norm)
+            candidates.append((self._error(ours(args[0]), output), len(candidates), ours))
         self._accept(module, *min(candidates)[::2])
 
     def _compare_mlp(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -255,8 +275,8 @@ class Fusion:
         head_dim = module.attention_port.call.head_dim
         if given is None or len(args) > 1 or not is_usual or turning[0].shape[:2] != given.shape[:2]:
             return
-        norms = [self.made.get(getattr(module, name, None)) for name in ("q_norm", "k_norm")]  # type: ignore[arg-type]
-        are_ours = all(isinstance(norm, RMSNorm) and len(norm.weight) == head_dim for norm in norms)
+        norms = [self._norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
+        are_ours = all(norm is not None and len(norm.weight) == head_dim for norm in norms)
         if (hasattr(module, "q_norm") and not are_ours) or turning[0].shape[-1] > head_dim:
             return
         fused = FusedAttention(module, tuple(norms) if are_ours else None)  # type: ignore[arg-type]
@@ -266,7 +286,7 @@ class Fusion:
     def _compare_layer(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         attention = next((child for child in children if isinstance(self.made.get(child), FusedAttention)), None)
-        norms = [self.made.get(norm) for norm in _norms(module)]
+        norms = [self._norm(norm) for norm in _norms(module)]
         channels = [child for child in children if child is not attention and child not in _norms(module)]
         turning, given = kwargs.get("position_embeddings"), kwargs.get("hidden_states", args[0] if args else None)
         if attention is None or None in norms or len(channels) != 1 or not isinstance(output, Tensor) or len(args) > 1:
@@ -276,6 +296,11 @@ class Fusion:
         # What a layer adds may be small beside its input: compared by itself, or else within the input's rounding.
         is_same = self._error(found, output) <= 2 * torch.finfo(output.dtype).eps
         self._accept(module, 0.0 if is_same else self._error(found - given, output - given), fused)
+
+    def _norm(self, module: Any) -> RMSNorm | None:
+        """Ours in the place of `module`, if it has one."""
+        found = self.made.get(module)
+        return found.norm if isinstance(found, FusedNorm) else None
 
     def _by_step(self, fused: nn.Module, hidden: Tensor, turning: tuple[Tensor, Tensor]) -> Tensor:
         found = []
@@ -295,7 +320,7 @@ class Fusion:
         if error <= self.bound:
             self.made[module] = fused
         else:
-            self.differing[type(module).__name__] += 1
+            self.left.add(module)
 
     def _connect(self, layers: Sequence[FusedLayer]) -> None:
         """Let layers pass their two results on where the next adds them."""
@@ -305,10 +330,10 @@ class Fusion:
             if not fused or set(map(id, fused)) != set(map(id, layers)):
                 continue
             norms = _norms(base)
-            last = self.made.get(norms[0]) if len(norms) == 1 else None
+            last = self._norm(norms[0]) if len(norms) == 1 else None
             for layer, following in zip(layers, [*layers[1:], last], strict=True):
                 layer.passes_on = following is not None
-            if isinstance(last, RMSNorm):
+            if last is not None:
                 self.made[norms[0]] = LastNorm(last)
 
 

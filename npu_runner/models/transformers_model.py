@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from npu_runner.errors import ModelError
@@ -158,7 +157,7 @@ class _GivenHiddenStates(nn.Module):
     """The base of a CausalLM of which only the rest runs: the final hidden states are its `inputs_embeds`."""
 
     output_class: Any = None
-    """Of the base's own results."""
+    """The class of the base's own results."""
 
     def forward(self, *ids: Any, inputs_embeds: Tensor, **more: Any) -> Any:
         return self.output_class(last_hidden_state=inputs_embeds)

@@ -172,8 +172,9 @@ class _Outputs:
         for hook in hooks:
             hook.remove()
 
-    def _note(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        self._names[output.untyped_storage()._cdata] = name, output  # its storage lives as long as this
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._names[output.untyped_storage()._cdata] = name, output  # its storage lives as long as this
 
     def look_at(self, made: Tensor) -> None:
         name, output = self._names.get(made.untyped_storage()._cdata, ("", made))
@@ -209,7 +210,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        is_on_host = [each.device.type != "meta" for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
+        is_on_host = [not each.is_meta for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
         if len(set(is_on_host)) == 2 and function._schema.name in _COPIES and self.blocks_capture is None:
             self.blocks_capture = f"{self._module} makes a tensor on the host and copies it to the device in each step"
         for made in tree_leaves(output):

@@ -110,10 +110,9 @@ class DecodeBuckets:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
         A bucket has a graph of each of `forwards` that there is, or none at all. What `warm_up` does not run is not
-        compiled. Those that any
-        rank kept from an earlier run must agree with eager steps on every rank (`agrees(bucket)`). Otherwise all ranks
-        compile them anew: compiling and comparing run collectives, so all ranks must do the same. With `compares_new` new
-        ones must agree, too: where one does not, none is used.
+        compiled. Those that any rank kept from an earlier run must agree with eager steps on every rank
+        (`agrees(bucket)`). Otherwise all ranks compile them anew: compiling and comparing run collectives, so all ranks
+        must do the same. With `compares_new` new ones must agree, too: where one does not, none is used.
 
         If the device has no resources for another graph, the graphs that fit are kept. Smaller batches are then padded
         to the smallest of them, which costs less than launching each operator. Without any graph all steps are eager.

@@ -19,7 +19,8 @@ GRAPHS: dict[str, Any] = {"graph_mode": "reduce-overhead", **SMALL, **FLOAT32, "
 
 
 @emulated
-@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full("one kind of decoder each", "granite", "gpt2", "cohere2")])
+@pytest.mark.parametrize("model_type", ["gemma3_text", *only_full("one kind of decoder each", "granite", "gpt2",
+                                                                           "mixtral", "cohere2")])
 def test_captured_graphs(model_type: str, tmp_path: Path) -> None:
     path = make_foreign_checkpoint(tmp_path / "model", model_type)
     case = Case(str(path), GRAPHS, "texts", 7)
