@@ -1,7 +1,6 @@
 """npu-runner on random weights of real shapes, with transformers and, where it is installed, vLLM in the same run.
 
 Made for one device: --platform cuda, or npu on an Ascend host (vLLM is then vllm-ascend).
-
 (a) text: the Qwen3-0.6B shape, 256 requests with prompts and outputs of 100 to 1,024 tokens; peers: transformers'
     continuous batching, which is what its generate_batch runs, compiled (it takes flash attention where a package
     for it is installed; without one it takes minutes a repeat and is stopped), and vLLM's LLM.generate.

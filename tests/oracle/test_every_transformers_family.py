@@ -18,6 +18,7 @@ from npu_runner.models.transformers_check import FLOAT32_BOUNDS, HALF_BOUNDS, Di
 from npu_runner.strategies import transformers_model
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import SERVED, foreign_config, make_foreign_checkpoint, small_config
+from tests.oracle.replaced_modules import IN_DOCS, kinds
 from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
 CONFIG_MAPPING: Any = pytest.importorskip("transformers").CONFIG_MAPPING
@@ -80,6 +81,7 @@ def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monke
     except ModelError as reason:
         leave_out(model_type, f"refused: {reason}")
     with llm:
+        assert model_type not in SERVED or kinds(llm) == IN_DOCS[model_type]
         assert_prompt_rows_equal(path, llm, PROMPT)
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
 

@@ -9,16 +9,15 @@ import pytest
 from torch import Tensor, nn
 
 from npu_runner import LLM, strategies
-from npu_runner.layers.norm import RMSNorm
 from npu_runner.models.transformers_fusion import FusedAttention, FusedLayer, FusedMLP, LastNorm
 from npu_runner.platforms.cpu.ops import CpuOps
 from tests.full_set import only_full
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
-from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal, runner_of
+from tests.oracle.replaced_modules import counts
+from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
 pytest.importorskip("transformers")
 PROMPT = list(range(203, 3, -1))
-KINDS = {"layers": FusedLayer, "attention": FusedAttention, "MLP": FusedMLP, "norms": RMSNorm}
 ALL = {"layers": 3, "attention": 3, "MLP": 3}
 
 
@@ -35,12 +34,6 @@ def ops_of_few_dims(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, most in (("rms_norm", 3), ("rotary", 3), ("add_rms_norm", 2), ("silu_and_mul", 2), ("linear", 2)):
         monkeypatch.setattr(CpuOps, name, checked(name, most))
-
-
-def counts(llm: LLM) -> dict[str, int]:
-    modules = list(runner_of(llm).model.modules())
-    found = {name: sum(isinstance(module, kind) for module in modules) for name, kind in KINDS.items()}
-    return {name: count for name, count in found.items() if count}
 
 
 def assert_equal(path: Path, llm: LLM) -> None:
