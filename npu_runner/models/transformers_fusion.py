@@ -235,6 +235,8 @@ class Fusion:
 
     def _comparison(self, module: Any) -> Callable[..., None] | None:
         names = {name for name, _ in module.named_children()}
+        if "forward" in vars(module):  # one that gathers the features of all ranks
+            return None
         if {"qkv_proj", *_QKV, "o_proj", "attention_port"} <= names:
             return self._compare_attention
         if {"gate_up_proj", *_GATE_UP} <= names and isinstance(module.down_proj, RowParallelLinear):
