@@ -55,7 +55,7 @@ def test_equal_modules_are_replaced(model_type: str, changes: dict[str, Any], ex
                                     tmp_path: Path, platform_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
     path = make_foreign_checkpoint(tmp_path, model_type, **changes)
-    with LLM(path, platform=platform_name, max_num_batched_tokens=128, **SMALL) as llm:
+    with LLM(path, platform=platform_name, graph_mode="eager", max_num_batched_tokens=128, **SMALL) as llm:
         assert counts(llm) == expected
         assert_equal(path, llm)
 
@@ -74,7 +74,7 @@ def test_a_module_that_differs_stays(kind: type[nn.Module], left: dict[str, int]
     caplog.set_level("INFO")
     monkeypatch.setattr(kind, "forward", changed(kind.forward))
     path = make_foreign_checkpoint(tmp_path, "gemma")
-    with LLM(path, platform=platform_name, **SMALL) as llm:
+    with LLM(path, platform=platform_name, graph_mode="eager", **SMALL) as llm:
         assert counts(llm) == left
         assert_equal(path, llm)
     assert "3 of class Gemma" in caplog.text
@@ -85,7 +85,7 @@ def test_all_stay_where_they_differ_together(tmp_path: Path, platform_name: str,
                                              caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(LastNorm, "forward", lambda self, both: 2 * self.norm.add_forward(*both)[0][None])
     path = make_foreign_checkpoint(tmp_path, "gemma")
-    with LLM(path, platform=platform_name, **SMALL) as llm:
+    with LLM(path, platform=platform_name, graph_mode="eager", **SMALL) as llm:
         assert counts(llm) == {}
         assert_equal(path, llm)
     assert "all modules of transformers stay, as ours differ together: logits" in caplog.text

@@ -22,9 +22,9 @@ _NAMES = """
     GroupedMatmulSwigluQuantWeightNz GroupedMatmulWeightNz GtScalar GtTensor IndexCopy IndexFill IndexSelect LayerNorm
     LeScalar LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul Max MaxDim Mean Minimum MoeGatingTopKSoftmax
     MoeInitRouting MoeTokenUnpermute Mul Muls Neg NeScalar NeTensor One PowTensorScalar QuantMatmul QuantMatmulWeightNz
-    Reciprocal RecurrentGatedDeltaRule ReduceSum Relu Repeat RmsNorm RotaryPositionEmbedding Rsqrt Rsubs ScatterAdd
-    ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Sin Softmax Softplus Sort Sqrt Stack Std Sub Subs SWhere SwiGlu Tanh
-    Topk Tril WeightQuantBatchMatmul Zero
+    Reciprocal RecurrentGatedDeltaRule ReduceSum Relu Repeat RepeatInterleaveIntWithDim RmsNorm
+    RotaryPositionEmbedding Rsqrt Rsubs ScatterAdd ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Sin Softmax Softplus
+    Sort Sqrt Stack Std Sub Subs SWhere SwiGlu Tanh Topk Tril WeightQuantBatchMatmul Zero
 """
 
 
