@@ -1,7 +1,7 @@
 """The generic strategy: any text model of transformers, with its own modules, over our scheduler and cache.
 
-For families without a strategy here. Slower than those: decode runs eagerly, on one device. The only module that
-imports transformers, and only when such a checkpoint is served.
+For families without a strategy here. Slower than those: decode runs eagerly. This module and transformers_internals.py
+alone import transformers, and only when such a checkpoint is served.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TransformersStrategy(LoadStrategy):
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
         num_ranks, graph_mode = config.parallel.tensor_parallel_size, config.graphs.graph_mode
         if config.parallel.enable_expert_parallel:
-            raise ConfigError(f"enable_expert_parallel: {served}, on one device; leave it out")
+            raise ConfigError(f"enable_expert_parallel: {served}, whose experts are cut by their width; leave it out")
         if graph_mode not in ("auto", "eager"):
             raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
         if isinstance(self.pooling(config), ClassPooling):
