@@ -1,7 +1,7 @@
 """The generic strategy: any text model of transformers, with its own modules, over our scheduler and cache.
 
-For families without a strategy here. Slower than those, and on one device. The only module that imports transformers,
-and only when such a checkpoint is served.
+For families without a strategy here. This module and transformers_internals.py alone import transformers, and only when
+such a checkpoint is served.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TransformersStrategy(LoadStrategy):
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
         num_ranks, graph_mode = config.parallel.tensor_parallel_size, config.graphs.graph_mode
         if config.parallel.enable_expert_parallel:
-            raise ConfigError(f"enable_expert_parallel: {served}, on one device; leave it out")
+            raise ConfigError(f"enable_expert_parallel: {served}, whose experts are cut by their width; leave it out")
         if graph_mode == "max-autotune":
             raise ConfigError(f"graph_mode 'max-autotune': {served}, whose modules were never tried with a compiler; "
                               "leave it at auto, or set it to reduce-overhead or eager")

@@ -63,11 +63,13 @@ class RenamedReader(WeightsReader):
         return self.base.grouped_pieces(self.stored(name), dim, start, length)
 
     def kv_scales(self, module: str) -> tuple[float, float] | None:
-        """The stored module is the one that a tensor of `module` lies in."""
-        for name, stored in self._stored.items():
-            tail = name.removeprefix(module)
-            if tail != name and tail.startswith(".") and stored.endswith(tail):
-                return self.base.kv_scales(stored.removesuffix(tail))
+        """Those of the innermost module around `module` that has tensors."""
+        while module:
+            for name, stored in self._stored.items():
+                tail = name.removeprefix(module)
+                if tail != name and tail.startswith(".") and stored.endswith(tail):
+                    return self.base.kv_scales(stored.removesuffix(tail))
+            module = module.rpartition(".")[0]
         return None
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ class _Outputs:
     @contextmanager
     def hooked(self, modules: list[Any]) -> Iterator[None]:
         hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in modules
-                 if isinstance(module, nn.Linear)]
+                 if type(module) is nn.Linear]
         yield
         for hook in hooks:
             hook.remove()

@@ -36,14 +36,17 @@ def _two_devices(platform_name: str) -> None:
 
 
 @torch.inference_mode()
-def assert_ranks_equal_transformers(path: Path, platform_name: str, num_ranks: int = 2, **settings: Any) -> None:
+def assert_ranks_equal_transformers(path: Path, platform_name: str, num_ranks: int = 2, *, oracle: Path | None = None,
+                                    **settings: Any) -> None:
+    """`oracle`: the folder that transformers loads, where it is another one."""
+    oracle = oracle or path
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20, ignore_eos=True)
     with LLM(path, platform=platform_name, max_num_batched_tokens=128, tensor_parallel_size=num_ranks,
              **{**SMALL, **settings}) as llm:
         (output,) = llm.generate([PROMPT], scored)
         prompts = [llm.engine.processor.from_text(text) for text in TEXTS]
         answers = [each.token_ids for each in llm.generate(prompts, greedy(FEW_TOKENS))]
-    model = reference.load_model(path)
+    model = reference.load_model(oracle)
     expected_TV = model(torch.tensor([PROMPT])).logits[0, :-1].float().log_softmax(-1)
     assert output.prompt_logprobs is not None
     for place, expected_V in enumerate(expected_TV, start=1):
@@ -51,7 +54,7 @@ def assert_ranks_equal_transformers(path: Path, platform_name: str, num_ranks: i
         assert position is not None
         for each in (position.token, *position.top):
             assert abs(each.logprob - expected_V[each.token_id].item()) < TOLERANCE, f"row {place}"
-    assert answers == [reference.generate(path, prompt.token_ids, [], max_new_tokens=FEW_TOKENS)[0]
+    assert answers == [reference.generate(oracle, prompt.token_ids, [], max_new_tokens=FEW_TOKENS)[0]
                        for prompt in prompts]
 
 
