@@ -89,6 +89,9 @@ class LoadStrategy(Contract, ABC):
     """Served with tensor_parallel_size above 1."""
     supports_graphs: ClassVar[bool] = True
     """Its decode steps may be graphs, on platforms that have them."""
+    compares_graphs: ClassVar[bool] = False
+    """Its modules are not ours: each graph is compared with an eager step, and steps run eagerly where they differ, or
+    where nothing can be captured."""
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
@@ -168,9 +171,18 @@ class LoadStrategy(Contract, ABC):
         """Prefixes of the checkpoint's `names` by prefixes of the model's names."""
         return {}
 
+    def named(self, reader: WeightsReader) -> WeightsReader:
+        """`reader` by the model's names, where no prefixes say them."""
+        return reader
+
     @abstractmethod
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
+
+    def check_network(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Called when all weights are there, random ones too. May exchange modules. Raises ModelError for a network
+        that cannot be served."""
+        return None
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
         """`images` for `encode_images`, with what it needs of them sent to the device ahead of it: StagedImages.

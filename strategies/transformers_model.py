@@ -1,7 +1,7 @@
 """The generic strategy: any text or image model of transformers, with its own modules, over our scheduler and cache.
 
-For families without a strategy here. Slower than those: decode runs eagerly, on one device. It imports transformers
-only when such a checkpoint is served.
+For families without a strategy here. This module, transformers_internals.py and the images of
+prompts/media/transformers_images.py alone import transformers, and only when such a checkpoint is served.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,12 @@ from npu_runner.checkpoint.model_config import (
     ModelConfig,
     RopeConfig,
 )
-from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.checkpoint.renamed_weights import RenamedReader
 from npu_runner.checkpoint.weights_reader import WeightsReader
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import ConfigError, ModelError, WeightsError
+from npu_runner.errors import ConfigError, ModelError
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.layers.weights_loader import load_weights
 from npu_runner.models.transformers_check import (
     ComparedPrompt,
     compare_at_start,
@@ -42,24 +42,37 @@ from npu_runner.models.transformers_check import (
     compared_image,
     compared_text,
 )
+from npu_runner.models.transformers_fusion import merge_linears
 from npu_runner.models.transformers_images import features_function
 from npu_runner.models.transformers_model import TransformersModel, attend
+from npu_runner.models.transformers_parts import Recipe, WithoutTraffic, match_stacks, replace_parts
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
+from npu_runner.platforms.meta import MetaOps
 from npu_runner.prompts.media.transformers_images import TransformersImages
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import read_tokenizer
 from npu_runner.prompts.vision_prompts import config_token
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import LoadStrategy, VisionEmbeddings
+from npu_runner.strategies.transformers_internals import (
+    calls_attention_by_name,
+    eager_mask,
+    experts_of,
+    keeps_states,
+    make_network,
+    other_attention,
+    own_attention_function,
+    stored_names,
+    tied_names,
+    tp_plan,
+    turned_linear,
+)
 
 logger = logging.getLogger(__name__)
 
 _OLDEST = (5, 20)
 REQUIRED = "transformers 5.20 or newer (pip install 'transformers>=5.20,<6')"
 _SERVING, _PROBING, _COMPARING = "npu_runner", "npu_runner_probe", "npu_runner_compared"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-# Masks and places that old checkpoints stored and every model computes.
-_COMPUTED = {"bias", "masked_bias", "position_ids", "inv_freq"}
 _ATTENDING = {"full_attention", "sliding_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
 # What a class of transformers raises that does not fit; a RuntimeError may be a want of memory.
@@ -94,8 +107,7 @@ def knows(model_type: str | None) -> bool:
 class TransformersStrategy(LoadStrategy):
     """One checkpoint folder, served by the class that transformers has for its model_type; never by code of its own."""
 
-    supports_ranks = False
-    supports_graphs = False
+    compares_graphs = True
     is_multimodal = True
     _images: TransformersImages | None = None
 
@@ -106,18 +118,11 @@ class TransformersStrategy(LoadStrategy):
     def resolve_config(self, config: RunnerConfig) -> RunnerConfig:
         served = f"model_type {self._raw.get('model_type')!r} is served through transformers"
         num_ranks, graph_mode = config.parallel.tensor_parallel_size, config.graphs.graph_mode
-        if num_ranks > 1:
-            raise ConfigError(f"tensor_parallel_size {num_ranks}: {served}, on one device; set it to 1")
         if config.parallel.enable_expert_parallel:
-            raise ConfigError(f"enable_expert_parallel: {served}, on one device; leave it out")
-        if graph_mode not in ("auto", "eager"):
-            raise ConfigError(f"graph_mode {graph_mode!r}: {served}, which runs eagerly; leave it at auto")
-        if config.load_format == "dummy":
-            raise ConfigError(f"load_format 'dummy': {served}, with the checkpoint's own weights; leave it at auto")
-        quantization = read_quantization(self.path)
-        if quantization is not None:
-            raise ModelError(f"{self.path}: the weights are quantised ({quantization.method}), and {served}, with "
-                             "weights as they are; take the checkpoint in bfloat16 or float16")
+            raise ConfigError(f"enable_expert_parallel: {served}, whose experts are cut by their width; leave it out")
+        if graph_mode == "max-autotune":
+            raise ConfigError(f"graph_mode 'max-autotune': {served}, whose modules were never tried with a compiler; "
+                              "leave it at auto, or set it to reduce-overhead or eager")
         if isinstance(self.pooling(config), ClassPooling):
             raise ConfigError(f"{served}, which generates text only, and the checkpoint is a classifier; take one of a "
                               "family with a strategy of its own")
@@ -129,6 +134,14 @@ class TransformersStrategy(LoadStrategy):
             raise ConfigError(f"max_model_len {config.max_model_len}: rope {rope[0]!r} depends on the longest position "
                               f"of a batch beyond its original {rope[1]}, and a step holds many requests; set "
                               f"max_model_len to at most {rope[1]}")
+        if num_ranks > 1:
+            self._check_ranks(num_ranks)
+        blocks = self._observed.blocks_capture
+        if blocks is None or graph_mode == "eager" or config.graphs.enforce_eager:
+            return config
+        if graph_mode != "auto":
+            raise ConfigError(f"graph_mode {graph_mode!r}: {served}, and no graph can be captured of it: {blocks}; "
+                              "leave it at auto, or set it to eager")
         return config.replace(graph_mode="eager")
 
     def read_config(self) -> ModelConfig:
@@ -136,33 +149,72 @@ class TransformersStrategy(LoadStrategy):
             return self._model_config(config)
 
     def build(self, model_config: ModelConfig, num_positions: int, context: LayerContext) -> nn.Module:
-        """The network without weights, on the meta device."""
+        """The network with uninitialised weights: its parameters are made by ours, its buffers by transformers."""
+        blocks = self._observed.blocks_capture
         logger.warning("model_type %r has no strategy of its own: %s of transformers is served by the generic one, "
-                       "which runs eagerly and is slower", model_config.model_type, self._model_class.__name__)
+                       "which is slower%s", model_config.model_type, self._model_class.__name__,
+                       f"; it runs eagerly, as no graph can be captured of it: {blocks}" if blocks else "")
         self._num_positions = num_positions
-        causal_lm = _without_weights(self._model_class, self._config, _SERVING, context.dtype)
+        _register_attention()
+        causal_lm = make_network(self._model_class, self._config, _SERVING, context.dtype)
+        whole = replace_parts(causal_lm, self._recipe(causal_lm, is_tied=model_config.tie_word_embeddings), context)
+        if context.tp.size > 1 and whole:
+            logger.info("each rank computes %d linears whole: %s", len(whole), ", ".join(whole[:4]))
+        merge_linears(causal_lm, context)
         return TransformersModel(causal_lm, self._observed.calls, context, model_config.image_token_id,
                                  uses_mrope=model_config.rope.mrope_section is not None)
 
+    def renamed(self, names: Set[str]) -> Mapping[str, str]:
+        return {"causal_lm.": ""}
+
+    def named(self, reader: WeightsReader) -> WeightsReader:
+        network = _without_weights(self._model_class, self._config, _SERVING, torch.bfloat16)
+        return RenamedReader(reader, stored_names(network, reader.names))
+
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
-        _check_dtypes(reader)
-        context = model.context
-        causal_lm, loading = self._model_class.from_pretrained(
-            self.path, config=self._config, dtype=context.dtype, use_safetensors=True,
-            local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True)
-        _check_loading(self.path, loading)
-        _lead_attention(causal_lm, _SERVING)
-        model.attach(causal_lm.to(context.device).eval())
+        match_stacks(model.causal_lm, reader.names)
+        return load_weights(model, reader, renamed=self.renamed(reader.names))
+
+    def check_network(self, model: nn.Module, model_config: ModelConfig) -> None:
+        assert isinstance(model, TransformersModel), f"{type(model).__name__} is not what build makes"
+        own_attention = partial(other_attention, name=_COMPARING, afterwards=_SERVING)
         try:
             distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
-                                         _own_attention)
+                                         own_attention)
         except _OF_FOREIGN_CODE as error:
             raise self._refusal("the comparison at the start does not run "
                                 f"({type(error).__name__}: {error})") from error
         logger.info("compared with transformers: attention differs by %.1e of its size, all else by %.1e",
                     distances.attention, distances.others)
-        return sum(parameter.nbytes for parameter in causal_lm.parameters())
+
+    def _recipe(self, network: Any, *, is_tied: bool) -> Recipe:
+        observed = self._observed
+        return Recipe(calls=observed.calls, halved=observed.halved, styles=tp_plan(network),
+                      tied=tied_names(network) if is_tied else {}, turned=turned_linear(), experts_of=experts_of)
+
+    def _check_ranks(self, num_ranks: int) -> None:
+        """Raises ModelError where the network, cut over as many ranks, does not run without weights."""
+        ops = MetaOps(copies_rows_to_experts=False)
+        context = LayerContext(ops, None, WithoutTraffic(size=num_ranks), torch.bfloat16,  # type: ignore[arg-type]
+                               torch.device("meta"))
+        network = _without_weights(self._model_class, _without_growth(self._config), _PROBING, torch.bfloat16)
+        try:
+            replace_parts(network, self._recipe(network, is_tied=False), context)
+            found = observe(network).calls
+        except (ConfigError, ModelError) as reason:
+            raise type(reason)(f"tensor_parallel_size {num_ranks}: {reason}") from reason
+        except Exception as error:
+            # The border to code of others, which may count on heads that are elsewhere.
+            raise ModelError(f"{self.path}: tensor_parallel_size {num_ranks}: the network does not run with some of "
+                             f"its heads ({type(error).__name__}: {error}); set it to 1") from error
+        for call, whole in zip(found, self._observed.calls, strict=True):
+            heads = context.tp.share(whole.num_heads, "num_attention_heads")[1], context.tp.kv_head_share(
+                whole.num_kv_heads)[1]
+            if (call.num_heads, call.num_kv_heads, call.head_dim) != (*heads, whole.head_dim):
+                raise ModelError(f"{self.path}: tensor_parallel_size {num_ranks}: {call.name} has {call.num_heads} "
+                                 f"heads for {call.num_kv_heads} of keys, {heads[0]} and {heads[1]} are a rank's; set "
+                                 "it to 1")
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         made = super().processor(config)
@@ -309,36 +361,22 @@ class TransformersStrategy(LoadStrategy):
 
 
 def _without_weights(model_class: Any, config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
+    """The network on the meta device, buffers and all."""
+    _register_attention()
+    with torch.device("meta"):
+        network: nn.Module = make_network(model_class, config, attention, dtype)
+    return network
+
+
+def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(_SERVING, attend)
     AttentionInterface.register(_PROBING, attend)
     # Where no mask function is registered, as for serving, transformers makes no mask.
     AttentionMaskInterface.register(_PROBING, claim_mask)
-    AttentionInterface.register(_COMPARING, compared(_definition_of_attention))
-    AttentionMaskInterface.register(_COMPARING, eager_mask)
-    with torch.device("meta"):
-        network: nn.Module = model_class._from_config(config, dtype=dtype)
-    _lead_attention(network, attention)
-    return network.eval()
-
-
-def _lead_attention(causal_lm: Any, attention: str) -> None:
-    """The decoder's attention, to the function of this name; a tower's stays as it is."""
-    for module in causal_lm.get_decoder().modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = attention
-
-
-@contextmanager
-def _own_attention(causal_lm: Any) -> Iterator[None]:
-    """Attention under transformers' own masks, each call by its own function and by ours."""
-    _lead_attention(causal_lm, _COMPARING)
-    try:
-        yield
-    finally:
-        _lead_attention(causal_lm, _SERVING)
+    AttentionInterface.register(_COMPARING, compared(own_attention_function))
+    AttentionMaskInterface.register(_COMPARING, eager_mask())
 
 
 def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
@@ -348,30 +386,6 @@ def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
             yield from _special_ids(value)
         elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
             yield value
-
-
-def _definition_of_attention(module: nn.Module) -> Callable[..., Any]:
-    """The attention function in the file of the class of `module`, which defines what its other kernels compute."""
-    function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return function
-
-
-def _check_dtypes(reader: WeightsReader) -> None:
-    for name in sorted(reader.names):
-        dtype = reader.dtype(name)
-        if dtype not in _FLOATS and name.rsplit(".", 1)[-1] not in _COMPUTED:
-            raise WeightsError(f"{name} holds {dtype}; quantised or integer weights are not supported")
-
-
-def _check_loading(path: Any, loading: dict[str, Any]) -> None:
-    problems = [f"missing: {name}" for name in sorted(loading["missing_keys"])]
-    problems += [f"left over: {name}" for name in sorted(loading["unexpected_keys"])]
-    problems += [f"misshapen: {name} is {list(found)}, config.json makes it {list(right)}"
-                 for name, found, right in sorted(loading["mismatched_keys"])]
-    problems += [str(message) for message in loading.get("error_msgs") or ()]
-    if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise WeightsError(f"{path}: the weights do not fit the config:\n  {shown}")
 
 
 # -- what a config says that our paged attention does not do; what no field says is found by running the network without
@@ -394,7 +408,7 @@ def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str
             yield "its config has no image_token_id, in whose place rows of an image stand"
     if parts:
         yield f"it is more than a text model ({', '.join(parts)})"
-    if getattr(model_class, "_is_stateful", False):
+    if keeps_states(model_class):
         yield "its layers keep a state of another kind than keys and values (mamba, linear attention)"
     others = sorted(set(fields.get("layer_types") or ()) - _ATTENDING)
     if others:
@@ -411,7 +425,7 @@ def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention"):
         yield "it attends in both directions"
     # The file of a class with a tower may have no attention of its own; its decoder's is found by running it.
-    if not is_multimodal and not model_class._can_set_attn_implementation():
+    if not is_multimodal and not calls_attention_by_name(model_class):
         yield "its attention does not go through transformers' attention interface"
 
 

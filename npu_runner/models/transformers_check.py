@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from npu_runner.errors import ModelError
 from npu_runner.layers.attention import PagedAttention, make_kv_cache, resolve_windows
+from npu_runner.models.transformers_fusion import Fusion
 from npu_runner.models.transformers_model import AttentionPort, TransformersModel, check_call
 from npu_runner.platforms.step_inputs import AttentionMetadata
 from npu_runner.prompts.vision_prompts import mrope_positions
@@ -156,21 +157,37 @@ def compare_at_start(model: TransformersModel, num_positions: int, prompt: Compa
     for layer in layers:
         layer.k_cache, layer.v_cache = cache
     comparison = model.step.comparison = Comparison(steps=steps, bound=bounds.attention)
+    fusion = Fusion(model, steps, bounds.attention, distance_of_worst_row)
     given = {name: x.to(device, model.context.dtype if x.is_floating_point() else None)
              for name, x in prompt.given.items()}
-    with own_attention(model.causal_lm), _checked_decoder(model):
+    with own_attention(model.causal_lm), fusion.watch(), _checked_decoder(model):
         expected = model.causal_lm(input_ids=ids_2T[:1], **given, use_cache=False).logits
     for layer in layers:
         del layer.k_cache, layer.v_cache
     model.step.comparison = None
-    second = model.step.second_run = SecondRun(first=comparison, compared_C=(~is_other_T).nonzero()[:, 0],
-                                               bound=bounds.others)
-    found_TV = model.compute_logits(model(_embedded(model, prompt, ids_2T, is_other_T), positions_2T[1], None))
-    second.check("logits", found_TV[None, :, None], expected.flip(1)[:, :, None])
-    model.step.second_run = None
+
+    def run_as_served() -> float:
+        second = model.step.second_run = SecondRun(first=comparison, compared_C=(~is_other_T).nonzero()[:, 0],
+                                                   bound=bounds.others)
+        try:
+            found_TV = model.compute_logits(model(_embedded(model, prompt, ids_2T, is_other_T), positions_2T[1], None))
+            second.check("logits", found_TV[None, :, None], expected.flip(1)[:, :, None])
+        finally:
+            model.step.second_run = None
+        return second.worst
+
+    fusion.apply()
+    try:
+        others = run_as_served()
+    except ModelError as difference:
+        fusion.undo()
+        others = run_as_served()
+        logger.warning("all modules of transformers stay, as ours differ together: %s", difference)
+    else:
+        logger.info("%s", fusion.describe())
     if model.tower is not None and prompt.image is not None:
         model.tower.has_batches = _batch_equals_alone(model, prompt.image, bounds.attention)
-    return Distances(attention=comparison.worst, others=second.worst)
+    return Distances(attention=comparison.worst, others=others)
 
 
 def _embedded(model: TransformersModel, prompt: ComparedPrompt, ids_2T: Tensor, is_other_T: Tensor) -> Tensor:
@@ -297,7 +314,8 @@ def _paged_steps(model: TransformersModel,
     attention, device, block_size = context.attention, context.device, context.block_size
     assert block_size is not None, "a runner gives it"
     num_blocks = -(-num_tokens // block_size)
-    sizes = (1, 1 + num_blocks, block_size, call.num_kv_heads, call.head_dim)
+    num_kv_heads = context.tp.kv_head_share(call.num_kv_heads)[1]
+    sizes = (1, 1 + num_blocks, block_size, num_kv_heads, call.head_dim)
     keys, values = make_kv_cache(sizes, context.dtype, device)
     tables_1W = np.arange(num_blocks, 0, -1, dtype=np.int32)[None]  # never block 0, and out of order
     places_T = np.arange(num_tokens)

@@ -8,8 +8,8 @@ T tokens in the step, B rows that want logits, N query heads, K kv heads, H head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class AttentionCall:
     scale: float
     window: int | None
     """A token sees this many, itself included; None: all."""
+    value_place: tuple[int, int, int] = (0, 0, 0)
+    """Strides of values in the tensor that they are a view of: over tokens, the first one's place, over heads."""
 
 
 class CurrentStep:
@@ -61,7 +63,8 @@ class AttentionPort(nn.Module):
         super().__init__()
         self.call = call
         self.step = step
-        self.paged = PagedAttention(index, call.num_kv_heads, call.head_dim, context, scale=call.scale,
+        num_kv_heads = context.tp.kv_head_share(call.num_kv_heads)[1]
+        self.paged = PagedAttention(index, num_kv_heads, call.head_dim, context, scale=call.scale,
                                     window=call.window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None,
@@ -128,6 +131,11 @@ class TransformersModel(nn.Module):
         """Take this network in the place of the one that is there: the same one, with weights."""
         self.causal_lm = causal_lm
         self.tower = None if self.image_token_id is None else TowerOfTransformers(causal_lm, self.image_token_id)
+        base = self.base
+        place = next(name for name, module in causal_lm.named_modules() if module is base)
+        # In a tuple, because its modules are those of `causal_lm` and have their names there.
+        self._given = (_GivenHiddenStates(),)
+        self._head = _with_module(causal_lm, place, self._given[0]),
         for index, call in enumerate(self.calls):
             causal_lm.get_submodule(call.name).attention_port = AttentionPort(index, call, self.step, self.context)
 
@@ -166,21 +174,30 @@ class TransformersModel(nn.Module):
             position_ids = position_ids.expand(3, 1, -1)
         given = {"input_ids": x[None].long()} if self.tower is None else {"inputs_embeds": x[None]}
         output = self.base(**given, position_ids=position_ids, use_cache=False)
-        self._output_class = type(output)
+        self.step.metadata = None
+        if self._given[0].output_class is None:
+            self._given[0].output_class = type(output)
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
-        with self._base_gives(self._output_class(last_hidden_state=hidden_BD[None])):
-            dummy_ids = torch.zeros(1, len(hidden_BD), dtype=torch.int64, device=hidden_BD.device)
-            logits_BV: Tensor = self.causal_lm(input_ids=dummy_ids, use_cache=False).logits[0]
+        logits_BV: Tensor = self._head[0](inputs_embeds=hidden_BD[None], use_cache=False).logits[0]
         return logits_BV
 
-    @contextmanager
-    def _base_gives(self, output: Any) -> Iterator[None]:
-        base: Any = self.base
-        base.forward = lambda *args, **kwargs: output
-        try:
-            yield
-        finally:
-            del base.forward
+
+class _GivenHiddenStates(nn.Module):
+    """The base of a CausalLM of which only the rest runs: the final hidden states are its `inputs_embeds`."""
+
+    output_class: Any = None
+    """The class of the base's own results."""
+
+    def forward(self, *ids: Any, inputs_embeds: Tensor, **more: Any) -> Any:
+        return self.output_class(last_hidden_state=inputs_embeds)
+
+
+def _with_module(module: nn.Module, place: str, other: nn.Module) -> nn.Module:
+    """A copy of `module` with `other` at `place`; all else is shared."""
+    copied, (first, _, rest) = copy.copy(module), place.partition(".")
+    within = module.get_submodule(first)
+    copied._modules = {**module._modules, first: _with_module(within, rest, other) if rest else other}
+    return copied
