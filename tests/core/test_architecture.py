@@ -65,7 +65,7 @@ MOST_ARROWS = 125
 # request, prompts, strategies, models: transformers' own processors prepare images of families that only it knows.
 # models, strategies: their towers, positions of three axes, and an image of noise in the comparison at the start.
 MOST_LINES = {
-    "platforms": 14444, "batch": 7752, "prompts": 7237, "runner": 4857, "checkpoint": 3855, "serving": 2928,
+    "platforms": 14444, "batch": 7752, "prompts": 7240, "runner": 4857, "checkpoint": 3855, "serving": 2928,
     "engine": 2535, "tables": 3481, "core": 2181, "grammars": 1997, "models": 2326, "cli": 2189, "layers": 1873,
     "sampling": 1776, "request": 1816, "strategies": 1737, "reports": 1509, "llm": 1481, "front": 961,
     "processes": 759, "readers": 999, "assets": 11,
