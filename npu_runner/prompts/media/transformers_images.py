@@ -238,7 +238,7 @@ class TransformersImages:
             try:
                 made = self._call([image], text)
             except Exception as error:  # noqa: BLE001 - it has another placeholder, or prepares no image at all
-                problem = error
+                problem = problem if isinstance(problem, Exception) else error  # that of its own image token says most
                 continue
             if made["input_ids"].size > 1 and len(made.keys() - _OF_TEXT):
                 return (token_id, text), is_nested
