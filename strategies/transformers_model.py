@@ -50,8 +50,6 @@ from npu_runner.models.transformers_probe import Observed, claim_mask, observe
 from npu_runner.platforms.meta import MetaOps
 from npu_runner.prompts.media.transformers_images import TransformersImages
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.prompts.text.tokenizer import read_tokenizer
-from npu_runner.prompts.vision_prompts import config_token
 from npu_runner.request.prompt_inputs import ImageInput
 from npu_runner.strategies.base import LoadStrategy, VisionEmbeddings
 from npu_runner.strategies.transformers_internals import (
@@ -256,10 +254,7 @@ class TransformersStrategy(LoadStrategy):
         if model.tower is None:
             return compared_text(self._num_positions, model_config.vocab_size)
         assert self._images is not None, "a checkpoint is opened before its weights are loaded"
-        # Where positions have three axes, some networks look for these.
-        around = (config_token(self._raw, f"vision_{side}_token_id", read_tokenizer(self.path))
-                  for side in ("start", "end"))
-        given, image = self._images.sample(*("" if token is None else token[1] for token in around))
+        given, image = self._images.sample()
         special = {*_special_ids(self._config.to_dict()), *given["input_ids"].flat}
         text_ids = [token for token in range(model_config.vocab_size) if token not in special]
         return compared_image(model, self._num_positions, text_ids, image, given, self._images.merge_size)

@@ -70,6 +70,9 @@ class TransformersImages:
         self.max_pixels = max_pixels
         self._folder = folder
         self._tokens_of_sizes: dict[tuple[int, int], int] = {}
+        # Where positions have three axes, some networks look for these two around an image.
+        ids = [config.get(f"vision_{side}_token_id") for side in ("start", "end")]
+        self._around = ["" if token_id is None else tokenizer.id_to_token(token_id) or "" for token_id in ids]
         with _importing(folder):
             self._processor, self.backend = _read_processor(folder, str(config.get("model_type")))
         self.rules = rules or ImageRules(token=(-1, ""), scaling=None, num_copies=1, why_one=None, control_tokens=())
@@ -145,10 +148,10 @@ class TransformersImages:
             self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
         return self._tokens_of_sizes[size]
 
-    def sample(self, before: str = "", after: str = "") -> tuple[dict[str, np.ndarray], ImageInput]:
-        """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it.
-        `before` and `after`: control tokens around the placeholder."""
+    def sample(self) -> tuple[dict[str, np.ndarray], ImageInput]:
+        """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it."""
         image, (_, token) = _noise(*_SAMPLE_SIZES[0]), self.rules.token
+        before, after = self._around
         made = self._call([image], f"which {before}{token}{after} is it?", return_mm_token_type_ids=True)
         return made, self.prepare(image)
 
