@@ -109,7 +109,7 @@ def test_what_transformers_serves_is_said_to_go_through_it(tmp_path: Path, capsy
            "transformers_model.TransformersStrategy: text in, text out")
     status, line = ask(capsys, config, "--runner", "pooling")
     assert (status, "which generates text only" in line) == (1, True)
-    for setting in ({"tensor_parallel_size": 2}, {"graph_mode": "reduce-overhead"}):
+    for setting in ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, {"graph_mode": "reduce-overhead"}):
         with pytest.raises(ConfigError, match="served through transformers"):
             pick_strategy(tmp_path).resolve_config(RunnerConfig(model=str(tmp_path)).replace(**setting))
 
