@@ -63,7 +63,7 @@ class RenamedReader(WeightsReader):
         return self.base.grouped_pieces(self.stored(name), dim, start, length)
 
     def kv_scales(self, module: str) -> tuple[float, float] | None:
-        """Those of the innermost module around `module` that has tensors."""
+        """The scales of the innermost module around `module` that has tensors."""
         while module:
             for name, stored in self._stored.items():
                 tail = name.removeprefix(module)

@@ -168,7 +168,7 @@ def as_line(found: dict[str, Any]) -> str:
     if not found["served"]:
         reason = " ".join(found["reason"].split()).removeprefix(f"{found['model']}: ")
         return f"{found['model']}: not served: {reason}"
-    way = "through transformers, eagerly, by" if found["through_transformers"] else "by"
+    way = "through transformers, by" if found["through_transformers"] else "by"
     inputs = ["text", *(kind for kind in ("images", "videos") if found[kind])]
     accepted = " and ".join(filter(None, (", ".join(inputs[:-1]), inputs[-1])))
     makes = " and ".join(_MAKES[task] for task in (found["task"], *["score"] * found.get("scores", False)))

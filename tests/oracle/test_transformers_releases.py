@@ -39,7 +39,7 @@ assert callable(internals.own_attention_function(layer.self_attn)) and callable(
 config = CONFIG_MAPPING["gpt2"](n_layer=1, n_embd=64, n_head=4, vocab_size=100)
 network = internals.make_network(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, "eager", torch.float16)
 assert internals.tied_names(network) == {"lm_head.weight": "transformer.wte.weight"}
-assert internals.stored_names(network, ["wte.weight", "h.0.attn.masked_bias", "h.0.ln_1.weight"]) == {
+assert internals.stored_names(network, ["wte.weight", "h.0.attn.bias", "h.0.ln_1.weight"]) == {
     "transformer.wte.weight": "wte.weight", "transformer.h.0.ln_1.weight": "h.0.ln_1.weight"}
 assert type(network.transformer.h[0].attn.c_attn) is internals.turned_linear()
 print(transformers.__version__)

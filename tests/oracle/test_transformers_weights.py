@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from npu_runner import LLM
+from npu_runner.checkpoint.formats.reader import open_weights
+from npu_runner.checkpoint.quantization import read_quantization
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ModelError, WeightsError
 from npu_runner.layers.linear import HeldLinear
+from npu_runner.layers.parallel import LayerContext
+from npu_runner.layers.weight_forms import hold_as_stored
 from npu_runner.models import transformers_parts
-from npu_runner.models.transformers_parts import Experts
+from npu_runner.models.transformers_parts import Experts, WithoutTraffic
+from npu_runner.platforms import pick_platform
 from npu_runner.strategies import transformers_internals
 from npu_runner.strategies.transformers_model import TransformersStrategy
 from scripts.quantised.writing import quantise
@@ -83,12 +88,41 @@ def test_weights_are_made_at_load(settings: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("model_type", "num_linears", "num_experts"), [
-    ("phi3", 12, 0), ("gpt2", 12, 0), ("mixtral", 12, 3), ("minimax_m3_vl_text", 18, 0)])
+    ("phi3", 12, 0), ("gpt2", 12, 0), ("mixtral", 6, 3), ("minimax_m3_vl_text", 12, 0)])
 def test_linears_and_experts_are_ours(model_type: str, num_linears: int, num_experts: int, tmp_path: Path) -> None:
     with LLM(make(tmp_path / "model", model_type), platform="cpu", **SMALL) as llm:
         modules = list(runner_of(llm).model.modules())
     assert sum(isinstance(module, HeldLinear) for module in modules) == num_linears
     assert sum(isinstance(module, Experts) for module in modules) == num_experts
+
+
+def test_experts_with_a_gate_of_their_own_stay(tmp_path: Path, monkeypatch: Any) -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    monkeypatch.setattr(MixtralExperts, "_apply_gate", lambda self, x: x.chunk(2, dim=-1)[0])
+    with LLM(make(tmp_path / "model", "mixtral"), platform="cpu", **SMALL) as llm:
+        assert not any(isinstance(module, Experts) for module in runner_of(llm).model.modules())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("model_type", "name", "form"), [
+    ("phi3", "gptq", "grouped"), ("gpt_neox", "w8a8", "int8"), ("mixtral", "w8a8", "int8_experts")])
+def test_weights_are_held_as_they_are_stored(model_type: str, name: str, form: str, rank: int, tmp_path: Path) -> None:
+    """On platforms that multiply such weights, for each of two ranks."""
+    quantise(make(tmp_path / "source", model_type, intermediate_size=256), tmp_path / "model", name, group_size=32)
+    strategy = TransformersStrategy(tmp_path / "model")
+    platform = pick_platform("cpu")
+    attention = platform.make_attention("auto", num_heads=2, num_kv_heads=1, head_dim=16, block_size=16,
+                                        dtype=torch.bfloat16)
+    context = LayerContext(platform.make_ops(), attention, WithoutTraffic(rank=rank, size=2), torch.bfloat16,
+                           torch.device("meta"), weight_forms=("int8", "int8_experts", "grouped"))
+    model = strategy.build(strategy.read_config(), 128, context)
+    with open_weights(tmp_path / "model", read_quantization(tmp_path / "model")) as stored:
+        reader = strategy.named(stored)
+        hold_as_stored(model, reader, strategy.renamed(reader.names))
+    found = {module.form for name, module in model.named_modules()
+             if name.endswith(("qkv_proj", "query_key_value", "experts"))}
+    assert found == ({"int8", form} if model_type == "mixtral" else {form})  # a merged qkv_proj, and experts
 
 
 def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: Any) -> None:
