@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from npu_runner.checkpoint.formats.stored import NORM_SHIFT
 from npu_runner.errors import WeightsError
 
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -137,7 +138,9 @@ def stored_names(network: Any, stored: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     problems = []
     for name in sorted(stored, key=_natural):
-        ours, pattern = rename_source_key(name, renamings, given, prefix, known)
+        # The reader of ModelSlim's files calls the bias of any norm so.
+        as_bias = f"{name.removesuffix(NORM_SHIFT)}.bias" if name.endswith(NORM_SHIFT) else name
+        ours, pattern = rename_source_key(as_bias, renamings, given, prefix, known)
         if ours not in known and name in known:
             ours, pattern = rename_source_key(name, [], [], prefix, known)
         if ours not in known and any(each.search(ours) for each in ignored):
