@@ -45,9 +45,8 @@ from npu_runner.models.transformers_check import (
 from npu_runner.models.transformers_fusion import merge_linears
 from npu_runner.models.transformers_images import features_function
 from npu_runner.models.transformers_model import TransformersModel, attend
-from npu_runner.models.transformers_parts import Recipe, WithoutTraffic, match_stacks, replace_parts
+from npu_runner.models.transformers_parts import Recipe, context_without_traffic, match_stacks, replace_parts
 from npu_runner.models.transformers_probe import Observed, claim_mask, observe
-from npu_runner.platforms.meta import MetaOps
 from npu_runner.prompts.media.transformers_images import TransformersImages
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.prompt_inputs import ImageInput
@@ -193,9 +192,7 @@ class TransformersStrategy(LoadStrategy):
 
     def _check_ranks(self, num_ranks: int) -> None:
         """Raises ModelError where the network, cut over as many ranks, does not run without weights."""
-        ops = MetaOps(copies_rows_to_experts=False)
-        context = LayerContext(ops, None, WithoutTraffic(size=num_ranks), torch.bfloat16,  # type: ignore[arg-type]
-                               torch.device("meta"))
+        context = context_without_traffic(num_ranks)
         network = _without_weights(self._model_class, _without_growth(self._config), _PROBING, torch.bfloat16)
         try:
             replace_parts(network, self._recipe(network, is_tied=False), context)

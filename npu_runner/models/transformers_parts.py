@@ -24,6 +24,7 @@ from npu_runner.layers.heads import OutputHead
 from npu_runner.layers.linear import ColumnParallelLinear, HeldLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.parallel import LayerContext, TensorParallel, WeightPart
 from npu_runner.models.transformers_model import AttentionCall
+from npu_runner.platforms.meta import MetaOps
 
 _ROLES = {
     "q": ("q_proj", "query", "wq", "q_lin"), "k": ("k_proj", "key", "wk", "k_lin"),
@@ -82,6 +83,12 @@ class WithoutTraffic(TensorParallel):
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         return torch.cat([x] * self.size, dim=-1)
+
+
+def context_without_traffic(num_ranks: int) -> LayerContext:
+    """The context of one of several ranks on the meta device, for the shapes of a network."""
+    return LayerContext(MetaOps(copies_rows_to_experts=False), None,  # type: ignore[arg-type]
+                        WithoutTraffic(size=num_ranks), torch.bfloat16, torch.device("meta"))
 
 
 class _AnyDims:
