@@ -26,7 +26,7 @@ from tests.oracle.image_prompts import (
     assert_equals_transformers,
     messages_of,
 )
-from tests.oracle.running import greedy, runner_of
+from tests.oracle.running import greedy, need_devices, runner_of
 
 pytest.importorskip("transformers")
 
@@ -64,6 +64,16 @@ def test_tokens_and_logits_of_all_rows_equal_transformers(model_type: str, forei
         asked = [ask(checkpoint, llm, parts) for parts in (
             ["which", ODD[2]], ["no picture at all"], [ODD[1], "it is"], ["the same ", ODD[0], ODD[0], " twice"])]
         assert_equals_transformers(checkpoint.path, llm, [*asked, two])
+
+
+@pytest.mark.parametrize("model_type", ["llava", *only_full("several runs, and positions of three axes", "idefics3",
+                                                           "glm4v_moe")])
+def test_two_ranks_equal_transformers(model_type: str, foreign: Any, platform_name: str) -> None:
+    need_devices(platform_name)
+    checkpoint: ImageCheckpoint = foreign(model_type)
+    with LLM(checkpoint.path, platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:
+        asked = [ask(checkpoint, llm, parts) for parts in (["which", ODD[2]], ["no picture at all"], TWO)]
+        assert_equals_transformers(checkpoint.path, llm, asked)
 
 
 @pytest.mark.parametrize("model_type", ["idefics3", *only_full("one run of placeholders", "llava")])
