@@ -151,6 +151,7 @@ def compare_at_start(model: TransformersModel, num_positions: int, prompt: Compa
     bounds = FLOAT32_BOUNDS if model.context.dtype == torch.float32 else HALF_BOUNDS
     device = model.context.device
     ids_2T, positions_2T, is_other_T = (x.to(device) for x in (prompt.ids_2T, prompt.positions_2T, prompt.is_other_T))
+    compared_C = (~prompt.is_other_T).nonzero()[:, 0].to(device)
     resolve_windows(model, max(num_positions, ids_2T.shape[1]))
     steps, cache = _paged_steps(model, ids_2T.shape[1])
     layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
@@ -167,7 +168,7 @@ def compare_at_start(model: TransformersModel, num_positions: int, prompt: Compa
     model.step.comparison = None
 
     def run_as_served() -> float:
-        second = model.step.second_run = SecondRun(first=comparison, compared_C=(~is_other_T).nonzero()[:, 0],
+        second = model.step.second_run = SecondRun(first=comparison, compared_C=compared_C,
                                                    bound=bounds.others)
         try:
             found_TV = model.compute_logits(model(_embedded(model, prompt, ids_2T, is_other_T), positions_2T[1], None))
@@ -197,8 +198,8 @@ def _embedded(model: TransformersModel, prompt: ComparedPrompt, ids_2T: Tensor, 
         (main_MD,) = model.encode([prompt.image])
         x_T[prompt.image_start : prompt.image_start + len(main_MD)] = main_MD
     x_T = x_T.flip(0)
-    x_T[is_other_T] = model.embed(ids_2T[1, is_other_T])
-    return x_T
+    # Nothing is gathered by a mask: on some devices that waits for the host.
+    return torch.where(is_other_T if x_T.dim() == 1 else is_other_T[:, None], model.embed(ids_2T[1]), x_T)
 
 
 def _batch_equals_alone(model: TransformersModel, image: ImageInput, bound: float) -> bool:

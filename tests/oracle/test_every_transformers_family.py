@@ -24,8 +24,8 @@ from tests.oracle.foreign_checkpoints import (
     make_foreign_checkpoint,
     small_config,
 )
+from tests.oracle.foreign_image_prompts import ask, assert_all_rows_equal, assert_equals_transformers
 from tests.oracle.image_checkpoints import NotMade, make_image_checkpoint, picture
-from tests.oracle.image_prompts import ask, assert_all_rows_equal, assert_equals_transformers
 from tests.oracle.replaced_modules import IN_DOCS, kinds
 from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 

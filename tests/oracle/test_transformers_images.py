@@ -18,14 +18,14 @@ from npu_runner.models import transformers_check
 from npu_runner.models.transformers_images import TowerOfTransformers
 from npu_runner.strategies import pick_strategy, transformers_model
 from tests.full_set import only_full
-from tests.oracle.image_checkpoints import ImageCheckpoint, make_image_checkpoint, picture
-from tests.oracle.image_prompts import (
+from tests.oracle.foreign_image_prompts import (
     Part,
     ask,
     assert_all_rows_equal,
     assert_equals_transformers,
     messages_of,
 )
+from tests.oracle.image_checkpoints import ImageCheckpoint, make_image_checkpoint, picture
 from tests.oracle.running import greedy, need_devices, runner_of
 
 pytest.importorskip("transformers")
