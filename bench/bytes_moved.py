@@ -53,7 +53,7 @@ def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRec
     read. With rings they are the mean of as many steps as a ring has tokens. `expert_bytes` is None without `chosen`.
     """
     model, config = runner.get_model(), runner.model_config
-    layers = [module for module in model.decoder.modules() if isinstance(module, ExpertWeights)]
+    layers = [module for module in model.modules() if isinstance(module, ExpertWeights)]
     active: list[Tensor] | None = []
     if layers:
         active = chosen.last(batch_size, len(layers)) if chosen is not None else None
@@ -68,10 +68,10 @@ def bytes_per_step(runner: Any, batch_size: int, context: int, chosen: RouterRec
             "kv_bytes": batch_size * context * kv_bytes, "state_bytes": batch_size * state_bytes}
 
 
-def _weight_bytes(model: nn.Module, is_tied: bool) -> int:
+def _weight_bytes(model: Any, is_tied: bool) -> int:
     """All weights but the rows of an embedding that is not the output head."""
-    table = model.decoder.embed_tokens  # type: ignore[union-attr]
-    return _bytes(model.decoder) + (0 if is_tied else _bytes(model.lm_head) - _bytes(table))  # type: ignore[arg-type]
+    decoder, head = getattr(model, "base", None) or model.decoder, getattr(model, "causal_lm", model).lm_head
+    return _bytes(decoder) + (0 if is_tied else _bytes(head) - _bytes(decoder.embed_tokens))
 
 
 def _bytes(module: nn.Module) -> int:

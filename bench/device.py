@@ -1,7 +1,6 @@
 """npu-runner on random weights of real shapes, with transformers and, where it is installed, vLLM in the same run.
 
 Made for one device: --platform cuda, or npu on an Ascend host (vLLM is then vllm-ascend).
-
 (a) text: the Qwen3-0.6B shape, 256 requests with prompts and outputs of 100 to 1,024 tokens; peers: transformers'
     continuous batching, which is what its generate_batch runs, compiled (it takes flash attention where a package
     for it is installed; without one it takes minutes a repeat and is stopped), and vLLM's LLM.generate.
@@ -16,16 +15,12 @@ Made for one device: --platform cuda, or npu on an Ascend host (vLLM is then vll
 (e) moe: (a), (b) and (c) with the shape of Qwen3.6-35B-A3B: Gated DeltaNet and 256 experts. Only the bytes of the
     experts that a step chose count.
 (f) hybrid: (a), (b) and (c) with a 9B qwen3_5 shape: Gated DeltaNet and dense layers.
-By name only:
-(g) prompts: milliseconds from the call to the last token, of short and of long prompts, nothing cached.
-(h) structured: a decode step of the largest batch whose rows have different schemas, beside the same without.
-
+(g) prompts, by name only: milliseconds from the call to the last token, of short and long prompts, nothing cached.
+(h) structured, by name only: a step of the largest batch whose rows have different schemas, beside the same without.
 In each part one more run of ours goes under the vendor's profiler, for the share of the time that the device idles and
 for --kernels: it is slower by a few per cent, so no other figure comes from it. "not available" says why there is none.
-
---model, --checkpoint, --quantization, --kv-cache-dtype and --mtp change (a), (b) and (g). With --mtp every row has
-drafts of the model's head in every step, and none is accepted: what a step with drafts costs.
-
+--model, --checkpoint, --quantization, --kv-cache-dtype, --generic and --mtp change (a), (b) and (g). With --mtp every
+row has drafts of the model's head in every step, and none is accepted: what a step with drafts costs.
 Every measurement has a process of its own. `--sizes tiny --platform cpu` shows in a minute that the program works; its
 figures mean nothing. `--sizes host --platform cpu --part decode --no-peer` shows what a decode step costs the host,
 whatever the model.
@@ -47,6 +42,7 @@ from bench.common import make_parser, print_result, run_child, show
 from bench.profiler import describe_idle, has_profiler, not_profiled
 from bench.shapes import FORMS, TEXT
 from bench.work import SIZES, Sizes
+from npu_runner import strategies
 
 FAMILIES = {"moe": "(e)", "hybrid": "(f)"}
 TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) images", "mixed": "(d) mixed images",
@@ -54,9 +50,7 @@ TITLES = {"text": "(a) text", "decode": "(b) decode", "pictures": "(c) images", 
              for kind in ("text", "decode", "pictures")}}
 BY_NAME = {"prompts": "(g) prompts", "structured": "(h) structured"}
 OURS, AGAINST, PROFILED, TRANSFORMERS, VLLM = "npu_runner", "against", "profiled", "transformers", "vllm"
-# From a graph's launch to its tokens the device works, while the host launches the sampler and waits.
 _WHILE_DEVICE_WORKS = ("launch", "sample", "wait")
-# Options that are settings of LLM.
 _SETTINGS = ("graph_mode", "attention_backend", "quantization", "kv_cache_dtype")
 
 
@@ -72,6 +66,7 @@ def main() -> None:
     parser.add_argument("--model", choices=TEXT, help="another shape")
     parser.add_argument("--batch-sizes", type=int, nargs="+", help="of decode steps")
     parser.add_argument("--prompts", type=_prompts, nargs="+", metavar="COUNTxTOKENSxANSWER", help="of (g)")
+    parser.add_argument("--generic", action="store_true", help="ours: through transformers' modules")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES, *BY_NAME), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
@@ -141,6 +136,8 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
     settings |= {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
     from bench import ours
 
+    if arguments.generic:
+        strategies.find_strategy = lambda model_type: None
     if is_images(part):
         return ours.measure_images(sizes, settings, is_mixed=part == "mixed", is_profiled=side == PROFILED)
     if part == "structured":

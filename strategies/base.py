@@ -81,13 +81,17 @@ class LoadStrategy(Contract, ABC):
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """The model types of our own strategies; one of another package has its entry point's name instead."""
-    is_multimodal: ClassVar[bool] = False
+    is_multimodal: bool = False
+    """It has a vision tower. Of the generic strategy, an instance knows it."""
     accepts_videos: ClassVar[bool] = False
     """Its images may be frames of videos, in pairs: ImageInput says how."""
     supports_ranks: ClassVar[bool] = True
     """Served with tensor_parallel_size above 1."""
     supports_graphs: ClassVar[bool] = True
     """Its decode steps may be graphs, on platforms that have them."""
+    compares_graphs: ClassVar[bool] = False
+    """Its modules are not ours: each graph is compared with an eager step, and steps run eagerly where they differ, or
+    where nothing can be captured."""
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
@@ -95,6 +99,8 @@ class LoadStrategy(Contract, ABC):
     """Why videos are refused, where none are taken."""
     image_defaults: ClassVar[ImageSettings] = QWEN2_VL_IMAGES
     """Defaults for images that the checkpoint's file does not set, and the rule for resizing."""
+    images_by_transformers: bool = False
+    """Its images are prepared by transformers' own processor: ImageInput says how."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -138,6 +144,7 @@ class LoadStrategy(Contract, ABC):
             video_form=self.video_form,
             no_videos=self.no_videos,
             image_defaults=self.image_defaults,
+            images_by_transformers=self.images_by_transformers,
             max_model_len=config.max_model_len,
             uses_mrope=self.read_config().rope.mrope_section is not None,
             pooling=self.pooling(config))
@@ -164,9 +171,18 @@ class LoadStrategy(Contract, ABC):
         """Prefixes of the checkpoint's `names` by prefixes of the model's names."""
         return {}
 
+    def named(self, reader: WeightsReader) -> WeightsReader:
+        """`reader` by the model's names, where no prefixes say them."""
+        return reader
+
     @abstractmethod
     def load_weights(self, model: nn.Module, reader: WeightsReader, model_config: ModelConfig) -> int:
         """Fill `model`; returns the bytes read. Raises WeightsError naming every tensor that does not fit."""
+
+    def check_network(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Called when all weights are there, random ones too. May exchange modules. Raises ModelError for a network
+        that cannot be served."""
+        return None
 
     def stage_images(self, model: nn.Module, images: Sequence[ImageInput]) -> Sequence[ImageInput]:
         """`images` for `encode_images`, with what it needs of them sent to the device ahead of it: StagedImages.

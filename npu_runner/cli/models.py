@@ -117,7 +117,8 @@ def _explain(folder: Path, named: RunnerConfig) -> dict[str, Any]:
     quantization = read_quantization(folder)
     model_config = strategy.model_config_for(config)
     pooling = model_config.pooling
-    facts = _facts(type(strategy)) | {"prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
+    facts = _facts(type(strategy)) | {"images": strategy.is_multimodal,
+                                      "prefix_cache": _prefix_cache(has_states=bool(model_config.state_layers))}
     if not is_bare_config(named.model):
         if pooling is not None and pooling.task == "classify" and _gives_scores(strategy, config):
             facts |= {"scores": True}
@@ -167,7 +168,7 @@ def as_line(found: dict[str, Any]) -> str:
     if not found["served"]:
         reason = " ".join(found["reason"].split()).removeprefix(f"{found['model']}: ")
         return f"{found['model']}: not served: {reason}"
-    way = "through transformers, eagerly on one device, by" if found["through_transformers"] else "by"
+    way = "through transformers, by" if found["through_transformers"] else "by"
     inputs = ["text", *(kind for kind in ("images", "videos") if found[kind])]
     accepted = " and ".join(filter(None, (", ".join(inputs[:-1]), inputs[-1])))
     makes = " and ".join(_MAKES[task] for task in (found["task"], *["score"] * found.get("scores", False)))

@@ -159,5 +159,5 @@ def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len
     check_prompt_length(length, max_model_len)
     if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= model_config.vocab_size:
         raise RequestError(f"a token id is outside 0 to {model_config.vocab_size - 1}", code="invalid_token_id")
-    if prompt.images and model_config.vision is None:
+    if prompt.images and model_config.image_token_id is None:
         raise RequestError("the model has no vision tower; send text only", code="model_has_no_vision")

@@ -85,7 +85,8 @@ class PromptServer(InlineReplica):
         max_waiting = max_waiting_requests(engine.max_num_seqs)
         limits = PoolLimits(
             num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
-            worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting)
+            worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_waiting,
+            are_forked=engine.processor.transformers_images is not None)
         self.endpoint = Endpoint(functools.partial(prepare_prompt, engine.processor), self._write, limits,
                                  failed=failed_prompt, pages_of=lambda task: task.pages)
         self.pool = self.endpoint.pool

@@ -8,23 +8,26 @@ T tokens in the step, B rows that want logits, N query heads, K kv heads, H head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_runner.errors import ModelError
 from npu_runner.layers.attention import PagedAttention
 from npu_runner.layers.parallel import LayerContext
+from npu_runner.models.transformers_images import TowerOfTransformers
 from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.request.prompt_inputs import ImageInput
 
 # Keyword arguments of an attention call that change nothing here. Whatever else arrives has a meaning and must be None.
 HARMLESS = frozenset({
     "cache_position", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
-    "return_dict", "sliding_window",
+    "return_dict", "sliding_window", "logits_to_keep",
 })
 
 
@@ -40,6 +43,8 @@ class AttentionCall:
     scale: float
     window: int | None
     """A token sees this many, itself included; None: all."""
+    value_place: tuple[int, int, int] = (0, 0, 0)
+    """Strides of values in the tensor that they are a view of: over tokens, the first one's place, over heads."""
 
 
 class CurrentStep:
@@ -47,7 +52,7 @@ class CurrentStep:
 
     metadata: AttentionMetadata | None = None
     comparison: Any = None
-    replay: Any = None
+    second_run: Any = None
     """The first or the second run of `transformers_check.compare_at_start`, while it is under way."""
 
 
@@ -58,7 +63,8 @@ class AttentionPort(nn.Module):
         super().__init__()
         self.call = call
         self.step = step
-        self.paged = PagedAttention(index, call.num_kv_heads, call.head_dim, context, scale=call.scale,
+        num_kv_heads = context.tp.kv_head_share(call.num_kv_heads)[1]
+        self.paged = PagedAttention(index, num_kv_heads, call.head_dim, context, scale=call.scale,
                                     window=call.window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None,
@@ -67,8 +73,8 @@ class AttentionPort(nn.Module):
         check_call(self.call.name, mask, more)
         scale = self.call.head_dim**-0.5 if scaling is None else float(scaling)
         assert scale == self.call.scale, f"{self.call.name} scales by {scale}, at start by {self.call.scale}"
-        if self.step.replay is not None:
-            return self.step.replay.attend(self, query, key, value), None
+        if self.step.second_run is not None:
+            return self.step.second_run.attend(self, query, key, value), None
         assert self.step.metadata is not None, "a step says where its tokens lie"
         q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         return self.paged(q_TNH, k_TKH, v_TKH, self.step.metadata)[None], None
@@ -109,16 +115,27 @@ class TransformersModel(nn.Module):
     CausalLM.forward (head, scalings, soft caps), for rows that need logits.
     """
 
-    def __init__(self, causal_lm: nn.Module, calls: Sequence[AttentionCall], context: LayerContext):
+    def __init__(self, causal_lm: nn.Module, calls: Sequence[AttentionCall], context: LayerContext,
+                 image_token_id: int | None = None, *, uses_mrope: bool = False):
+        """`image_token_id`: the token whose embedding a row of an image replaces; None: the network reads text only.
+        `uses_mrope`: positions have three axes."""
         super().__init__()
+        self.uses_mrope = uses_mrope
         self.calls = tuple(calls)
         self.context = context
+        self.image_token_id = image_token_id
         self.step = CurrentStep()
         self.attach(causal_lm)
 
     def attach(self, causal_lm: nn.Module) -> None:
         """Take this network in the place of the one that is there: the same one, with weights."""
         self.causal_lm = causal_lm
+        self.tower = None if self.image_token_id is None else TowerOfTransformers(causal_lm, self.image_token_id)
+        base = self.base
+        place = next(name for name, module in causal_lm.named_modules() if module is base)
+        # In a tuple, because its modules are those of `causal_lm` and have their names there.
+        self._given = (_GivenHiddenStates(),)
+        self._head = _with_module(causal_lm, place, self._given[0]),
         for index, call in enumerate(self.calls):
             causal_lm.get_submodule(call.name).attention_port = AttentionPort(index, call, self.step, self.context)
 
@@ -127,29 +144,60 @@ class TransformersModel(nn.Module):
         return base_of(self.causal_lm)
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
-        """The ids themselves: how a model embeds and scales them, and whether it looks at them again, is its own."""
-        return input_ids_T
+        """The ids themselves: how a model embeds and scales them, and whether it looks at them again, is its own. With
+        a tower (T, D): rows of images take the place of some."""
+        if self.tower is None:
+            return input_ids_T
+        embedded_TD: Tensor = self.causal_lm.get_input_embeddings()(input_ids_T.long())
+        return embedded_TD
 
-    def forward(self, input_ids_T: Tensor, positions: Tensor, metadata: AttentionMetadata | None,
-                deepstack: None = None) -> Tensor:
-        """Final hidden states (T, D)."""
+    def encode(self, images: Sequence[ImageInput]) -> list[Tensor]:
+        """(M, D) of each image, for all tokens in its placeholder's place: rows of the tower, and embeddings of the
+        tokens around and between them."""
+        assert self.tower is not None, "the network reads text only"
+        device = self.context.device
+        encoded = []
+        for image, rows_RD in zip(images, self.tower.rows(images, device, self.context.dtype), strict=True):
+            assert image.token_ids is not None, "transformers' processor has made the image"
+            main_MD = self.embed(torch.from_numpy(image.token_ids).to(device))
+            places_R = torch.from_numpy(np.flatnonzero(image.token_ids == self.image_token_id)).to(device)
+            encoded.append(main_MD.index_copy(0, places_R, rows_RD.to(main_MD.dtype)))
+        return encoded
+
+    def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata | None,
+                deepstack: Any = None) -> Tensor:
+        """Final hidden states (T, D) of what `embed` returned, with the rows of images put in. `positions`: (T,), or
+        (3, T) of a prefill where they have three axes."""
         self.step.metadata = metadata
-        output = self.base(input_ids=input_ids_T[None].long(), position_ids=positions[None].long(), use_cache=False)
-        self._output_class = type(output)
+        position_ids = positions.long().unsqueeze(-2)
+        if self.uses_mrope and positions.dim() == 1:
+            position_ids = position_ids.expand(3, 1, -1)
+        given = {"input_ids": x[None].long()} if self.tower is None else {"inputs_embeds": x[None]}
+        output = self.base(**given, position_ids=position_ids, use_cache=False)
+        self.step.metadata = None
+        if self._given[0].output_class is None:
+            self._given[0].output_class = type(output)
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
-        with self._base_gives(self._output_class(last_hidden_state=hidden_BD[None])):
-            dummy_ids = torch.zeros(1, len(hidden_BD), dtype=torch.int64, device=hidden_BD.device)
-            logits_BV: Tensor = self.causal_lm(input_ids=dummy_ids, use_cache=False).logits[0]
+        logits_BV: Tensor = self._head[0](inputs_embeds=hidden_BD[None], use_cache=False).logits[0]
         return logits_BV
 
-    @contextmanager
-    def _base_gives(self, output: Any) -> Iterator[None]:
-        base: Any = self.base
-        base.forward = lambda *args, **kwargs: output
-        try:
-            yield
-        finally:
-            del base.forward
+
+class _GivenHiddenStates(nn.Module):
+    """The base of a CausalLM of which only the rest runs: the final hidden states are its `inputs_embeds`."""
+
+    output_class: Any = None
+    """The class of the base's own results."""
+
+    def forward(self, *ids: Any, inputs_embeds: Tensor, **more: Any) -> Any:
+        return self.output_class(last_hidden_state=inputs_embeds)
+
+
+def _with_module(module: nn.Module, place: str, other: nn.Module) -> nn.Module:
+    """A copy of `module` with `other` at `place`; all else is shared."""
+    copied, (first, _, rest) = copy.copy(module), place.partition(".")
+    within = module.get_submodule(first)
+    copied._modules = {**module._modules, first: _with_module(within, rest, other) if rest else other}
+    return copied

@@ -8,12 +8,15 @@ T tokens of the run, N query heads, K kv heads, H head dim, D hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +29,7 @@ NUM_TOKENS = 1013
 # A convolution or a shift over tokens makes tensors that are a little longer or shorter.
 _NEAR = range(1, 9)
 _MOST_POSITIONS = 1 << 20
+_COPIES = ("aten::_to_copy", "aten::copy_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,10 @@ class Observed:
     calls: tuple[AttentionCall, ...]
     hidden_size: int
     vocab_size: int
+    halved: frozenset[str]
+    """Linears whose outputs are used as two halves, one behind the other."""
+    blocks_capture: str | None
+    """Why no graph can be captured of it, with the module's name; None where nothing is known."""
 
 
 class Recorder:
@@ -59,7 +67,8 @@ def observe(causal_lm: nn.Module) -> Observed:
     """
     recorder = Recorder()
     modules: list[Any] = list(causal_lm.named_modules())
-    convolutions = [name for name, module in modules if isinstance(module, nn.Conv1d)]
+    of_decoder = {id(module) for module in base_of(causal_lm).modules()}
+    convolutions = [name for name, module in modules if isinstance(module, nn.Conv1d) and id(module) in of_decoder]
     if convolutions:
         raise ModelError(f"{convolutions[0]} mixes neighbouring tokens outside attention: it keeps a state that our "
                          "cache does not hold")
@@ -68,7 +77,9 @@ def observe(causal_lm: nn.Module) -> Observed:
     hidden: list[Tensor] = []
     hook = base_of(causal_lm).register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state))
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
-    with torch.no_grad(), _Watch():
+    outputs = _Outputs()
+    watch = _Watch(outputs)
+    with torch.no_grad(), outputs.hooked(modules), watch, watch.entering(modules):
         logits = causal_lm(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens),
                            use_cache=False).logits
     hook.remove()
@@ -76,7 +87,9 @@ def observe(causal_lm: nn.Module) -> Observed:
         object.__delattr__(module, "attention_port")
     _check_halves(causal_lm, hidden, logits)
     _check_calls(recorder.calls)
-    return Observed(calls=tuple(recorder.calls), hidden_size=hidden[0].shape[-1], vocab_size=logits.shape[-1])
+    return Observed(calls=tuple(recorder.calls), hidden_size=hidden[0].shape[-1], vocab_size=logits.shape[-1],
+                    halved=frozenset(name for name, starts in outputs.starts.items() if starts == {0, 1}),
+                    blocks_capture=watch.blocks_capture)
 
 
 def claim_mask(*, mask_function: Callable[..., Tensor], config: Any = None, **sizes: Any) -> Tensor:
@@ -115,7 +128,10 @@ def _call(name: str, query: Tensor, key: Tensor, value: Tensor, mask: Any, scali
         raise ModelError(f"{name}: query, key and value of {query.dtype}, {key.dtype} and {value.dtype} are not "
                          "supported; one dtype is")
     window = mask.window if is_claim else more.get("sliding_window")
+    # A view of one head says nothing of the way to the next.
+    to_next = value.stride(1) if value.shape[1] > 1 else value.shape[3]
     return AttentionCall(name=name, num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[3],
+                         value_place=(value.stride(2), value.storage_offset(), to_next),
                          scale=query.shape[3] ** -0.5 if scaling is None else float(scaling), window=window)
 
 
@@ -142,14 +158,66 @@ def _check_halves(causal_lm: nn.Module, hidden: list[Tensor], logits: Tensor) ->
         raise ModelError(f"{name} has logits of shape {list(logits.shape)} for {NUM_TOKENS} tokens")
 
 
+class _Outputs:
+    """Notes which halves of the outputs of linears are used by themselves."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, set[int]] = {}
+        self._names: dict[int, tuple[str, Tensor]] = {}
+
+    @contextmanager
+    def hooked(self, modules: list[Any]) -> Iterator[None]:
+        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in modules
+                 if type(module) is nn.Linear]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._names[output.untyped_storage()._cdata] = name, output  # its storage lives as long as this
+
+    def look_at(self, made: Tensor) -> None:
+        name, output = self._names.get(made.untyped_storage()._cdata, ("", made))
+        width = made.shape[-1] if made.dim() else 0
+        if name and width < output.shape[-1]:
+            is_half = 2 * width == output.shape[-1] and made.stride()[-1] == 1
+            self.starts.setdefault(name, set()).add(made.storage_offset() // width if is_half else -1)
+
+
 class _Watch(TorchDispatchMode):
-    """Looks at the shape of every tensor that is made."""
+    """Looks at the shape of every tensor that is made, and for copies from the host, which stop a capture."""
+
+    blocks_capture: str | None = None
+    _module: str = ""
+
+    @contextmanager
+    def entering(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Notes inside which of `modules` is at work."""
+        names = {id(module): name for name, module in modules}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._module = names.get(id(module), self._module)
+
+        handle = register_module_forward_pre_hook(enter)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def __init__(self, outputs: _Outputs) -> None:
+        super().__init__()
+        self._outputs = outputs
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
+        is_on_host = [not each.is_meta for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
+        if len(set(is_on_host)) == 2 and function._schema.name in _COPIES and self.blocks_capture is None:
+            self.blocks_capture = f"{self._module} makes a tensor on the host and copies it to the device in each step"
         for made in tree_leaves(output):
             if isinstance(made, Tensor):
                 _check_shape(function, made)
+                self._outputs.look_at(made)
         return output
 
 

@@ -37,10 +37,12 @@ class GraphSettings:
     """The runner's settings for a graph compiler.
 
     `identity` holds everything of the runner that shapes a graph. `cache_dir` keeps compiled graphs from one run to the
-    next; None keeps none.
+    next; None keeps none. `has_foreign_modules`: the model has modules of another package, which a compiler may change
+    or refuse; where it can be avoided they are captured as they run.
     """
 
     mode: str
+    has_foreign_modules: bool = False
     identity: Mapping[str, Any] = field(default_factory=dict)
     cache_dir: Path | None = None
 

@@ -187,18 +187,19 @@ os.register_at_fork(after_in_child=_forget_lock)
 def main(arguments: list[str]) -> None:
     """PARENT TITLE MODULE ARGUMENT...: in the child, before it calls `main(arguments)` of that module."""
     parent, title, module, *own = arguments
-    _die_with(int(parent))
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode())
+    follow_parent(int(parent), title)
     make_standard_streams_patient()
     show_log()
     importlib.import_module(module).main(own)
 
 
-def _die_with(parent: int) -> None:
-    """After SIGKILL of the parent no child may go on computing, loading or decoding.
+def follow_parent(parent: int, title: str) -> None:
+    """Give this process a name, and let it die with its parent: after a SIGKILL no child may go on computing, loading
+    or decoding.
 
     The kernel sends the signal when the thread that started this process ends: `in_start_thread` has one that lasts.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode())

@@ -32,6 +32,7 @@ from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import QWEN2_VL_IMAGES, ImageSettings, read_image_settings
 from npu_runner.prompts.media.images import largest_image
 from npu_runner.prompts.media.media import MediaRules
+from npu_runner.prompts.media.transformers_images import ImageRules, TransformersImages
 from npu_runner.prompts.media.video_settings import VideoForm
 from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import PairPrompts, TextPairs, pair_files, read_pair_template, why_no_scores
@@ -81,6 +82,10 @@ class ProcessorSettings(PromptConfig):
     """... or the reason why it does not."""
     image_defaults: ImageSettings = QWEN2_VL_IMAGES
     """The family's defaults for fields that the checkpoint's file lacks."""
+    images_by_transformers: bool = False
+    """Images are prepared by transformers' own processor, ..."""
+    image_rules: ImageRules | None = None
+    """... by these rules; None: they are still to be found."""
     max_model_len: int | None = None
     """A prompt that cannot be shorter is refused before it is tokenized. None: the checkpoint's."""
     uses_mrope: bool | None = None
@@ -121,21 +126,26 @@ class ChatProcessor(RequestChecks):
         num_positions = text_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
         self.max_model_len = settings.max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN)
         self._text_length = TextLength(self.tokenizer, self.max_model_len)
-        self.has_vision = isinstance(config.get("vision_config"), dict)
+        self.has_vision = settings.images_by_transformers or isinstance(config.get("vision_config"), dict)
         self.media_limits = MediaLimits(has_vision=self.has_vision, max_images=settings.max_images_per_prompt,
                                         by_kind=settings.limit_mm_per_prompt or {})
         self.uses_mrope = asks_for_mrope(config) if settings.uses_mrope is None else settings.uses_mrope
         self.image_settings: ImageSettings | None = read_image_settings(
             folder, config, default=settings.image_defaults, min_pixels=settings.image_min_pixels,
-            max_pixels=settings.image_max_pixels) if self.has_vision else None
+            max_pixels=settings.image_max_pixels) if self.has_vision and not settings.images_by_transformers else None
+        self.transformers_images = self._read_transformers_images(folder, config)
+        """None: images are prepared here, or the model has none."""
         self._vision = self._vision_prompts(folder, config)
-        self._package_versions = package_versions(["pillow", "tokenizers", *self._decoder_versions()])
+        self._package_versions = package_versions(["pillow", "tokenizers", *self._decoder_versions(),
+                                                   *["transformers"] * settings.images_by_transformers])
         self._template = self._read_template(folder, config, scores)
         self.reasoning_tokens = find_reasoning_tokens(self.tokenizer) if settings.reasoning_parser == "auto" else None
         of_tools = None if self.has_vision or scores or settings.chat_template else read_tool_template(folder)
         with_tools = of_tools or self._template
         self._tool_call_parser = find_tool_parser(settings.tool_call_parser, with_tools.source if with_tools else None)
         self._vision_tokens = read_vision_tokens(config, self.tokenizer)
+        if self.transformers_images is not None:
+            self._vision_tokens += self.transformers_images.rules.control_tokens
         self._chat = self._chat_with(self._template)
         self._chat_of_tools = None if of_tools is None else self._chat_with(of_tools)
         """For requests with tools, if the checkpoint has another template for them."""
@@ -179,6 +189,17 @@ class ChatProcessor(RequestChecks):
         except RequestError as error:  # not a request: a setting
             raise ConfigError(error.message) from error
 
+    def _read_transformers_images(self, folder: Path, config: Mapping[str, Any]) -> TransformersImages | None:
+        """Raises ConfigError for a setting of images that transformers' processors do not have."""
+        settings = self.settings
+        if not settings.images_by_transformers:
+            return None
+        if settings.image_min_pixels is not None:
+            raise ConfigError(f"image_min_pixels {settings.image_min_pixels}: transformers' processor prepares this "
+                              "model's images, and has no such bound; leave it out")
+        return TransformersImages(folder, config, self.tokenizer, max_pixels=settings.image_max_pixels,
+                                  rules=settings.image_rules)
+
     def _vision_prompts(self, folder: Path, config: Mapping[str, Any]) -> VisionPrompts:
         """Raises ConfigError for settings of videos that the model does not take."""
         settings = self.settings
@@ -198,10 +219,12 @@ class ChatProcessor(RequestChecks):
         for name in ("image_min_pixels", "image_max_pixels"):
             if getattr(settings, name) is not None and not self.has_vision:
                 raise ConfigError(f"{name} {getattr(settings, name)}: this model reads text only; leave it out")
+        by_transformers = self.transformers_images
+        image_token = read_image_token(config, self.tokenizer) if self.image_settings is not None else None
         return VisionPrompts(
-            image_token=read_image_token(config, self.tokenizer) if self.has_vision else None,
+            image_token=image_token if by_transformers is None else by_transformers.rules.token,
             video_token_id=config.get("video_token_id"), settings=self.image_settings, videos=videos,
-            no_videos=no_videos,
+            no_videos=no_videos, by_transformers=by_transformers,
             text_length=self._text_length, max_source_pixels=settings.max_source_pixels, uses_mrope=self.uses_mrope)
 
     def encode_plainly(self, text: str) -> list[int]:
@@ -213,7 +236,10 @@ class ChatProcessor(RequestChecks):
         return self._vision.why_no_videos
 
     def __reduce__(self) -> tuple[Callable[..., ChatProcessor], tuple[Any, ...]]:
-        return _read_again, (type(self), self.model_path, self.settings, self._file_digests, self._package_versions)
+        settings, images = self.settings, self.transformers_images
+        if images is not None:
+            settings = replace(settings, image_rules=images.rules)
+        return _read_again, (type(self), self.model_path, settings, self._file_digests, self._package_versions)
 
     def parser_of_calls(self) -> str | None:
         """The name of what reads calls out of an answer; None: they are to stay text.
@@ -317,6 +343,8 @@ class ChatProcessor(RequestChecks):
     def largest_image(self, max_tokens: int) -> ImageInput:
         """A grey image for memory profiling, with the most tokens that any image or pair of frames can get."""
         settings = self.image_settings
+        if self.transformers_images is not None:
+            return self.transformers_images.largest(max_tokens)
         if settings is None:
             raise ModelError(f"the model in {self.model_path} has no vision_config: it takes no images")
         videos = self._vision.videos
@@ -333,6 +361,7 @@ class ChatProcessor(RequestChecks):
                if self._chat_of_tools is not None and self._chat_of_tools.template else {}),
             "image_token_id": self._vision.image_token_id,
             "image_settings": self.image_settings.to_json() if self.image_settings else None,
+            **({"transformers_images": images.identity()} if (images := self.transformers_images) is not None else {}),
             "uses_mrope": self.uses_mrope,
             "max_images_per_prompt": self.settings.max_images_per_prompt,
             "max_source_pixels": self.settings.max_source_pixels,

@@ -21,10 +21,11 @@ from tokenizers import Tokenizer
 
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.prompts.media.image_settings import ImageSettings
-from npu_runner.prompts.media.images import prepare_image
+from npu_runner.prompts.media.images import open_image, prepare_image
 from npu_runner.prompts.media.media import Media
 from npu_runner.prompts.media.pages import OpenDocuments
 from npu_runner.prompts.media.processor_kwargs import FIELD, IMAGE_BOUNDS, bounded, checked_kwargs, most_tokens
+from npu_runner.prompts.media.transformers_images import TransformersImages
 from npu_runner.prompts.media.video_settings import VideoForm, VideoSettings, read_video_settings
 from npu_runner.prompts.media.videos import Video, VideoInput, no_videos, prepare_video
 from npu_runner.prompts.text.messages import Seen
@@ -153,18 +154,20 @@ class RequestedMedia:
     videos: VideoPrompts | None
     bounds: Mapping[str, int] = field(default_factory=dict)
     """The request's min_pixels and max_pixels, which also apply to shown videos."""
+    num_images: int = 1
+    """Images of the prompt."""
 
 
 class VisionPrompts:
     """Token ids, images and videos to what the engine takes, for one checkpoint.
 
-    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only. `videos`: None
-    where it sees none, which `no_videos` gives the reason for.
+    `image_token`: id and text of the placeholder, `settings`: None where the model reads text only, or where
+    `by_transformers` prepares its images. `videos`: None where it sees none, which `no_videos` gives the reason for.
     """
 
     def __init__(self, *, image_token: tuple[int, str] | None, video_token_id: int | None,
                  settings: ImageSettings | None, videos: VideoPrompts | None, no_videos: str, text_length: TextLength,
-                 max_source_pixels: int, uses_mrope: bool):
+                 max_source_pixels: int, uses_mrope: bool, by_transformers: TransformersImages | None = None):
         self.image_token_id: int | None = image_token[0] if image_token else None
         self.image_token: str | None = image_token[1] if image_token else None
         self.video_token_id = video_token_id
@@ -174,6 +177,7 @@ class VisionPrompts:
         self._text_length = text_length
         self._max_source_pixels = max_source_pixels
         self._uses_mrope = uses_mrope
+        self._by_transformers = by_transformers
         self.documents = OpenDocuments()
 
     @property
@@ -208,6 +212,8 @@ class VisionPrompts:
             raise field_error(name, f"it is about videos, and this model takes none: {self._no_videos}; leave it out",
                               "model_has_no_video")
         given = checked_kwargs(kwargs)
+        if self._by_transformers is not None:
+            return RequestedMedia(None, None, self._by_transformers.bounded(given))
         if self.settings is None and given:
             raise field_error(name, "this model reads text only; leave it out", "model_has_no_vision")
         of_videos = {key: value for key, value in given.items() if key not in IMAGE_BOUNDS}
@@ -226,7 +232,7 @@ class VisionPrompts:
         if self.videos is not None and seen:
             token_ids = self.videos.without_outer(token_ids)
         known = {} if known is None else known
-        requested = self._with_bounded_frames(requested, [item for item, _ in seen])
+        requested = replace(self._with_bounded_frames(requested, [item for item, _ in seen]), num_images=len(seen))
         prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), requested, known))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
@@ -274,7 +280,7 @@ class VisionPrompts:
                 source, self._max_source_pixels)
         try:
             if not isinstance(item, Video):
-                image = self._prepare_image(source, requested.images, is_low=is_low)
+                image = self._prepare_image(source, requested, is_low=is_low)
                 return [Shown(image if page is None else replace(image, page=page))]
             assert requested.videos is not None, "videos were refused before"
             assert isinstance(source, bytes), "a video is encoded bytes"
@@ -282,7 +288,12 @@ class VisionPrompts:
         except RequestError as error:
             raise field_error(where, f"{name}{error.message}", error.code) from error
 
-    def _prepare_image(self, image: bytes | Image.Image, settings: ImageSettings | None, *, is_low: bool) -> ImageInput:
+    def _prepare_image(self, image: bytes | Image.Image, requested: RequestedMedia, *, is_low: bool) -> ImageInput:
+        settings = requested.images
+        if self._by_transformers is not None:
+            opened = open_image(image, max_source_pixels=self._max_source_pixels)
+            return self._by_transformers.prepare(opened, max_pixels=requested.bounds.get("max_pixels"), is_low=is_low,
+                                                 num_images=requested.num_images)
         assert settings is not None, "a prompt for a model that reads text only has no images"
         return prepare_image(image, settings, max_source_pixels=self._max_source_pixels, is_low=is_low)
 
@@ -292,7 +303,8 @@ class VisionPrompts:
         token_ids, images, spans = _expand_placeholders(token_ids, placeholders, seen, written)
         if not self._uses_mrope:
             return PromptInputs(token_ids, images, spans)
-        merge_size = self.settings.merge_size if self.settings else 1
+        settings = self.settings or self._by_transformers
+        merge_size = settings.merge_size if settings else 1
         grids = [image.grid_thw for image in images]
         positions_3T, delta = mrope_positions(len(token_ids), spans, grids, merge_size)
         if delta > 0:  # the tables of rotary embeddings end at the longest prompt
@@ -343,8 +355,8 @@ def _check_count(token_ids: list[int], token_id: int | None, token: str | None, 
 def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None], seen: list[list[Shown]],
                          written: Callable[[list[int], tuple[int, ...]], tuple[int, ...]] | None,
                          ) -> tuple[list[int], list[ImageInput], list[ImageSpan]]:
-    """Repeat each placeholder once per token of its image, with the tokens around it. `written`:
-    VideoPrompts.written_behind."""
+    """Replace each placeholder by the tokens of its image: those of the image itself, or the placeholder's once per
+    token, with the tokens around it. `written`: VideoPrompts.written_behind."""
     if not seen:
         return token_ids, [], []
     expanded: list[int] = []
@@ -359,7 +371,10 @@ def _expand_placeholders(token_ids: list[int], placeholders: Sequence[int | None
             expanded.extend(written(expanded, shown.before) if shown.before and written else shown.before)
             spans.append(ImageSpan(len(expanded), shown.image.num_tokens, len(images), shown.later))
             images.append(shown.image)
-            expanded.extend([token if shown.token is None else shown.token] * shown.image.num_tokens)
+            if shown.image.token_ids is not None:
+                expanded.extend(shown.image.token_ids.tolist())
+            else:
+                expanded.extend([token if shown.token is None else shown.token] * shown.image.num_tokens)
             expanded.extend(shown.after)
     return expanded, images, spans
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -48,12 +48,40 @@ class PageFacts:
 
 
 @dataclass(frozen=True)
+class PixelScaling:
+    """The way from pixels that travel as uint8 to the floats of a tower: (pixel * factor - mean) / std, in float32.
+
+    `names`: the arrays of `ImageInput.tower_inputs` that travel so. `mean` and `std` have one number for all pixels, or
+    one for each channel: of arrays (..., C, H, W), or of rows of patches (P, C * ...).
+    """
+
+    names: tuple[str, ...]
+    factor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def constants(self, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std, float32, as arrays that broadcast to an array of this shape."""
+        return self._broadcast(self.mean, shape), self._broadcast(self.std, shape)
+
+    @staticmethod
+    def _broadcast(values: tuple[float, ...], shape: Sequence[int]) -> np.ndarray:
+        numbers = np.array(values, dtype=np.float32)
+        if len(values) == 1:
+            return numbers
+        return numbers.reshape(-1, 1, 1) if len(shape) > 2 else numbers.repeat(shape[-1] // len(values))
+
+
+@dataclass(frozen=True)
 class ImageInput:
     """One image, decoded and resized, still in bytes: the device rescales and normalises it.
 
     `pixels_HWC`: uint8 (H, W, 3), H and W multiples of patch_size * merge_size. Frames of a video that go through the
     tower together are an image, too, with the colours of each behind those of the one before: (H, W, 6) for two.
     `content_hash`: 16 bytes over pixels, size and processor settings; equal hash means equal embeddings.
+
+    An image that transformers' processor has prepared has `tower_inputs` and `token_ids` instead. Its `pixels_HWC` are
+    empty, and its hash is over these two.
     """
 
     content_hash: bytes
@@ -63,6 +91,18 @@ class ImageInput:
     num_tokens: int
     page: PageFacts | None = None
     """None: it is no page of a document."""
+    tower_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The arrays that transformers' processor makes of this image alone, by name."""
+    token_ids: np.ndarray | None = None
+    """int32 (num_tokens,): all tokens that replace the placeholder, also those that separate rows of image tokens.
+    None: the placeholder's token, repeated."""
+    scaling: PixelScaling | None = None
+    """None: floats travel as floats."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.pixels_HWC.nbytes + sum(array.nbytes for array in self.tower_inputs.values())
 
 
 @dataclass(frozen=True)

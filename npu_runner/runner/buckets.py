@@ -106,13 +106,13 @@ class DecodeBuckets:
         self._kept: list[int] = []
 
     def compile_all(self, forwards: Forwards, warm_up: Callable[[int], None], agrees: Callable[[Bucket], bool],
-                    votes: Votes) -> None:
+                    votes: Votes, *, compares_new: bool = False) -> None:
         """Compile every bucket, largest first; `warm_up(batch_size)` runs it until nothing is compiled any more.
 
         A bucket has a graph of each of `forwards` that there is, or none at all. What `warm_up` does not run is not
-        compiled. Those that any
-        rank kept from an earlier run must agree with eager steps on every rank (`agrees(bucket)`). Otherwise all ranks
-        compile them anew: compiling and comparing run collectives, so all ranks must do the same.
+        compiled. Those that any rank kept from an earlier run must agree with eager steps on every rank
+        (`agrees(bucket)`). Otherwise all ranks compile them anew: compiling and comparing run collectives, so all ranks
+        must do the same. With `compares_new` new ones must agree, too: where one does not, none is used.
 
         If the device has no resources for another graph, the graphs that fit are kept. Smaller batches are then padded
         to the smallest of them, which costs less than launching each operator. Without any graph all steps are eager.
@@ -122,9 +122,14 @@ class DecodeBuckets:
             bucket = self._buckets[size] = self._make(size, forwards)
             try:
                 warm_up(size)
-                if votes.all_agree(f"a new graph of batch size {size}", not compiler.was_loaded(size)):
+                is_new = votes.all_agree(f"a new graph of batch size {size}", not compiler.was_loaded(size))
+                if is_new and not compares_new:
                     continue
-                if votes.all_agree(f"the kept graph of batch size {size}", agrees(bucket)):
+                if is_new:
+                    if not votes.all_agree(f"the graph of batch size {size}", agrees(bucket)):
+                        self._buckets = {size: bucket}
+                        raise GraphResourceError("it answers otherwise than an eager step")
+                elif votes.all_agree(f"the kept graph of batch size {size}", agrees(bucket)):
                     self._kept.append(size)
                 else:
                     logger.warning("the kept graph of batch size %d gives other answers; it is compiled anew", size)
@@ -136,7 +141,7 @@ class DecodeBuckets:
                 del self._buckets[size]
                 self._refused = (size, str(full))
                 instead = f"are padded to {min(self._buckets)}" if self._buckets else "run eagerly, as all do"
-                logger.warning("no resources for a graph of batch size %d (%s); batches of up to %d %s", size, full,
+                logger.warning("no graph of batch size %d (%s); batches of up to %d %s", size, full,
                                size, instead)
                 return
 
@@ -158,6 +163,11 @@ class DecodeBuckets:
     def compiled(self) -> list[Bucket]:
         """The compiled buckets, largest first."""
         return [self._buckets[size] for size in sorted(self._buckets, reverse=True)]
+
+    @property
+    def why_none(self) -> str | None:
+        """Why there is no graph; None where there are some."""
+        return self._refused[1] if self._refused and not self._buckets else None
 
     def describe(self) -> str:
         if not self._buckets:

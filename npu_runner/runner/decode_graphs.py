@@ -24,11 +24,12 @@ from torch import Tensor, nn
 import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
+from npu_runner.errors import ConfigError
 from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings, Recorder
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, Forwards, bucket_sizes
-from npu_runner.runner.dummy import dummy_decode, dummy_drafts
-from npu_runner.runner.prefill_graphs import PrefillBuckets
+from npu_runner.runner.dummy import dummy_decode, dummy_drafts, dummy_prefill
+from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets, PrefillForward
 from npu_runner.runner.settings import Settings
 from npu_runner.runner.step import StepRunner
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
@@ -59,6 +60,10 @@ class DecodeParts:
     """The user's setting."""
     step_timeout_seconds: float
     """After which a rank that does not vote is given up."""
+    compares_new: bool
+    """Graphs of this run are compared with eager steps, too (`LoadStrategy.compares_graphs`)."""
+    is_mode_given: bool
+    """The user named the graph mode: it is not exchanged for eager steps without their consent."""
     run_bucket: Callable[[int], None]
     """Runs two dummy decode steps with this number of rows: the first compiles or captures, the second proves that it
     stays."""
@@ -100,7 +105,10 @@ def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
 
     behind, drafted = steps.head_step, steps.drafted_graph_step
     forwards = Forwards(steps.graph_step.forward, behind and behind.forward, drafted and drafted.forward)
-    buckets.compile_all(forwards, warm_up, agrees, votes)
+    buckets.compile_all(forwards, warm_up, agrees, votes, compares_new=parts.compares_new)
+    if parts.compares_new and parts.is_mode_given and buckets.why_none:
+        raise ConfigError(f"graph_mode {settings.graph_mode!r}: {buckets.why_none}; leave it at auto, or set it to "
+                          "eager")
     _record_sampling(steps, buckets)
     if settings.prefill_sizes:
         recorder = compiler.recorder()
@@ -158,19 +166,24 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
                                                  ends=PromptEnds(end_rows_R) if steps.accepts_ends else None)
         return model(model.embed(inputs.tokens), inputs.positions, metadata)
 
-    prefills = PrefillBuckets(attention, steps.tables, block_size=steps.block_size,
-                              uses_mrope=parts.model_config.rope.mrope_section is not None)
+    steps.prefills = prefills = PrefillBuckets(attention, steps.tables, block_size=steps.block_size,
+                                                uses_mrope=parts.model_config.rope.mrope_section is not None)
     order = sorted(parts.settings.prefill_sizes, reverse=True)
     for number, size in enumerate(order, start=1):
         what = f"the graph of prefills of {size} tokens"
         progress("recording", f"prefills of {size} tokens (graph {number} of {len(order)})")
-        refusal = votes.refusal(what, _why_no_graph(parts, functools.partial(prefills.record, size, forward, recorder)))
+
+        def record(size: int = size) -> None:
+            prefills.record(size, forward, recorder)
+            if parts.compares_new:
+                _compare_prefill(parts, forward, size)
+
+        refusal = votes.refusal(what, _why_no_graph(parts, record))
         if refusal:
             prefills.drop(size)
-            logger.warning("no resources for %s (%s); prefills up to that size run eagerly, or are padded to %s tokens",
+            logger.warning("without %s (%s): prefills up to that size run eagerly, or are padded to %s tokens",
                            what, refusal, prefills.describe())
             break
-    steps.prefills = prefills
 
 
 def _record_sampling(steps: StepRunner, buckets: DecodeBuckets) -> None:
@@ -200,9 +213,11 @@ def _why_no_graph(parts: DecodeParts, make: Callable[[], object]) -> str | None:
         return str(full)
     except (RuntimeError, MemoryError) as error:
         # With several ranks it may have run out between two collectives, where the others wait.
-        if parts.steps.tp.size > 1 or not parts.steps.platform.memory.is_out_of_memory(error):
+        may_pass = parts.compares_new or parts.steps.platform.memory.is_out_of_memory(error)
+        if parts.steps.tp.size > 1 or not may_pass:
             raise
-        return str(error).partition("\n")[0]
+        # An error at the end of a capture hides the one that ended it.
+        return str(error.__context__ or error).strip().partition("\n")[0]
     return None
 
 
@@ -226,7 +241,8 @@ def _graph_settings(parts: DecodeParts) -> GraphSettings:
         "parameters": _shapes_of(steps.model),
         "source": _source_fingerprint(steps.model),
     }
-    return GraphSettings(mode=settings.graph_mode, identity=identity, cache_dir=parts.settings.graph_cache_dir)
+    return GraphSettings(mode=settings.graph_mode, has_foreign_modules=parts.compares_new, identity=identity,
+                         cache_dir=parts.settings.graph_cache_dir)
 
 
 def _shapes_of(model: nn.Module) -> str:
@@ -286,6 +302,22 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
     if (drafted := bucket.drafted) is not None:
         pairs += zip(last_of(lambda padded: [drafted(bucket.inputs).clone()]), expected, strict=False)
     return all(_is_close(found, theirs, _TOLERANCE[parts.dtype]) for found, theirs in pairs)
+
+
+def _compare_prefill(parts: DecodeParts, forward: PrefillForward, size: int) -> None:
+    """Raises GraphResourceError where the newest graph, of `size` tokens, differs from an eager prefill of random ones.
+    As `_agrees_with_eager` it writes into the cache."""
+    steps = parts.steps
+    num_tokens = min(size, parts.max_model_len - 1, (parts.num_blocks - 1) * steps.block_size)
+    step = dummy_prefill(num_tokens, 1, block_size=steps.block_size, uses_mrope=False)
+    step.new_blocks_N3[:, 2] = 1 + np.arange(len(step.new_blocks_N3))
+    step.token_ids_T[:] = np.random.default_rng(0).integers(0, parts.model_config.vocab_size, num_tokens)
+    bucket = steps.prepare(step, 0, {"uniforms": np.zeros(1, dtype=np.float32)}).bucket
+    assert isinstance(bucket, PrefillBucket), "the newest is the smallest"
+    found, expected = (run()[: 1 if steps.accepts_ends else num_tokens].float().clone()
+                       for run in (bucket.run, functools.partial(bucket.run, forward)))
+    if not _is_close(found, expected, _TOLERANCE[parts.dtype]):
+        raise GraphResourceError("it answers otherwise than an eager prefill")
 
 
 def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -194,6 +194,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             num_blocks=self.num_blocks, max_model_len=self.max_model_len,
             graph_batch_sizes=self.config.graphs.graph_batch_sizes,
             step_timeout_seconds=self.config.parallel.step_timeout_seconds,
+            compares_new=self.strategy.compares_graphs, is_mode_given=self.config.graphs.graph_mode != "auto",
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),
             run_dummies=self._run_dummies)
         compile_decode_graphs(parts, self._progress)

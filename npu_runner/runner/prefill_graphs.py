@@ -60,9 +60,10 @@ class PrefillBucket(Bucket):
 
     most_prompts: int
 
-    def run(self) -> Tensor:
-        """Hidden states of what lies in the buffers, until the next call of any bucket, in the device's order."""
-        return self.forward(self.inputs, self.tensors[_TILES].view(-1, 4), self.tensors["end_rows"])
+    def run(self, forward: PrefillForward | None = None) -> Tensor:
+        """Hidden states of what lies in the buffers, until the next call of any bucket, in the device's order; by
+        another `forward` where one is given."""
+        return (forward or self.forward)(self.inputs, self.tensors[_TILES].view(-1, 4), self.tensors["end_rows"])
 
 
 class PrefillBuckets:

@@ -13,6 +13,7 @@ from npu_runner.checkpoint.adapted_weights import AdaptedReader
 from npu_runner.checkpoint.formats.reader import DequantisingReader, open_weights
 from npu_runner.checkpoint.formats.rounding import TO_FP8, TO_INT8, RoundingReader
 from npu_runner.checkpoint.quantization import AWQ, GPTQ
+from npu_runner.checkpoint.renamed_weights import RenamedReader
 from npu_runner.checkpoint.weights_reader import BY_ROW, GroupedForm, WeightsReader
 from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError
 from npu_runner.layers.attention import load_kv_scales
@@ -65,13 +66,14 @@ def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContex
         context = dataclasses.replace(context, weight_forms=forms)
         model = strategy.build(model_config, settings.max_model_len, context)
         fill_with_random_weights(model, checkpoint.config.seed, how or BY_ROW)
+        strategy.check_network(model, model_config)
         return model
     if made is not None or checkpoint.quantization is not None:
         context = dataclasses.replace(context, weight_forms=settings.weight_forms)
     with open_weights(checkpoint.path, checkpoint.quantization, progress) as stored:
-        reader: WeightsReader = stored
+        reader = strategy.named(stored)
         if checkpoint.adapter is not None:
-            reader = adapted = AdaptedReader(stored, checkpoint.adapter, strategy.renamed(stored.names))
+            reader = adapted = AdaptedReader(reader, checkpoint.adapter, strategy.renamed(reader.names))
             logger.info("the adapter %s is merged into %d weights", checkpoint.adapter.path, adapted.num_changed)
         if made is not None or checkpoint.quantization is not None:
             reader = _in_forms(reader, checkpoint, settings, context, memory)
@@ -85,6 +87,7 @@ def _load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContex
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{type(strategy).__name__}.load_weights leaves linears without weights; those whose weights "
                          "are quantised are filled by npu_runner.layers.weights_loader.load_weights")
+    strategy.check_network(model, model_config)
     return model
 
 
@@ -117,9 +120,11 @@ def _in_forms(reader: WeightsReader, checkpoint: OpenedCheckpoint, settings: Set
     planned, on_meta = _planned(reader, checkpoint, settings, context, asked)
     held = hold_as_stored(on_meta, planned, checkpoint.strategy.renamed(reader.names))
     _check_fit(reader, checkpoint, settings, context, memory, weights_bytes(on_meta))
-    if isinstance(reader, DequantisingReader):
-        stored = {name for name in held if how_stored(reader, name) is not None}
-        logger.info("%s", reader.describe(context.dtype, stored,
+    base = reader.base if isinstance(reader, RenamedReader) else reader
+    if isinstance(base, DequantisingReader):
+        stored = {reader.stored(name) if isinstance(reader, RenamedReader) else name
+                  for name in held if how_stored(reader, name) is not None}
+        logger.info("%s", base.describe(context.dtype, stored,
                                           uses_kv_scales=settings.kv_cache_dtype == FP8_CACHE))
     if isinstance(planned, RoundingReader):
         logger.info("quantization %s: %s", asked, planned.describe(context.dtype, is_multiplied=bool(held)))

@@ -35,6 +35,8 @@ class ScriptedProcessor:
     flag: str = ""
     """A file that counts, across processes, how often a row was begun."""
 
+    transformers_images = None
+
     def identity(self) -> dict[str, Any]:
         return {"kind": "scripted"}
 

@@ -246,12 +246,14 @@ WRITTEN_BY_JOB = [name for name, option in JOB.items() if option.field.metadata.
 
 
 def test_every_option_that_names_a_file_says_whether_it_is_read_or_written() -> None:
-    options = {**JOB, **settings_of(RowsOptions, TableOptions, MergeOptions)}
-    named = {name for name, option in options.items() if option.kind is Path or option.values in ("FILE", "PATH")}
-    said = {name for name, option in options.items() if "file" in option.field.metadata}
     # The folder of `markdown` may hold files that are read: each file of it is looked at when it is written.
-    assert named - {"markdown"} | {"model", "reader"} == said
-    assert {"chat_template", "lora", "response_schema", "allowed_media_dir", "input"} < set(READ_BY_JOB)
+    some = {"markdown", "model", "reader"}
+    for options in (JOB, *map(settings_of, (RowsOptions, TableOptions, MergeOptions))):
+        named = {name for name, option in options.items() if option.kind is Path or option.values in ("FILE", "PATH")}
+        said = {name for name, option in options.items() if "file" in option.field.metadata}
+        assert named - some == said - some
+    assert settings_of(RowsOptions)["reader"].field.metadata["file"] == READ
+    assert {"chat_template", "lora", "response_schema", "allowed_media_dir", "input", "model"} < set(READ_BY_JOB)
     assert {"output", "error_file", "summary", "report", "metrics_file"} == set(WRITTEN_BY_JOB)
 
 

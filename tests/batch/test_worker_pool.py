@@ -21,9 +21,16 @@ from npu_runner.serving.workers.pool import PoolItem, PoolLimits, WorkerFailure,
 from tests.batch.pool_tasks import Unreadable, allocate, allocate_and_keep, image, modules, square, without_job
 from tests.full_set import only_full
 
+DEFAULTS: dict[str, Any] = {"num_workers": 2, "task_timeout_seconds": 120.0, "are_forked": False}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["started", "forked"])
+def are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEFAULTS, "are_forked", request.param)
+
 
 def limits(**changes: Any) -> PoolLimits:
-    return PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **changes})
+    return PoolLimits(**{**DEFAULTS, **changes})
 
 
 def drained(pool: WorkerPool[Any], tasks: Iterable[Any]) -> list[PoolItem[Any]]:
@@ -48,6 +55,11 @@ def test_every_task_comes_back_once_with_its_result() -> None:
         found = drained(pool, range(200))
     assert sorted((item.task, item.result[0]) for item in found) == [(n, n * n) for n in range(200)]
     assert os.getpid() not in {item.result[1] for item in found}
+
+
+def test_a_worker_comes_after_the_model() -> None:
+    with WorkerPool(os.nice, limits(num_workers=1)) as pool:
+        assert drained(pool, [0])[0].result == os.nice(0) + 10
 
 
 def test_without_a_task_no_worker_is_started() -> None:
@@ -117,8 +129,8 @@ def test_closing_in_the_middle_leaves_no_process() -> None:
     for task in range(1000):
         pool.submit(task)
     waited_for(pool)
-    pids = pool.worker_pids()
-    assert len(pids) == 2
+    while len(pids := pool.worker_pids()) < 2:
+        """The test's own timeout ends this."""
     pool.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -199,6 +211,17 @@ def test_what_other_tasks_left_in_a_worker_fails_none_that_a_new_one_has_room_fo
     assert [item.result[0] for item in found] == [item.task for item in found]
     assert found[-1].task == 199 * mib
     assert pool.num_replaced == 1
+
+
+@pytest.mark.from_nothing("what a worker has of memory")
+def test_fewer_forked_workers_run_where_they_take_much_memory() -> None:
+    """400 MiB and 80 MiB for each of four, of which each takes 300: two run."""
+    with WorkerPool(allocate_and_keep, limits(num_workers=4, are_forked=True)) as pool:
+        drained(pool, [300 << 20] * 4)
+        assert len(pool.worker_pids()) == 2
+        assert [item.result[0] for item in drained(pool, [1] * 10)] == [1] * 10
+        assert len(pool.worker_pids()) == 2
+    assert pool.num_replaced == 0
 
 
 @pytest.mark.from_nothing("what a worker has of memory")

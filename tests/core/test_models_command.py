@@ -105,11 +105,11 @@ def test_what_transformers_serves_is_said_to_go_through_it(tmp_path: Path, capsy
     GPT2Config(n_layer=1).save_pretrained(tmp_path)
     config = str(tmp_path / "config.json")
     assert ask(capsys, config) == (
-        0, f"{config}: served as gpt2, through transformers, eagerly on one device, by npu_runner.strategies."
+        0, f"{config}: served as gpt2, through transformers, by npu_runner.strategies."
            "transformers_model.TransformersStrategy: text in, text out")
     status, line = ask(capsys, config, "--runner", "pooling")
     assert (status, "which generates text only" in line) == (1, True)
-    for setting in ({"tensor_parallel_size": 2}, {"graph_mode": "reduce-overhead"}):
+    for setting in ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, {"graph_mode": "max-autotune"}):
         with pytest.raises(ConfigError, match="served through transformers"):
             pick_strategy(tmp_path).resolve_config(RunnerConfig(model=str(tmp_path)).replace(**setting))
 

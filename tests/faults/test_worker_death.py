@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.config import RunnerConfig
@@ -18,10 +21,18 @@ from npu_runner.serving.workers.pool import PoolLimits, WorkerFailure, WorkerPoo
 from tests.batch.scripted import ScriptedModel, ScriptedProcessor, read_rows, row, write_rows
 from tests.faults.worker_tasks import DieAt, HangAt
 
+DEFAULTS: dict[str, Any] = {"num_workers": 2, "task_timeout_seconds": 120.0, "are_forked": False}
+
+
+@pytest.fixture(params=[False, True], ids=["started", "forked"])
+def are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setitem(DEFAULTS, "are_forked", request.param)
+    return bool(request.param)
+
 
 def run_pool(function: Any, num_tasks: int, **limits: Any) -> tuple[dict[int, Any], int]:
     results: dict[int, Any] = {}
-    with WorkerPool(function, PoolLimits(**{"num_workers": 2, "task_timeout_seconds": 120.0, **limits})) as pool:
+    with WorkerPool(function, PoolLimits(**{**DEFAULTS, **limits})) as pool:
         for task in range(num_tasks):
             pool.submit(task)
         while len(results) < num_tasks:
@@ -32,12 +43,14 @@ def run_pool(function: Any, num_tasks: int, **limits: Any) -> tuple[dict[int, An
     return results, pool.num_replaced
 
 
+@pytest.mark.usefixtures("are_forked")
 def test_a_dead_workers_task_is_tried_once_more(tmp_path: Path) -> None:
     results, num_replaced = run_pool(DieAt(tmp_path, always=set(), once={0, 3, 4, 9}), 10)
     assert results == {task: task + 1000 for task in range(10)}
     assert num_replaced == 4
 
 
+@pytest.mark.usefixtures("are_forked")
 def test_a_task_that_kills_two_workers_is_failed_and_named(tmp_path: Path) -> None:
     results, num_replaced = run_pool(DieAt(tmp_path, always={2, 5}, once=set()), 8)
     for task, result in results.items():
@@ -51,8 +64,9 @@ def test_a_task_that_kills_two_workers_is_failed_and_named(tmp_path: Path) -> No
     assert num_replaced == 4
 
 
+@pytest.mark.usefixtures("are_forked")
 def test_an_idle_worker_that_is_killed_costs_no_task(tmp_path: Path) -> None:
-    limits = PoolLimits(num_workers=1, task_timeout_seconds=120)
+    limits = PoolLimits(**{**DEFAULTS, "num_workers": 1})
     pool: WorkerPool[int] = WorkerPool(DieAt(tmp_path, set(), set()), limits)
     found = []
     with pool:
@@ -67,6 +81,7 @@ def test_an_idle_worker_that_is_killed_costs_no_task(tmp_path: Path) -> None:
     assert sorted(found) == [(task, task + 1000) for task in range(6)]
 
 
+@pytest.mark.usefixtures("are_forked")
 def test_a_stuck_task_is_failed_without_a_second_try_and_its_worker_replaced() -> None:
     results, num_replaced = run_pool(HangAt({1, 2}), 6, task_timeout_seconds=1.0)
     assert [results[task] for task in (0, 3, 4, 5)] == [0, 3, 4, 5]
@@ -74,6 +89,62 @@ def test_a_stuck_task_is_failed_without_a_second_try_and_its_worker_replaced() -
         assert results[task].code == "preprocessing_timeout"
         assert "longer than 1 s" in results[task].message
     assert num_replaced == 2
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_dead_forker_costs_no_task_and_leaves_no_worker(tmp_path: Path, signal_number: int) -> None:
+    """It dies while it loads, and later while its workers serve."""
+    limits = PoolLimits(num_workers=3, task_timeout_seconds=120.0, are_forked=True)
+    found: dict[int, int] = {}
+    pids: set[int] = set()
+    with WorkerPool(DieAt(tmp_path, set(), once={7}), limits) as pool:
+        pool.submit(0)
+        while pool._forker is None:
+            time.sleep(0.001)
+        os.kill(pool._forker.pid, signal_number)
+        for task in range(1, 30):
+            pool.submit(task)
+            if task in (9, 19):
+                while not (alive := set(pool.worker_pids()) - pids):
+                    time.sleep(0.01)
+                pids |= alive
+                os.kill(_parent_of(alive), signal_number)
+                while len(found) <= task:
+                    if (item := pool.get(1.0)) is not None:
+                        found[item.task] = item.result
+        while len(found) < 30:
+            if (item := pool.get(1.0)) is not None:
+                found[item.task] = item.result
+        pids |= set(pool.worker_pids())
+    assert found == {task: task + 1000 for task in range(30)}
+    while any(_is_alive(pid) for pid in pids):  # the kernel kills them in its own time
+        time.sleep(0.01)
+
+
+def test_a_forker_that_stands_still_is_killed_with_the_worker_that_is_to_end() -> None:
+    limits, found = PoolLimits(num_workers=2, task_timeout_seconds=1.0, are_forked=True), {}
+    with WorkerPool(HangAt({3}), limits) as pool:
+        for task in range(3):
+            pool.submit(task)
+        while len(found) < 3:
+            if (item := pool.get(1.0)) is not None:
+                found[item.task] = item.result
+        forker = _parent_of(pool.worker_pids())
+        os.kill(forker, signal.SIGSTOP)
+        pool.submit(3)
+        pool.submit(4)
+        while len(found) < 5:
+            if (item := pool.get(1.0)) is not None:
+                found[item.task] = item.result
+        assert not _is_alive(forker)
+    assert found[3].code == "preprocessing_timeout"
+    assert found[4] == 4
+
+
+def _parent_of(pids: Iterable[int]) -> int:
+    """The forker of these workers."""
+    (parent,) = {int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in pids}
+    return parent
 
 
 def test_the_job_writes_a_row_for_every_fate(tmp_path: Path) -> None:
@@ -121,15 +192,15 @@ def write_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = """
+def test_workers_die_with_a_parent_that_is_killed(are_forked: bool) -> None:
+    script = f"""
 import sys
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 from tests.faults.worker_tasks import HangAt
-pool = WorkerPool(HangAt({1, 2}), PoolLimits(num_workers=3, task_timeout_seconds=3600))
+pool = WorkerPool(HangAt({{1, 2}}), PoolLimits(num_workers=3, task_timeout_seconds=3600, are_forked={are_forked}))
 for task in range(100):
     pool.submit(task)
-while pool.get(1.0) is None:
+while pool.get(1.0) is None or len(pool.worker_pids()) < 3:
     pass
 print(*pool.worker_pids(), flush=True)
 sys.stdin.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,28 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "pad_token_id": 0,
     "ffn_dim": 96, "word_embed_proj_dim": 64,
 }
+
+# Names of sizes that few families have; what more some need to be small or whole.
+MORE_SIZES: dict[str, Any] = {
+    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "dff": 96, "bos_token_id": 1, "ffn_hidden_size": 96,
+    "local_attention": 2048, "moe_layer_start_index": 1, "moe_layer_end_index": 2, "word_embed_proj_dim": 64,
+}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1}, "ernie4_5_moe": {"moe_k": 2},
+    "falcon": {"head_dim": ..., "alibi": False},
+    "gemma2": {"attn_logit_softcapping": None}, "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16}, "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16},
+}
+
+def types_after(words: str) -> set[str]:
+    """The types that docs/generic.md names in the paragraph that begins with these words."""
+    page = (Path(__file__).parents[2] / "docs" / "generic.md").read_text()
+    paragraph = re.search(rf"{words}(.*?)\n\n", page, re.DOTALL)
+    return set(re.findall(r"`([\w.-]+)`", paragraph[1])) if paragraph else set()
+
+
+SERVED = types_after(r"These \d+ are equal:")
+SERVED_IMAGES = types_after(r"These \d+ image types are equal:")
 
 
 def make_foreign_checkpoint(path: Path, model_type: str, **changes: Any) -> Path:
@@ -53,3 +76,9 @@ def foreign_config(model_type: str, **changes: Any) -> Any:
     sizes = {name: size for name, size in SIZES.items() if default.get(name) is not None}
     given = {**sizes, **changes}
     return config_class(**{name: value for name, value in given.items() if value is not ...})
+
+
+def small_config(model_type: str) -> Any:
+    default = foreign_config(model_type).to_dict()
+    sizes = {name: size for name, size in MORE_SIZES.items() if name in default}
+    return {**sizes, **OF_FAMILY.get(model_type, {})}

@@ -1,11 +1,10 @@
-"""Every text family that transformers has is equal to transformers through the generic strategy, or refused by name.
+"""Every text or image family that transformers has is equal to it through the generic strategy, or refused by name.
 
 What must not happen is a family that is served and answers otherwise: that is what the refusals are for.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,11 +13,20 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from npu_runner import LLM, strategies
-from npu_runner.errors import ModelError
+from npu_runner.errors import ModelError, RequestError
 from npu_runner.models.transformers_check import FLOAT32_BOUNDS, HALF_BOUNDS, Distances
 from npu_runner.strategies import transformers_model
 from tests.oracle import reference
-from tests.oracle.foreign_checkpoints import foreign_config, make_foreign_checkpoint
+from tests.oracle.foreign_checkpoints import (
+    SERVED,
+    SERVED_IMAGES,
+    foreign_config,
+    make_foreign_checkpoint,
+    small_config,
+)
+from tests.oracle.foreign_image_prompts import ask, assert_all_rows_equal, assert_equals_transformers
+from tests.oracle.image_checkpoints import NotMade, make_image_checkpoint, picture
+from tests.oracle.replaced_modules import IN_DOCS, kinds
 from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
 CONFIG_MAPPING: Any = pytest.importorskip("transformers").CONFIG_MAPPING
@@ -28,29 +36,14 @@ TEXTS = ["which", "which of the two pictures shows a circle?", "a b c d e f g " 
 PROMPT = list(range(203, 3, -1))
 """Two chunks. Logits of all of its tokens are compared."""
 MOST_PARAMETERS = 20_000_000
-# Names of sizes that few families have; what more some need to be small or whole.
-MORE_SIZES: dict[str, Any] = {
-    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "dff": 96, "bos_token_id": 1, "ffn_hidden_size": 96,
-    "local_attention": 2048, "moe_layer_start_index": 1, "moe_layer_end_index": 2, "word_embed_proj_dim": 64,
-}
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "dots1": {"n_shared_experts": 1}, "ernie4_5_moe": {"moe_k": 2},
-    "falcon": {"head_dim": ..., "alibi": False},
-    "gemma2": {"attn_logit_softcapping": None}, "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16}, "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16},
-}
 # What transformers' classes raise where a config's own defaults do not fit the sizes above.
 UNMADE = (AssertionError, AttributeError, ImportError, IndexError, KeyError, StrictDataclassError, TypeError,
           ValueError)
 
 
-SERVED = set(re.findall(r"`([\w.-]+)`", re.search(r"These \d+ are equal:(.*?)\nLarger", (
-    Path(__file__).parents[2] / "docs" / "generic.md").read_text(), re.DOTALL)[1]))  # type: ignore[index]
-
-
-def leave_out(model_type: str, why: str) -> NoReturn:
+def leave_out(model_type: str, why: str, served: set[str] = SERVED) -> NoReturn:
     """Skip, but for a family that the docs name as equal."""
-    if model_type in SERVED:
+    if model_type in served:
         pytest.fail(f"docs/generic.md says that {model_type} is equal, but {why}")
     pytest.skip(why)
 
@@ -66,12 +59,6 @@ def leave_out_unmade(folder: Path, model_type: str, why: str) -> NoReturn:
             transformers_model.TransformersStrategy(folder).read_config()
         why = f"refused: {refused.value}"
     leave_out(model_type, why)
-
-
-def small_config(model_type: str) -> Any:
-    default = foreign_config(model_type).to_dict()
-    sizes = {name: size for name, size in MORE_SIZES.items() if name in default}
-    return {**sizes, **OF_FAMILY.get(model_type, {})}
 
 
 def make_small(folder: Path, model_type: str) -> Path:
@@ -102,8 +89,35 @@ def test_every_family_is_equal_or_refused(model_type: str, tmp_path: Path, monke
     except ModelError as reason:
         leave_out(model_type, f"refused: {reason}")
     with llm:
+        assert model_type not in SERVED or kinds(llm) == IN_DOCS[model_type]
         assert_prompt_rows_equal(path, llm, PROMPT)
         assert_equals_reference(path, llm, [llm.engine.processor.from_text(text) for text in TEXTS])
+
+
+@pytest.mark.slow
+@pytest.mark.full("nearly a hundred families of images; one of each mechanism and every refusal stay")
+@pytest.mark.parametrize("model_type", sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+def test_every_image_family_is_equal_or_refused(model_type: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
+    try:
+        checkpoint = make_image_checkpoint(tmp_path, model_type)
+    except (NotMade, *UNMADE, RuntimeError) as error:
+        leave_out(model_type, f"there is no tiny one: {type(error).__name__}: {error}", SERVED_IMAGES)
+    try:
+        llm = LLM(tmp_path, platform="cpu", max_num_batched_tokens=1024, max_num_seqs=8, dtype="float32")
+    except ModelError as reason:
+        leave_out(model_type, f"refused: {reason}", SERVED_IMAGES)
+    with llm:
+        first, second = picture(230, 140, 1), picture(150, 420, 2)
+        several = ["which of ", first, " and ", second, " is it?"]
+        try:
+            asked = ask(checkpoint, llm, several)
+        except RequestError:
+            with pytest.raises(RequestError, match="this model's processor takes one"):
+                ask(checkpoint, llm, several)
+            asked = ask(checkpoint, llm, ["which of them is ", second, " ?"])
+        assert_all_rows_equal(tmp_path, llm, asked)
+        assert_equals_transformers(tmp_path, llm, [ask(checkpoint, llm, ["what is ", first, " ?"]), asked])
 
 
 @pytest.mark.slow

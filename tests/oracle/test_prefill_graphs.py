@@ -136,7 +136,7 @@ def test_without_room_for_all_those_that_fit_are_kept(checkpoint: Any, platform_
     path: Path = checkpoint("qwen3")
     with LLM(path, platform=platform_name, graph_prefill_sizes=(4, 12, 40), **GRAPHS, **SMALL) as llm:
         assert llm.engine.info.graphs == "2, 8; prefills of 12, 40 tokens"
-        assert "no resources for the graph of prefills of 4 tokens (no room for one more)" in caplog.text
+        assert "without the graph of prefills of 4 tokens (no room for one more)" in caplog.text
         prefills = runner_of(llm).steps.prefills
         assert prefills is not None
         settings = {"block_size": 16, "uses_mrope": False}

@@ -14,7 +14,7 @@ from npu_runner.batch.files.fingerprint import fingerprint_model
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.cli.main import main
 from npu_runner.engine.bounds import settings_before_loading
-from npu_runner.errors import ConfigError, ModelError, OutOfMemoryError, WeightsError
+from npu_runner.errors import ConfigError, OutOfMemoryError, WeightsError
 from npu_runner.platforms import pick_platform
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.runner.memory import weights_bytes
@@ -121,14 +121,6 @@ def test_a_start_says_what_is_dequantised_and_an_output_in_which_arithmetic(
     (line,) = [each for each in caplog.messages if each.startswith("quantised weights")]
     assert line.startswith("quantised weights (fp8): 21 as fp8 by block of 32 x 32; ")
     assert "of float32 while loading, and inputs are not quantised" in line
-
-
-def test_a_model_that_only_transformers_knows_is_refused_with_quantised_weights(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    config = {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"quantised \(gptq\), and model_type 'gpt2' is served through transformers"):
-        LLM(tmp_path, platform="cpu", **SMALL)
 
 
 def test_a_shard_that_is_cut_is_named(quantised: Path, tmp_path: Path) -> None:

@@ -61,6 +61,20 @@ def test_each_block_that_can_be_read_is_a_row(tmp_path: Path) -> None:
         parse_row(row).to_params({}, 0)
 
 
+@pytest.mark.parametrize("pages", [{}, {"pages": None}, {"pages": 9}])
+def test_the_count_of_pages_is_that_of_the_page_s_row(pages: dict[str, Any], tmp_path: Path) -> None:
+    """Null is a document that did not open. A row that somebody wrote may have no count."""
+    row = page(1)
+    del row["body"]["metadata"]["pages"]
+    row["body"]["metadata"] |= pages
+    (tmp_path / "pages.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "answers.jsonl").write_bytes(answered("r/a.pdf#page=1", completion(LAYOUT)))
+    make_block_rows([str(tmp_path / "answers.jsonl")], RowsOptions(
+        output=str(tmp_path / "blocks.jsonl"), reader="mineru2.5-blocks", rows=str(tmp_path / "pages.jsonl")))
+    found = [each["body"]["metadata"] for each in rows(tmp_path)]
+    assert [{name: each[name] for name in ("pages",) if name in each} for each in found] == [pages] * 4
+
+
 def test_a_page_without_blocks_is_asked_as_a_whole(tmp_path: Path) -> None:
     figure = block("image", "0 0 1000 1000")
     answers = [

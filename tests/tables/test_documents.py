@@ -251,7 +251,7 @@ def test_an_inbox_may_be_emptied_before_new_documents_come(folder: Path, tmp_pat
     assert [json.loads(line)["custom_id"] for line in after.removeprefix(before).splitlines()] == ["new.pdf#page=1"]
 
 
-@pytest.mark.parametrize(("first", "then"), [(".", "reports"), ("pictures", "b.PDF")])
+@pytest.mark.parametrize(("first", "then"), [(".", "reports"), ("pictures", "b.PDF"), ("reports", "b.PDF")])
 def test_another_folder_than_the_first_is_refused(first: str, then: str, folder: Path, tmp_path: Path) -> None:
     """The paths in rows would begin at two places, and a job has one --allowed-media-dir."""
     (folder / "pictures").mkdir()

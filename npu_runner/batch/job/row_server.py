@@ -10,7 +10,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,9 @@ class RowServer(InlineReplica):
             generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
             seed=self._plan.config.seed)
         # Workers prepare the first rows while the model loads.
-        self.endpoint = Endpoint(preprocessor, self._finish_row, self._plan.limits, self._plan.inherited,
+        are_forked = self._model.processor.transformers_images is not None
+        limits = replace(self._plan.limits, are_forked=are_forked)
+        self.endpoint = Endpoint(preprocessor, self._finish_row, limits, self._plan.inherited,
                                  failed=preprocessor.failed, pages_of=preprocessor.pages_of)
         self._open.callback(self.endpoint.pool.close)
 

@@ -137,7 +137,7 @@ class PairBody(RowBody):
             prompts.append(prompt)
             new = list(known.values())[num_known:]
             num_bytes += _TOKEN_BYTES * len(prompt.token_ids)
-            num_bytes += sum(item.image.pixels_HWC.nbytes for items in new for item in items)
+            num_bytes += sum(item.image.num_bytes for items in new for item in items)
             check_count(where, "bytes with those before it, once they are prepared,", num_bytes,
                         LIMITS.max_pairs_bytes)
         return tuple(prompts)

@@ -157,7 +157,9 @@ class _KeptGraph:
 def make_compiler(settings: GraphSettings, attention: NpuAttention) -> GraphCompiler:
     """The compiler for `settings`. Captured graphs take the lengths of `attention` at each replay."""
     if settings.mode == "reduce-overhead":
-        return (RecordedGraphCompiler if npu_settings().capture == "recorded" else AclGraphCompiler)(attention)
+        # A trace infers strides by torch's rules, and torch_npu's operators have their own. Our modules need neither.
+        is_recorded = settings.has_foreign_modules or npu_settings().capture == "recorded"
+        return (RecordedGraphCompiler if is_recorded else AclGraphCompiler)(attention)
     return GraphEngineCompiler() if settings.cache_dir is None else CachedGraphEngineCompiler(settings)
 
 

@@ -21,6 +21,7 @@ from npu_runner.processes.byte_queue import ByteBoundedQueue
 from npu_runner.processes.channel import Channel, ChannelClosed
 from npu_runner.processes.child import Child, describe_exit
 from npu_runner.processes.stopwatch import Stopwatch
+from npu_runner.serving.workers.forker import ForkedWorker, Forker
 from npu_runner.serving.workers.worker import JOB_FAULT, OUT_OF_MEMORY, READY, RESULT
 
 Task = TypeVar("Task")
@@ -30,6 +31,14 @@ MAX_ATTEMPTS = 2
 _MAX_FAILED_STARTS = 3
 _SHORTEST_START_SECONDS = 120.0
 _PATIENCE_SECONDS = 0.05
+_VARIABLES = {
+    # One row per process is the parallelism here; threads on top of it only get in the model's way.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # glibc gives each thread that a decoder starts 64 MiB of address space to allocate from, and keeps it.
+    "MALLOC_ARENA_MAX": "1",
+}
 # The system's calls have a limit (poll: 2**31 ms). A longer wait is repeated.
 _LONGEST_WAIT_SECONDS = 86_400.0
 
@@ -63,11 +72,14 @@ class PoolLimits:
     """Most results that wait to be fetched."""
     max_ready_bytes: int = 1 << 29
     """No new task starts while the waiting results are larger than this."""
+    are_forked: bool = False
+    """Workers are forked from one process that has loaded the function. If one takes much private memory, fewer than
+    num_workers run from then on."""
 
 
 @dataclass
 class _Worker(Generic[Task]):
-    child: Child
+    child: Child | ForkedWorker
     channel: Channel
     is_ready: bool = False
     is_used: bool = False
@@ -104,6 +116,8 @@ class WorkerPool(Generic[Task]):
         self._results = ByteBoundedQueue(limits.max_ready_bytes, limits.max_ready)
         self._failure: Exception | None = None
         self._num_failed_starts = 0
+        self._forker: Forker | None = None
+        self._num_wanted = limits.num_workers
         self._is_closing = threading.Event()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         for end in (self._wake_receiver, self._wake_sender):
@@ -158,7 +172,7 @@ class WorkerPool(Generic[Task]):
             raise self._failure
 
     def worker_pids(self) -> list[int]:
-        return [worker.child.pid for worker in list(self._workers)]
+        return [pid for worker in list(self._workers) if (pid := worker.child.pid)]
 
     def close(self) -> None:
         """Kill the workers, whatever they do, and return when they are gone. May be called again, when interrupted."""
@@ -197,17 +211,47 @@ class WorkerPool(Generic[Task]):
                 worker.channel.close()  # all workers see the end before the first wait
             for worker in self._workers:
                 _kill(worker)
+            if self._forker is not None:
+                self._forker.close()
 
     def _start_missing_workers(self, selector: selectors.BaseSelector) -> None:
-        while len(self._workers) < self._limits.num_workers:
-            worker: _Worker[Task] = _start_worker(self._limits, self._inherited)
+        while len(self._workers) < self._num_wanted:
+            worker = self._start_worker(selector)
             self._workers.append(worker)
             selector.register(worker.channel, selectors.EVENT_READ, worker)
             worker.watch = Stopwatch()
             try:
-                worker.channel.send(self._function)
+                if not self._limits.are_forked:
+                    worker.channel.send(self._function)
             except ChannelClosed:
                 self._replace(worker, selector)
+
+    def _start_worker(self, selector: selectors.BaseSelector) -> _Worker[Task]:
+        limits, (ours, theirs) = self._limits, socket.socketpair()
+        memory_bytes = limits.worker_memory_bytes or 0
+        child: Child | ForkedWorker
+        with theirs:
+            if limits.are_forked:
+                child = self._running_forker(selector).fork(theirs)
+            else:
+                child = Child("npu worker", "npu_runner.serving.workers.worker", theirs.fileno(), memory_bytes,
+                              descriptors=[theirs.fileno(), *self._inherited], variables=_VARIABLES)
+        return _Worker(child, Channel(ours, limits.task_timeout_seconds))
+
+    def _running_forker(self, selector: selectors.BaseSelector) -> Forker:
+        if self._forker is None or not self._forker.is_running:
+            if self._forker is not None:
+                self._end_forker(self._forker, selector)
+            self._forker = Forker(self._function, memory_bytes=self._limits.worker_memory_bytes or 0,
+                                  inherited=self._inherited, variables=_VARIABLES,
+                                  timeout_seconds=self._limits.task_timeout_seconds)
+            selector.register(self._forker, selectors.EVENT_READ, self._forker)
+        return self._forker
+
+    def _end_forker(self, forker: Forker, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(KeyError):
+            selector.unregister(forker)
+        forker.close()
 
     def _hand_out_tasks(self, selector: selectors.BaseSelector) -> None:
         for worker in list(self._workers):
@@ -243,6 +287,10 @@ class WorkerPool(Generic[Task]):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_receiver.recv(4096)
+            elif isinstance(key.data, Forker):
+                key.data.read()
+                if not key.data.is_running:  # its workers' channels close as well
+                    selector.unregister(key.data)
             else:
                 self._receive(key.data, selector)
         for worker in list(self._workers):
@@ -277,8 +325,14 @@ class WorkerPool(Generic[Task]):
             else:
                 self._deliver(item, self._out_of_memory(), num_bytes)
             return
+        if isinstance(worker.child, ForkedWorker) and not worker.is_used:
+            affordable = worker.child.forker.num_affordable(self._limits.num_workers, worker.child)
+            self._num_wanted = min(self._num_wanted, affordable)
         worker.is_used = True
         self._deliver(item, value if outcome == RESULT else WorkerFailure(value, "internal_error"), num_bytes)
+        if len(self._workers) > self._num_wanted:
+            self._remove(worker, selector)
+            self.num_replaced -= 1
 
     def _out_of_memory(self) -> WorkerFailure:
         limit = self._limits.worker_memory_bytes
@@ -313,7 +367,10 @@ class WorkerPool(Generic[Task]):
         self._workers.remove(worker)
         status = _kill(worker)
         self.num_replaced += 1
-        if not worker.is_ready:
+        child = worker.child
+        # The death of a forker that is still loading is one failed start, not one of each worker.
+        is_another = not isinstance(child, ForkedWorker) or child.forker.is_running or child.number == 1
+        if not worker.is_ready and is_another:
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MAX_FAILED_STARTS:
                 tries = f"{self._num_failed_starts} times in a row, {describe_exit(status)}"
@@ -323,22 +380,6 @@ class WorkerPool(Generic[Task]):
     def _deliver(self, item: PoolItem[Task], result: Any, num_bytes: int) -> None:
         self._seen(item.task, result)
         self._results.put(replace(item, result=result, num_bytes=num_bytes), num_bytes, waits=False)
-
-
-def _start_worker(limits: PoolLimits, inherited: tuple[int, ...]) -> _Worker[Any]:
-    ours, theirs = socket.socketpair()
-    variables = {
-        # One row per process is the parallelism here; threads on top of it only get in the model's way.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # glibc gives each thread that a decoder starts 64 MiB of address space to allocate from, and keeps it.
-        "MALLOC_ARENA_MAX": "1",
-    }
-    with theirs:
-        child = Child("npu worker", "npu_runner.serving.workers.worker", theirs.fileno(),
-                      limits.worker_memory_bytes or 0, descriptors=[theirs.fileno(), *inherited], variables=variables)
-    return _Worker(child, Channel(ours, limits.task_timeout_seconds))
 
 
 def _kill(worker: _Worker[Any]) -> int:

@@ -1,7 +1,8 @@
 """A worker process: receives a function, then applies it to one task after another until its parent is gone.
 
-Started as a `Child` with FD MEMORY. Not by fork, because the parent runs torch's threads. Not by multiprocessing, which
-would import the caller's main module (and torch with it) again. Knows nothing of the tasks.
+Started as a `Child` with FD MEMORY, or forked by a process that has the function (forker.py). Not by fork from its
+parent, which runs torch's threads. Not by multiprocessing, which would import the caller's main module (and torch with
+it) again. Knows nothing of the tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ READY = "ready"
 RESULT, FAULT, OUT_OF_MEMORY, JOB_FAULT = "result", "fault", "out of memory", "job fault"
 # The model's threads wait for each other after every operator, and for the slowest of them: they come first, and
 # workers take what is left. On two cores the job served 47 rows/s instead of 36.
-_NICENESS = 10
+NICENESS = 10
 _MAX_FAULT_CHARS = 1000
 
 
@@ -32,13 +33,23 @@ def main(arguments: list[str]) -> None:
     its start (0: any).
     """
     descriptor, memory_bytes = map(int, arguments)
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     channel = Channel(socket.socket(fileno=descriptor))
+    function: Callable[[Any], Any] | NpuRunnerError
     try:
-        try:
-            function, _ = channel.receive()
-        except NpuRunnerError as error:  # whatever it is, it is the same in the next worker
-            channel.send((JOB_FAULT, str(error)))
+        function, _ = channel.receive()
+    except NpuRunnerError as error:
+        function = error
+    except ChannelClosed:
+        return
+    serve(function, channel, memory_bytes)
+
+
+def serve(function: Callable[[Any], Any] | NpuRunnerError, channel: Channel, memory_bytes: int) -> None:
+    """Apply the function to tasks until the channel closes. An error in its place is what loading it raised."""
+    try:
+        if isinstance(function, NpuRunnerError):  # whatever it is, it is the same in the next worker
+            channel.send((JOB_FAULT, str(function)))
             return
         if memory_bytes:
             _limit_memory(memory_bytes)

@@ -16,15 +16,15 @@ from npu_runner.platforms.host import Check
 _ELF_64, _DYNAMIC_SYMBOLS, _UNDEFINED = b"\x7fELF\x02", 11, 0  # the first bytes, a sh_type, a st_shndx
 _NAMES = """
     Abs Add Addcmul Addmm AddRmsNorm AddRmsNormDynamicQuant AddRmsNormQuant Adds All Amax ApplyRotaryPosEmb Arange
-    ArgMax AscendQuant Baddbmm BatchMatMul BitwiseAndTensor BitwiseOrTensor Cat Clamp ConstantPadNd Copy Cumsum
+    ArgMax AscendQuant Baddbmm BatchMatMul BitwiseAndTensor BitwiseOrTensor Cat Clamp ConstantPadNd Copy Cos Cumsum
     DequantSwigluQuant Div Divs DynamicQuant Embedding EqScalar EqTensor Exp Eye FillScalar FlashAttentionVarLenScore
-    Floor FloorDivides FusedInferAttentionScore Gather Gelu GeScalar GeTensor GroupedMatmul
+    Flip Floor FloorDivides FusedInferAttentionScore Gather Gelu GeScalar GeTensor GroupedMatmul
     GroupedMatmulSwigluQuantWeightNz GroupedMatmulWeightNz GtScalar GtTensor IndexCopy IndexFill IndexSelect LayerNorm
-    LeScalar LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul Max MaxDim Minimum MoeGatingTopKSoftmax
+    LeScalar LeTensor LogSumExp LtScalar LtTensor MaskedFillScalar Matmul Max MaxDim Mean Minimum MoeGatingTopKSoftmax
     MoeInitRouting MoeTokenUnpermute Mul Muls Neg NeScalar NeTensor One PowTensorScalar QuantMatmul QuantMatmulWeightNz
-    Reciprocal RecurrentGatedDeltaRule ReduceSum Relu Repeat RmsNorm RotaryPositionEmbedding Rsqrt Rsubs ScatterAdd
-    ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Softmax Softplus Sort Stack Std Sub Subs SWhere SwiGlu Topk Tril
-    WeightQuantBatchMatmul Zero
+    Reciprocal RecurrentGatedDeltaRule ReduceSum Relu Repeat RepeatInterleaveIntWithDim RmsNorm
+    RotaryPositionEmbedding Rsqrt Rsubs ScatterAdd ScatterNdUpdate ScatterPaKvCache Sigmoid Silu Sin Softmax Softplus
+    Sort Sqrt Stack Std Sub Subs SWhere SwiGlu Tanh Topk Tril WeightQuantBatchMatmul Zero
 """
 
 
