@@ -22,7 +22,7 @@ from tests.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 OWN = {name: kind for name, kind in strategies_by_model_type().items() if kind.__module__.startswith("npu_runner.")}
-GENERIC = set(re.findall(r"`([\w.-]+)`", re.search(r"These (\d+) are equal:(.*?)\nLarger", (
+GENERIC = set(re.findall(r"`([\w.-]+)`", re.search(r"These (\d+) are equal:(.*?)\n\n", (
     ROOT / "docs" / "generic.md").read_text(), re.DOTALL)[2]))  # type: ignore[index]
 
 
