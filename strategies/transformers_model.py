@@ -290,8 +290,7 @@ class TransformersStrategy(LoadStrategy):
         if type(self._config) not in mapping:
             raise ModelError(f"{self.path}: model_type {model_type!r}: transformers has no {name} for it")
         model_class: Any = mapping[type(self._config)]
-        reason = _refuse(self._config, model_class, is_multimodal=self.is_multimodal)
-        if reason:
+        for reason in _reasons(self._config, model_class, is_multimodal=self.is_multimodal):
             raise self._refusal(reason)
         return model_class
 
@@ -384,22 +383,20 @@ def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
 # weights (models/transformers_probe.py) -------------------------------------------------------------------------------
 
 
-def _refuse(config: Any, model_class: Any, *, is_multimodal: bool) -> str | None:
-    """The first reason why a model of `model_class` with this config is not served; None where none is known."""
-    return next(_reasons(config, model_class, is_multimodal), None)
-
-
-def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str]:
+def _reasons(config: Any, model_class: Any, *, is_multimodal: bool) -> Iterator[str]:
+    """Why a model of `model_class` with this config is not served."""
     fields = config.to_dict()  # attributes of configs whose layers differ must not be asked for
     if fields.get("is_encoder_decoder") or fields.get("add_cross_attention"):
         yield "it has an encoder, or cross attention; only decoders are served"
     parts = _other_parts(config)
     if is_multimodal:
-        fields, parts = config.get_text_config().to_dict(), []
+        fields = config.get_text_config().to_dict()
+        parts = [name for name in parts if "audio" in name and getattr(config, name, None) is not None]
         if getattr(config, "image_token_id", None) is None:
             yield "its config has no image_token_id, in whose place rows of an image stand"
     if parts:
-        yield f"it is more than a text model ({', '.join(parts)})"
+        yield (f"it is more than a text{' and image' * is_multimodal} model ({', '.join(parts)}); take a checkpoint "
+               "without them")
     if keeps_states(model_class):
         yield "its layers keep a state of another kind than keys and values (mamba, linear attention)"
     others = sorted(set(fields.get("layer_types") or ()) - _ATTENDING)
