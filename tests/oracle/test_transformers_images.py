@@ -6,6 +6,7 @@ each mechanism; every type is in test_every_transformers_family.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +240,28 @@ def test_a_tower_that_fails_does_not_start(foreign: Any, monkeypatch: Any) -> No
     monkeypatch.setattr(TowerOfTransformers, "_rows", lambda self, given: given["pixel_mask"])
     with pytest.raises(ModelError, match=r"the comparison at the start does not run .KeyError: 'pixel_mask'"):
         LLM(foreign("llava").path, platform="cpu", **SMALL)
+
+
+@pytest.mark.parametrize(("words", "kind"), [("shape '[7, 0]' is invalid", ModelError),
+                                             ("CUDA out of memory", RuntimeError)])
+def test_a_tower_whose_operators_fail_is_named_and_a_want_of_memory_is_not(words: str, kind: type[Exception],
+                                                                          foreign: Any, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(TowerOfTransformers, "_rows", fail)
+    with pytest.raises(kind, match=re.escape(words)) as raised:
+        LLM(foreign("llava").path, platform="cpu", **SMALL)
+    assert ("the comparison at the start does not run" in str(raised.value)) == (kind is ModelError)
+
+
+def test_a_config_that_says_nothing_of_tied_embeddings_has_none(tmp_path: Path) -> None:
+    """As transformers reads it."""
+    CONFIG_MAPPING["muse_glimmer"](text_config={
+        "num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 256, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1}, vision_config={"num_hidden_layers": 1},
+        ).save_pretrained(tmp_path)
+    assert not transformers_model.TransformersStrategy(tmp_path).read_config().tie_word_embeddings
 
 
 def test_rows_in_a_wrong_place_do_not_start(foreign: Any, monkeypatch: Any) -> None:
