@@ -6,6 +6,7 @@ each mechanism; every type is in test_every_transformers_family.py.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from npu_runner.engine import bounds
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.models import transformers_check
 from npu_runner.models.transformers_images import TowerOfTransformers
+from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from npu_runner.strategies import pick_strategy, transformers_model
 from tests.full_set import only_full
 from tests.oracle.foreign_image_prompts import (
@@ -133,6 +135,25 @@ def test_replicas_and_workers_give_the_same_answers(foreign: Any) -> None:
         with LLM(checkpoint.path, platform="cpu", data_parallel_size=num_replicas, **SMALL) as llm:
             answers.append([output.token_ids for output in llm.chat(conversations, greedy(6))])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.full("starts workers, which do not know families; Ray itself is not needed")
+def test_rows_of_ray_data_answer_as_chat_does(foreign: Any) -> None:
+    checkpoint: ImageCheckpoint = foreign("llava")
+    files = [io.BytesIO() for _ in ODD]
+    for image, file in zip(ODD, files, strict=True):
+        image.save(file, "PNG")
+    messages = np.empty(len(ODD), dtype=object)
+    messages[:] = [[{"role": "user", "content": [{"type": "text", "text": "which "}, {
+        "type": "image", "image": file.getvalue()}]}] for file in files]
+    predictor = LLMPredictor(str(checkpoint.path), platform="cpu",
+                             sampling_params={"temperature": 0, "max_tokens": 6, "ignore_eos": True}, **SMALL)
+    out = predictor({"messages": messages})
+    predictor._llm.close()
+    assert out[ERROR_COLUMN] == [""] * len(ODD)
+    with LLM(checkpoint.path, platform="cpu", **SMALL) as llm:
+        right = llm.chat([messages_of(["which ", image]) for image in ODD], greedy(6))
+    assert out["generated_tokens"] == [output.token_ids for output in right]
 
 
 # -- images of one size go through the tower together -----------------------------------------------------------------

@@ -298,7 +298,8 @@ class TransformersImages:
 
     def _refusal(self, reason: str) -> ModelError:
         return ModelError(f"{self._folder}: {type(self._processor).__mro__[1].__name__} of transformers "
-                          f"{version('transformers')} does not serve here: {reason}")
+                          f"{version('transformers')} does not serve here: {reason}; take a checkpoint of another "
+                          "family")
 
 
 def _shrunk(image: Image.Image, max_pixels: int | None) -> Image.Image:
