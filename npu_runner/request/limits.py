@@ -137,6 +137,8 @@ class Limits:
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities; and of its prompt, where it wants
     those, tokens x (prompt_logprobs + 1)."""
+    max_hidden_states_bytes: int = 4 * GIB
+    """Bytes of the hidden states of a request: 4 x layers x hidden size x (prompt tokens + max_tokens - 1)."""
     worker_memory_bytes: int = 4 * GIB
     """Memory that preparing one row may take in its worker process."""
 
@@ -177,9 +179,10 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
     if num_top is None or n * max_tokens * (num_top + 1) <= limit:
         return
     most = limit // (n * (num_top + 1))
+    remedy = f"max_tokens {most} would fit" if most else "raise that"
     raise field_error("logprobs", f"n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is "
                       f"{n * max_tokens * (num_top + 1)} log probabilities, at most {limit} are allowed "
-                      f"(max_logprobs_per_request); max_tokens {most} would fit", "too_many_logprobs")
+                      f"(max_logprobs_per_request); {remedy}", "too_many_logprobs")
 
 
 def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> None:
@@ -189,6 +192,15 @@ def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> N
     raise field_error("prompt_logprobs", f"{num_tokens} prompt tokens x ({num_top} most probable + 1) is "
                       f"{num_tokens * (num_top + 1)} log probabilities, at most {limit} are allowed "
                       "(max_logprobs_per_request); shorten the prompt or ask for fewer", "too_many_logprobs")
+
+
+def check_hidden_states(num_layers: int, hidden_size: int, num_tokens: int) -> None:
+    """Refuse more hidden states than one answer may hold, of `num_layers` layers and `num_tokens` tokens."""
+    num_bytes, limit = 4 * num_layers * hidden_size * num_tokens, LIMITS.max_hidden_states_bytes
+    if num_bytes > limit:
+        raise field_error("return_hidden_states", f"{num_layers} layers x {num_tokens} tokens of prompt and answer x "
+                          f"{hidden_size} numbers are {size(num_bytes)}, at most {size(limit)} are allowed; lower "
+                          "max_tokens, shorten the prompt or name fewer hidden_state_layers", "too_many_hidden_states")
 
 
 def plain_template_kwargs(value: Any) -> dict[str, Any]:

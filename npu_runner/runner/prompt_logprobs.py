@@ -2,89 +2,103 @@
 
 Knows nothing of requests.
 
+The values are log probabilities or, with `as_logits`, logits.
+
 T tokens in the step, L of them scored in a row, R rows of a slice, V vocabulary, K most probable tokens beside the
 given one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.batch import PromptScore, ScheduledBatch
 from npu_runner.platforms.transfers import Download
+from npu_runner.request.sampling_params import WHOLE_VOCABULARY, num_top_logprobs
 
 MAX_ROWS = 64
+_Kind: TypeAlias = tuple[int, bool]
+"""The number of most probable tokens, and whether a label is scored."""
+
+
+def _kind(score: PromptScore) -> _Kind:
+    return score.num_top, score.is_label
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """A step's, one download for all rows that want as many most probable tokens."""
+    """A step's, one download for all rows that want as many most probable tokens, or several where these are all."""
 
     batch: ScheduledBatch
-    downloads: dict[int, Download]
-    """By the number of most probable tokens."""
+    downloads: dict[_Kind, list[Download]]
 
     def is_done(self) -> bool:
-        return all(download.is_done() for download in self.downloads.values())
+        return all(download.is_done() for parts in self.downloads.values() for download in parts)
 
     def to_host(self) -> list[tuple[int, int, np.ndarray]]:
         """See ModelRunnerOutput.prompt_scores; waits for the step."""
-        records = {num_top: download.wait() for num_top, download in self.downloads.items()}
+        waited = {kind: [part.wait() for part in parts] for kind, parts in self.downloads.items()}
+        records = {kind: parts[0] if len(parts) == 1 else np.concatenate(parts) for kind, parts in waited.items()}
         found, firsts = [], dict.fromkeys(records, 0)
         for score in self.batch.prompt_scores:
-            first = firsts[score.num_top]
-            end = firsts[score.num_top] = first + len(score.targets)
-            found.append((score.row, score.place, records[score.num_top][first:end]))
+            kind = _kind(score)
+            first = firsts[kind]
+            end = firsts[kind] = first + len(score.targets)
+            found.append((score.row, score.place, records[kind][first:end]))
         return found
 
 
 def score_prompts(batch: ScheduledBatch, hidden_TD: Tensor, tokens: Tensor, targets: Tensor, *, keeps: bool,
                   max_num_seqs: int, read_out: Callable[[Tensor], Tensor],
-                  download: Callable[[Tensor], Download]) -> PromptScores | None:
+                  download: Callable[[Tensor], Download], as_logits: bool) -> PromptScores | None:
     """Hand out the scores of a step; None where this rank does not keep them. `tokens`, `targets`: PromptScore's of all
     rows, in order of the batch.
 
     At most as many logits at a time as a decode step may have, so that they take no memory that was not profiled.
+    Those of the whole vocabulary go to the host slice by slice.
     """
-    parts: dict[int, list[slice]] = {}
+    parts: dict[_Kind, list[slice]] = {}
     first = 0
     for score in batch.prompt_scores:
-        parts.setdefault(score.num_top, []).append(slice(first, first := first + len(score.targets)))
+        parts.setdefault(_kind(score), []).append(slice(first, first := first + len(score.targets)))
     downloads = {}
-    for num_top, slices in parts.items():
+    for (num_top, is_label), slices in parts.items():
         tokens_L, targets_L = (torch.cat([x[part] for part in slices]) if len(parts) > 1 else x
                                for x in (tokens, targets))
-        records = score_tokens(hidden_TD, tokens_L, targets_L, num_top, read_out=read_out,
-                               max_rows=min(MAX_ROWS, max_num_seqs), keeps=keeps)
-        if records is not None:
-            downloads[num_top] = download(records)
+        records = _score_slices(hidden_TD, tokens_L, targets_L, num_top, read_out=read_out, keeps=keeps,
+                                max_rows=min(MAX_ROWS, max_num_seqs), as_logits=as_logits and not is_label)
+        if num_top == WHOLE_VOCABULARY:
+            downloads[num_top, is_label] = [download(each) for each in records]
+        elif together := list(records):
+            downloads[num_top, is_label] = [download(torch.cat(together))]
     return PromptScores(batch, downloads) if keeps else None
 
 
-def score_tokens(hidden_TD: Tensor, tokens_L: Tensor, targets_L: Tensor, num_top: int, *,
-                 read_out: Callable[[Tensor], Tensor], max_rows: int, keeps: bool = True) -> Tensor | None:
-    """int32 (L, 2 + 2 * K): each target's log probability behind its token as bits, its rank (1: most probable), the K
-    most probable ids, best first, the bits of their log probabilities.
+def _score_slices(hidden_TD: Tensor, tokens_L: Tensor, targets_L: Tensor, num_top: int, *,
+                  read_out: Callable[[Tensor], Tensor], max_rows: int, keeps: bool,
+                  as_logits: bool) -> Iterator[Tensor]:
+    """int32 (R, 2 + 2 * K) of each slice: each target's value behind its token as bits, its rank (1: most probable),
+    the K most probable ids, best first, the bits of their values.
 
     `read_out` makes logits (R, V) of hidden states, of at most `max_rows` rows: (L, V) is never there. Where it is a
-    collective all ranks come here; without `keeps` nothing else is done, and None comes back.
+    collective all ranks come here; without `keeps` nothing else is done, and nothing comes back.
     """
-    records = []
     for tokens_R, targets_R in zip(tokens_L.split(max_rows), targets_L.split(max_rows), strict=True):
         logits_RV = read_out(hidden_TD.index_select(0, tokens_R))
         if keeps:
-            records.append(_records(logits_RV.float(), targets_R[:, None].long(), num_top))
-    return torch.cat(records) if keeps else None
+            yield _records(logits_RV.float(), targets_R[:, None].long(),
+                           num_top_logprobs(num_top, logits_RV.shape[-1]), as_logits)
 
 
-def _records(logits_RV: Tensor, targets_R1: Tensor, num_top: int) -> Tensor:
-    """In float32: the model's own distribution."""
-    log_total_R1 = logits_RV.logsumexp(-1, keepdim=True)
+def _records(logits_RV: Tensor, targets_R1: Tensor, num_top: int, as_logits: bool) -> Tensor:
+    """In float32: the model's own distribution, or its logits."""
+    log_total_R1 = torch.zeros_like(logits_RV[:, :1]) if as_logits else logits_RV.logsumexp(-1, keepdim=True)
     given_R1 = logits_RV.gather(-1, targets_R1)
     rank_R1 = (logits_RV > given_R1).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32) + 1
     parts = [(given_R1 - log_total_R1).view(torch.int32), rank_R1]

@@ -1,0 +1,121 @@
+"""Hidden states of layers are transformers', of every token that was computed, however it was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from npu_runner import LLM, SamplingParams
+from npu_runner.errors import ConfigError, RequestError
+from npu_runner.request.limits import LIMITS
+from npu_runner.request.outputs import RequestOutput
+from tests.oracle import reference
+from tests.oracle.running import SMALL, UncompiledGraphs, need_devices, runner_of
+
+Make = Callable[..., Path]
+LENGTHS = (5, 1, 90, 33)
+LAYERS = (1, -1, 0)
+TOLERANCE = 1e-4
+ASKED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, return_hidden_states=True)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 290, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Make) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path, platform_name: str) -> Iterator[LLM]:
+    """Prompts are cut into chunks of 48 tokens."""
+    with LLM(path, platform=platform_name, hidden_state_layers=LAYERS, max_num_batched_tokens=48, **SMALL) as llm:
+        yield llm
+
+
+@torch.inference_mode()
+def expected(path: Path, token_ids: Sequence[int], images: Sequence[Image.Image] = ()) -> tuple[torch.Tensor, ...]:
+    """transformers' hidden states by layer, (T, D) each."""
+    inputs = reference.model_inputs(path, token_ids, images)
+    output = reference.load_model(path)(**inputs, output_hidden_states=True)
+    return tuple(states[0] for states in output.hidden_states)
+
+
+def assert_states(path: Path, prompt: Sequence[int], result: RequestOutput, layers: Sequence[int] = LAYERS,
+                  images: Sequence[Image.Image] = ()) -> None:
+    assert result.error is None
+    assert result.hidden_states is not None
+    assert list(result.hidden_states) == list(layers)
+    wanted = expected(path, [*prompt, *result.token_ids][:-1], images)
+    for layer, states in result.hidden_states.items():
+        assert states.dtype == np.float32
+        np.testing.assert_allclose(states, wanted[layer].numpy(), rtol=0, atol=TOLERANCE, err_msg=f"layer {layer}")
+
+
+def test_prompts_cut_and_answers(llm: LLM, path: Path, prompts: list[list[int]]) -> None:
+    """Beside requests that want none, whose answers are the same; and once more, with all of it cached."""
+    for _ in ("cold", "warm"):
+        doubled = [prompt for prompt in prompts for _ in range(2)]
+        results = llm.generate(doubled, [ASKED, ASKED.replace(return_hidden_states=False)] * len(prompts))
+        for prompt, result, beside in zip(prompts, results[::2], results[1::2], strict=True):
+            assert_states(path, prompt, result)
+            assert result.num_cached_tokens == 0
+            assert beside.hidden_states is None
+            assert beside.token_ids == result.token_ids
+    assert results[5].num_cached_tokens > 0
+
+
+def test_an_end_in_the_middle_of_steps_under_way(path: Path, prompts: list[list[int]], platform_name: str) -> None:
+    """The step behind an end is under way when the end arrives: its states count for nothing. Graphs of padded batches
+    return what eager steps do."""
+    settings: dict[str, Any] = {**SMALL, "max_num_seqs": 3}
+    with LLM(path, platform=platform_name, hidden_state_layers=LAYERS, async_scheduling=True, **settings) as llm:
+        plain = llm.generate(prompts, ASKED)
+        stops = [ASKED.replace(max_tokens=9, stop_token_ids=[result.token_ids[2]]) for result in plain]
+        for prompt, result in zip(prompts, llm.generate(prompts, stops), strict=True):
+            assert result.finish_reason == "stop"
+            assert_states(path, prompt, result)
+
+
+def test_preempted_sequences_return_each_token_once(path: Path, prompts: list[list[int]], platform_name: str) -> None:
+    """A cache of 12 blocks of 16 tokens for prompts of 90 and answers of 40."""
+    settings: dict[str, Any] = {**SMALL, "max_model_len": 176, "block_size": 16, "max_num_batched_tokens": 32}
+    per_block = 3 * 2 * 16 * 2 * 16 * 4
+    with LLM(path, platform=platform_name, kv_cache_bytes=13 * per_block, hidden_state_layers=(2,), **settings) as llm:
+        wanted = [prompts[2], prompts[3], prompts[2][:64], prompts[2][:50]]
+        results = llm.generate(wanted, ASKED.replace(max_tokens=40))
+        assert llm.stats().num_preemptions > 0
+    for prompt, result in zip(wanted, results, strict=True):
+        assert len(result.token_ids) == 40
+        assert_states(path, prompt, result, (2,))
+
+
+def test_two_ranks_return_the_same(path: Path, prompts: list[list[int]], platform_name: str) -> None:
+    need_devices(platform_name)
+    with LLM(path, platform=platform_name, hidden_state_layers=LAYERS, tensor_parallel_size=2,
+             max_num_batched_tokens=48, **SMALL) as llm:
+        for prompt, result in zip(prompts, llm.generate(prompts, ASKED), strict=True):
+            assert_states(path, prompt, result)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+def test_images_and_layers_with_state(model_type: str, checkpoint: Make, platform_name: str) -> None:
+    """Layer 1 of Qwen3-VL is followed by DeepStack's rows, which transformers adds behind it. Chunks end inside
+    images."""
+    path, image = checkpoint(model_type), reference.random_image(np.random.default_rng(1), 200, 160)
+    with LLM(path, platform=platform_name, hidden_state_layers=(0, 1, 2, -1), max_num_batched_tokens=64, **SMALL) as llm:
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": "which?" * 5}]
+        prompt = llm.processor([{"role": "user", "content": parts}])
+        assert len(prompt.token_ids) > 64
+        (result,) = llm.generate([prompt], ASKED)
+    assert_states(path, prompt.token_ids, result, (0, 1, 2, -1), [image])
