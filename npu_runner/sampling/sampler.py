@@ -410,7 +410,7 @@ class Sampler:
             top_p_B1=fields_FL1[Field.TOP_P], min_p_B1=fields_FL1[Field.MIN_P], sort_ascending=self._sort_ascending)
         # The sampler's sums are of fewer candidates: at an edge they may round otherwise. What was sampled is kept.
         is_sampled_LV = torch.arange(scaled_LV.shape[-1], device=scaled_LV.device) == tokens_L1
-        return scaled_LV.masked_fill(~(is_kept_LV | is_greedy_L1 | is_sampled_LV), -torch.inf)
+        return torch.where(is_kept_LV | is_greedy_L1 | is_sampled_LV, scaled_LV, torch.full_like(scaled_LV, -torch.inf))
 
     def _sample_group(self, group: SamplingGroup, logits_GV: Tensor, largest_G1: Tensor, greedy_G1: Tensor,
                       slots_G: Tensor, uniforms_G1: Tensor) -> Tensor:

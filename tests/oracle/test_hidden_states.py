@@ -16,7 +16,8 @@ from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import RequestOutput
 from tests.oracle import reference
-from tests.oracle.running import SMALL, UncompiledGraphs, need_devices, runner_of
+from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
+from tests.oracle.running import SMALL, need_devices, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33)
@@ -119,3 +120,67 @@ def test_images_and_layers_with_state(model_type: str, checkpoint: Make, platfor
         assert len(prompt.token_ids) > 64
         (result,) = llm.generate([prompt], ASKED)
     assert_states(path, prompt.token_ids, result, (0, 1, 2, -1), [image])
+
+
+def test_numbers_of_16_bits_are_returned_as_they_are(path: Path, prompts: list[list[int]], platform_name: str) -> None:
+    """The last one is what the head reads, in the model's dtype."""
+    settings: dict[str, Any] = {**SMALL, "dtype": "bfloat16"}
+    with LLM(path, platform=platform_name, hidden_state_layers=(-1,), **settings) as llm:
+        (result,) = llm.generate([prompts[3]], ASKED)
+    assert result.hidden_states is not None
+    states = torch.from_numpy(result.hidden_states[-1])
+    assert torch.equal(states, states.bfloat16().float())
+    wanted = expected(path, [*prompts[3], *result.token_ids][:-1])[-1]
+    torch.testing.assert_close(states, wanted, rtol=0.05, atol=0.15)
+
+
+@pytest.mark.parametrize(("layers", "more", "words"), [
+    ((5,), {}, "there is no layer 5, the model has -4 to 3"),
+    ((-5,), {}, "there is no layer -5"),
+    ((3, -1), {}, r"\(3, -1\) names a layer twice"),
+    ((1,), {"runner": "pooling"}, "the model pools its prompts"),
+    ((1,), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config makes steps"),
+    ((1.5,), {}, "is no list of layer numbers"), ("12", {}, "is no list of layer numbers"),
+    ((True,), {}, "is no list of layer numbers"),
+])
+def test_layers_that_are_not_returned_are_refused_by_name(
+        layers: Any, more: dict[str, Any], words: str, path: Path, platform_name: str) -> None:
+    with pytest.raises(ConfigError, match=f"hidden_state_layers: .*{words}"):
+        LLM(path, platform=platform_name, hidden_state_layers=layers, **more, **SMALL)
+
+
+def test_the_generic_way_refuses_them(tmp_path: Path) -> None:
+    make_foreign_checkpoint(tmp_path, "gpt_neox")
+    with pytest.raises(ConfigError, match="hidden_state_layers: the network that serves gpt_neox returns those of no"):
+        LLM(tmp_path, platform="cpu", hidden_state_layers=(1,), **SMALL)
+
+
+def test_requests_are_refused_by_name(llm: LLM, path: Path, prompts: list[list[int]], platform_name: str,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="return_hidden_states: n 2 is more than one answer"):
+        SamplingParams(n=2, return_hidden_states=True)
+    # Prompts of 33 tokens and answers of 4 have 36 states of three layers.
+    monkeypatch.setattr("npu_runner.request.limits.LIMITS", type(LIMITS)(max_hidden_states_bytes=4 * 3 * 64 * 36))
+    assert llm.generate([prompts[3]], ASKED)[0].hidden_states is not None
+    with pytest.raises(RequestError, match="3 layers x 37 tokens of prompt and answer x 64 numbers are") as caught:
+        llm.generate([prompts[3]], ASKED.replace(max_tokens=5))
+    assert caught.value.code == "too_many_hidden_states"
+    with (LLM(path, platform=platform_name, **SMALL) as plain,
+          pytest.raises(RequestError, match="return_hidden_states: the model was loaded without hidden_state_layers")):
+        plain.generate([prompts[0]], ASKED)
+
+
+def test_a_failed_answer_has_none(llm: LLM, prompts: list[list[int]]) -> None:
+    """Beside one that is served, whose states are whole."""
+    nothing = ASKED.replace(structured_outputs={"choice": ["a"]}, allowed_token_ids=[5], ignore_eos=False)
+    bad, good = llm.generate([prompts[0], prompts[3]], [nothing, ASKED])
+    assert bad.finish_reason == "error"
+    assert bad.hidden_states is None
+    assert good.hidden_states is not None
+    assert len(good.hidden_states[0]) == len(prompts[3]) + 3
+
+
+def test_nothing_is_appended_where_no_layer_is_named(path: Path, prompts: list[list[int]], platform_name: str) -> None:
+    with LLM(path, platform=platform_name, **SMALL) as llm:
+        assert runner_of(llm).steps.num_appended == 0
+        assert llm.generate([prompts[0]], ASKED.replace(return_hidden_states=False))[0].hidden_states is None

@@ -68,6 +68,8 @@ def run_case(case: Case) -> dict[str, Any]:
             "tokens": [output.token_ids for output in outputs],
             "texts": [output.text for output in outputs],
             "logprobs": [[dict(top_of(place)) for place in output.logprobs or []] for output in outputs],
+            "hidden_states": [{str(layer): states.tolist() for layer, states in (output.hidden_states or {}).items()}
+                              for output in outputs],
             "graphs": llm.engine.info.graphs,
             "before": before, "after": snapshot(),
             "num_accepted_tokens": stats.num_accepted_tokens, "eager_drafts": eager_drafts,
@@ -111,8 +113,8 @@ def drafts_without_graph(llm: LLM) -> list[int]:
 def parameters(case: Case, index: int) -> SamplingParams:
     """Different lengths, so that the batch shrinks through every size."""
     length = case.max_tokens if case.prompts == "shapes" else max(2, case.max_tokens - index % case.max_tokens)
-    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=case.ignore_eos, logprobs=case.logprobs,
-                          **case.sampling)
+    return SamplingParams(**{"temperature": 0, "max_tokens": length, "ignore_eos": case.ignore_eos,
+                             "logprobs": case.logprobs, **case.sampling})
 
 
 def make_prompts(llm: LLM, case: Case) -> list[Any]:
