@@ -20,11 +20,9 @@ from npu_runner.platforms import AUTO, find_platform, pick_platform, platform_of
 from npu_runner.platforms.platform import Platform
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
-from npu_runner.request.limits import check_hidden_states, field_error
-from npu_runner.request.logprobs import LOGPROBS_MODES
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams, check_hidden_states
 from npu_runner.runner.base import RunnerInfo
 from npu_runner.runner.settings import Settings, check_expert_parallel, model_needs, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
@@ -44,7 +42,7 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     known = {"tensor_parallel_size": str(num_ranks), "seed": str(config.seed)}
     if config.parallel.enable_expert_parallel and num_ranks > 1:
         known["enable_expert_parallel"] = "true"
-    if config.logprobs_mode != LOGPROBS_MODES[0]:
+    if config.logprobs_mode != RunnerConfig.logprobs_mode:
         known["logprobs_mode"] = config.logprobs_mode
     if config.max_model_len is not None:
         known["max_model_len"] = str(config.max_model_len)
@@ -153,18 +151,8 @@ def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, 
         processor.check_thinking(prompt, params)
         check_sampling_ids(params, model_config.vocab_size)
         if params.return_hidden_states:
-            _check_hidden_states(prompt, params, model_config, max_model_len)
-
-
-def _check_hidden_states(prompt: PromptInputs, params: SamplingParams, model_config: ModelConfig,
-                         max_model_len: int) -> None:
-    """Raises RequestError where the model returns none, or more than an answer may hold."""
-    layers, length = model_config.hidden_state_layers, len(prompt.token_ids)
-    if not layers:
-        raise field_error("return_hidden_states", "the model was loaded without hidden_state_layers; name the layers "
-                          "there, as LLM(..., hidden_state_layers=(-1,))", "unsupported_parameter")
-    num_tokens = min(max_model_len, length + (params.max_tokens or max_model_len)) - 1
-    check_hidden_states(len(layers), model_config.hidden_size, num_tokens)
+            num_tokens = min(max_model_len, len(prompt.token_ids) + (params.max_tokens or max_model_len)) - 1
+            check_hidden_states(len(model_config.hidden_state_layers), model_config.hidden_size, num_tokens)
 
 
 def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:

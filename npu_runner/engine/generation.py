@@ -167,7 +167,7 @@ class Generation:
 
     def put_label(self, place: int, records: np.ndarray) -> None:
         """Store the log probabilities of a label's tokens from `place` on, and of the end tokens behind its last one.
-        `records`: see runner/prompt_logprobs.py."""
+        `records`: see runner/token_results.py."""
         sequence = self.sequence
         if self.pooled is None:
             self.pooled = np.zeros(len(sequence.output_token_ids) + len(sequence.scored_ends), dtype=np.float32)

@@ -194,15 +194,6 @@ def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> N
                       "(max_logprobs_per_request); shorten the prompt or ask for fewer", "too_many_logprobs")
 
 
-def check_hidden_states(num_layers: int, hidden_size: int, num_tokens: int) -> None:
-    """Refuse more hidden states than one answer may hold, of `num_layers` layers and `num_tokens` tokens."""
-    num_bytes, limit = 4 * num_layers * hidden_size * num_tokens, LIMITS.max_hidden_states_bytes
-    if num_bytes > limit:
-        raise field_error("return_hidden_states", f"{num_layers} layers x {num_tokens} tokens of prompt and answer x "
-                          f"{hidden_size} numbers are {size(num_bytes)}, at most {size(limit)} are allowed; lower "
-                          "max_tokens, shorten the prompt or name fewer hidden_state_layers", "too_many_hidden_states")
-
-
 def plain_template_kwargs(value: Any) -> dict[str, Any]:
     """A copy of `value` that holds what JSON can say and nothing else. Raises RequestError where it is no such object,
     or too much of one."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, field_error, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown, size
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
@@ -187,6 +187,19 @@ class SamplingParams:
 def num_top_logprobs(asked: int, vocab_size: int) -> int:
     """The number of most probable tokens that `logprobs` or `prompt_logprobs` ask for."""
     return vocab_size if asked == WHOLE_VOCABULARY else asked
+
+
+def check_hidden_states(num_layers: int, hidden_size: int, num_tokens: int) -> None:
+    """Refuse hidden states where no layer returns any, and more than one answer may hold."""
+    name, limit = "return_hidden_states", LIMITS.max_hidden_states_bytes
+    if not num_layers:
+        raise field_error(name, "the model was loaded without hidden_state_layers; name the layers there, as "
+                          "LLM(..., hidden_state_layers=(-1,))", "unsupported_parameter")
+    num_bytes = 4 * num_layers * hidden_size * num_tokens
+    if num_bytes > limit:
+        raise field_error(name, f"{num_layers} layers x {num_tokens} tokens of prompt and answer x {hidden_size} "
+                          f"numbers are {size(num_bytes)}, at most {size(limit)} are allowed; lower max_tokens, "
+                          "shorten the prompt or name fewer hidden_state_layers", "too_many_hidden_states")
 
 
 def _error(name: str, what: str) -> RequestError:

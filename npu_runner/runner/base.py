@@ -72,7 +72,7 @@ class ModelRunnerOutput:
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
-    int32 (L, 2 + 2 * K), see runner/prompt_logprobs.py."""
+    int32 (L, 2 + 2 * K), see runner/token_results.py."""
     prompt_states: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its sequence of the first token, states) where hidden states of all tokens are wanted; states:
     float32 (L, D), or (L, N * D) of N layers."""

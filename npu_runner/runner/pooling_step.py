@@ -22,7 +22,7 @@ from npu_runner.core.batch import ScheduledBatch
 from npu_runner.platforms.transfers import Download
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.runner.step import PreparedStep, StepRunner, StepUnderWay
-from npu_runner.runner.token_states import TokenStates, send_states
+from npu_runner.runner.token_results import TokenStates, send_states
 
 _SMALLEST_LENGTH = 1e-12  # as torch.nn.functional.normalize has it
 

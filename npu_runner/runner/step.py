@@ -32,10 +32,9 @@ from npu_runner.runner.decode_forward import DecodeStep
 from npu_runner.runner.images import ImageEncoder, StepImages
 from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets
-from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
-from npu_runner.runner.token_states import send_states
+from npu_runner.runner.token_results import score_prompts, send_states
 from npu_runner.sampling.sampler import Sampler, SamplerOutput
 
 

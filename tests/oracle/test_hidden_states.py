@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS
-from npu_runner.request.outputs import RequestOutput
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
+from tests.oracle.returned_states import LAYERS, assert_states, expected
 from tests.oracle.running import SMALL, need_devices, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33)
-LAYERS = (1, -1, 0)
-TOLERANCE = 1e-4
 ASKED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, return_hidden_states=True)
 
 
@@ -42,25 +39,6 @@ def llm(path: Path, platform_name: str) -> Iterator[LLM]:
     """Prompts are cut into chunks of 48 tokens."""
     with LLM(path, platform=platform_name, hidden_state_layers=LAYERS, max_num_batched_tokens=48, **SMALL) as llm:
         yield llm
-
-
-@torch.inference_mode()
-def expected(path: Path, token_ids: Sequence[int], images: Sequence[Image.Image] = ()) -> tuple[torch.Tensor, ...]:
-    """transformers' hidden states by layer, (T, D) each."""
-    inputs = reference.model_inputs(path, token_ids, images)
-    output = reference.load_model(path)(**inputs, output_hidden_states=True)
-    return tuple(states[0] for states in output.hidden_states)
-
-
-def assert_states(path: Path, prompt: Sequence[int], result: RequestOutput, layers: Sequence[int] = LAYERS,
-                  images: Sequence[Image.Image] = ()) -> None:
-    assert result.error is None
-    assert result.hidden_states is not None
-    assert list(result.hidden_states) == list(layers)
-    wanted = expected(path, [*prompt, *result.token_ids][:-1], images)
-    for layer, states in result.hidden_states.items():
-        assert states.dtype == np.float32
-        np.testing.assert_allclose(states, wanted[layer].numpy(), rtol=0, atol=TOLERANCE, err_msg=f"layer {layer}")
 
 
 def test_prompts_cut_and_answers(llm: LLM, path: Path, prompts: list[list[int]]) -> None:
@@ -114,12 +92,13 @@ def test_images_and_layers_with_state(model_type: str, checkpoint: Make, platfor
     """Layer 1 of Qwen3-VL is followed by DeepStack's rows, which transformers adds behind it. Chunks end inside
     images."""
     path, image = checkpoint(model_type), reference.random_image(np.random.default_rng(1), 200, 160)
-    with LLM(path, platform=platform_name, hidden_state_layers=(0, 1, 2, -1), max_num_batched_tokens=64, **SMALL) as llm:
+    layers = (0, 1, 2, -1)
+    with LLM(path, platform=platform_name, hidden_state_layers=layers, max_num_batched_tokens=64, **SMALL) as llm:
         parts = [{"type": "image", "image": image}, {"type": "text", "text": "which?" * 5}]
         prompt = llm.processor([{"role": "user", "content": parts}])
         assert len(prompt.token_ids) > 64
         (result,) = llm.generate([prompt], ASKED)
-    assert_states(path, prompt.token_ids, result, (0, 1, 2, -1), [image])
+    assert_states(path, prompt.token_ids, result, layers, [image])
 
 
 def test_numbers_of_16_bits_are_returned_as_they_are(path: Path, prompts: list[list[int]], platform_name: str) -> None:
@@ -160,7 +139,7 @@ def test_requests_are_refused_by_name(llm: LLM, path: Path, prompts: list[list[i
     with pytest.raises(RequestError, match="return_hidden_states: n 2 is more than one answer"):
         SamplingParams(n=2, return_hidden_states=True)
     # Prompts of 33 tokens and answers of 4 have 36 states of three layers.
-    monkeypatch.setattr("npu_runner.request.limits.LIMITS", type(LIMITS)(max_hidden_states_bytes=4 * 3 * 64 * 36))
+    monkeypatch.setattr("npu_runner.request.sampling_params.LIMITS", type(LIMITS)(max_hidden_states_bytes=4 * 3 * 64 * 36))
     assert llm.generate([prompts[3]], ASKED)[0].hidden_states is not None
     with pytest.raises(RequestError, match="3 layers x 37 tokens of prompt and answer x 64 numbers are") as caught:
         llm.generate([prompts[3]], ASKED.replace(max_tokens=5))

@@ -25,10 +25,10 @@ from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket
 from tests.full_set import only_full
 from tests.oracle.image_prompts import LAYOUTS, make_prompts
+from tests.oracle.returned_states import assert_states
 from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
 from tests.oracle.scheduled_prompts import text_prompts
 from tests.oracle.sliding_configs import SOME_SLIDE
-from tests.oracle.test_hidden_states import assert_states
 from tests.oracle.tiled_attention import TiledAttention
 
 GRAPHS: dict[str, Any] = {"graph_mode": "reduce-overhead", "graph_batch_sizes": (2, 8)}
