@@ -37,7 +37,7 @@ def tiny(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> Case:
 
 def returning_states(checkpoint: Any, mode: str) -> Case:
     """Hidden states of layers, and the logits that are left to be sampled from, with steps under way."""
-    case = tiny("qwen3", checkpoint, mode, hidden_state_layers=[1, -1], logprobs_mode="processed_logits",
+    case = tiny("qwen3", checkpoint, mode, hidden_state_layers=[0, -1], logprobs_mode="processed_logits",
                 async_scheduling=True)
     sampling = {"return_hidden_states": True, "top_p": 0.9, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.2}
     return dataclasses.replace(case, count=3, max_tokens=6, logprobs=4, sampling=sampling)

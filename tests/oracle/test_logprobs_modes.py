@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from npu_runner import LLM, SamplingParams
+from npu_runner import LLM, PoolingParams, SamplingParams
 from npu_runner.errors import RequestError
+from npu_runner.prompts.tasks import text_task
 from npu_runner.request.logprobs import LOGPROBS_MODES, CompactLogprobs
 from npu_runner.request.outputs import RequestOutput
 from tests.oracle import reference
@@ -128,6 +129,23 @@ def test_drafts_bring_the_values_of_plain_steps(path: Path, platform_name: str) 
     assert plain.token_ids == drafted.token_ids
     np.testing.assert_allclose(plain.logprobs.by_token_id(), drafted.logprobs.by_token_id(),  # type: ignore[union-attr]
                                rtol=0, atol=TOLERANCE)
+
+
+def test_labels_are_log_likelihoods_in_each_mode(path: Path, prompts: list[list[int]], platform_name: str) -> None:
+    """Beside a prompt whose logits are wanted."""
+    found = []
+    for mode in ("raw_logprobs", "processed_logits"):
+        with LLM(path, platform=platform_name, logprobs_mode=mode, **SMALL) as llm:
+            labels = PoolingParams(labels=["a", "b c"])
+            outputs = llm._run(prompts[:2], [labels, WHOLE.replace(logprobs=None, prompt_logprobs=0)], text_task,
+                               False, False, False)
+            found.append(outputs)
+    (labels, scored), (of_logits, with_logits) = found
+    np.testing.assert_allclose(of_logits.completions[0].pooled, labels.completions[0].pooled, rtol=0, atol=TOLERANCE)
+    assert scored.prompt_logprobs[1].token.logprob < 0
+    logits_TV = raw_logits(path, prompts[1])
+    assert with_logits.prompt_logprobs[1].token.logprob == pytest.approx(
+        logits_TV[0, prompts[1][1]].item(), abs=TOLERANCE)
 
 
 def test_a_grammar_leaves_minus_infinity(path: Path, prompts: list[list[int]], platform_name: str) -> None:
