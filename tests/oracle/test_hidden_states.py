@@ -52,6 +52,11 @@ def test_prompts_cut_and_answers(llm: LLM, path: Path, prompts: list[list[int]])
             assert beside.hidden_states is None
             assert beside.token_ids == result.token_ids
     assert results[5].num_cached_tokens > 0
+    others = [[7, *prompt] for prompt in prompts]
+    alone = llm.generate(others, ASKED.replace(return_hidden_states=False))
+    for prompt, result, beside in zip(others, llm.generate(others, ASKED), alone, strict=True):
+        assert_states(path, prompt, result)
+        assert beside.token_ids == result.token_ids
 
 
 def test_an_end_in_the_middle_of_steps_under_way(path: Path, prompts: list[list[int]], platform_name: str) -> None:

@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_row_stands_in_its_column(predictor: LLMPredictor, 
     assert [out["generated_tokens"][index] for index in (0, 9)] == [expected[0].token_ids, expected[1].token_ids]
     wanted = ["image_not_recognised: messages[0].content[0]: not an image", "n 2", "npu-runner batch writes them",
               "'tempersture': there is no such field", "top_p: 7.0 is outside", "an object is needed",
-              "invalid_type: messages", "return_hidden_states"]
+              "invalid_type: messages", "LLM.generate and LLM.chat return them"]
     for index, text in enumerate(wanted, 1):
         assert text in errors[index], errors[index]
         assert (out["finish_reason"][index], out["generated_text"][index]) == ("error", "")
