@@ -113,6 +113,7 @@ class Generation:
         if self.logprobs is not None:
             del token_ids[self.logprobs.num_tokens :]
         self.finished = self.pooled = None
+        self._num_states = 0
         while (num_kept := self._report_again()) < len(token_ids):
             del token_ids[num_kept:]
         if self.logprobs is not None:

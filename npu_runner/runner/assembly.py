@@ -208,8 +208,8 @@ class RankAssembly:
         steps = [] if in_capturing else [dummy_prefill(
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope,
             images=self.dummy_images(num_tokens, batch_size))]
-        if steps and self.num_appended:  # the states of all tokens are the most that may be sent
-            steps[0].prompt_states = [PromptStates(0, 0, num_tokens, 0)]
+        if steps and self.num_appended:  # and with the states of all tokens, the most that may be sent
+            steps.append(replace(steps[0], prompt_states=[PromptStates(0, 0, num_tokens, 0)]))
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
         num_decodes = 0 if self.model_config.pooling is not None else expected_decode_len  # those pool their prefills
         max_num_seqs, spares = self.settings.max_num_seqs, self.states.draft_slots if self.states else None

@@ -13,8 +13,12 @@ import torch
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.request.limits import LIMITS
+from npu_runner.request.outputs import RequestOutput
+from tests.families import FAMILIES, sees_images
+from tests.faults.lines import Injected, raising
 from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
+from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.returned_states import LAYERS, assert_states, expected
 from tests.oracle.running import SMALL, need_devices, runner_of
 
@@ -104,6 +108,37 @@ def test_images_and_layers_with_state(model_type: str, checkpoint: Make, platfor
         assert len(prompt.token_ids) > 64
         (result,) = llm.generate([prompt], ASKED)
     assert_states(path, prompt.token_ids, result, layers, [image])
+
+
+@pytest.mark.full("all families; dense, with images and with states stay")
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family(model_type: str, checkpoint: Make, platform_name: str) -> None:
+    path = checkpoint(model_type)
+    with LLM(path, platform=platform_name, hidden_state_layers=(0, 1, -1), max_num_batched_tokens=64, **SMALL) as llm:
+        prompts, images = make_prompts(llm, LAYOUTS[:2]) if sees_images(model_type) else ([[5, 9, 200] * 30], [[]])
+        for prompt, used, result in zip(prompts, images, llm.generate(prompts, ASKED), strict=True):
+            assert_states(path, getattr(prompt, "token_ids", prompt), result, (0, 1, -1), used)
+
+
+def test_an_interrupted_step_leaves_nothing_behind(llm: LLM, path: Path, prompts: list[list[int]]) -> None:
+    """The sequences begin anew with the tokens that they have."""
+    engine, outputs = llm.engine, list[RequestOutput]()
+
+    def run() -> None:
+        while engine.has_unfinished_requests():
+            outputs.extend(engine.step())
+
+    for prompt in prompts:
+        params = engine.processor.resolve_params(ASKED.replace(max_tokens=8))
+        engine.add_request(str(prompt), engine.processor.from_text(prompt), params)
+    with raising(engine._executor, "collect", 8), pytest.raises(Injected):
+        run()
+    assert len(outputs) < len(prompts)
+    run()
+    assert len(outputs) == len(prompts)
+    for output in outputs:
+        assert output.prompt_token_ids is not None
+        assert_states(path, output.prompt_token_ids, output)
 
 
 def test_numbers_of_16_bits_are_returned_as_they_are(path: Path, prompts: list[list[int]], platform_name: str) -> None:
