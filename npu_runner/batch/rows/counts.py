@@ -162,5 +162,5 @@ def attempts_lines(rows: Mapping[str, Any]) -> list[str]:
         return []
     reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(found["by_reason"]).most_common())
     return [f"attempts  {found['more']} more of {found['rows']} rows ({reasons}), {found['best_of']} best_of; "
-            f"those that do not count: {found['prompt_tokens']} prompt tokens ({found['cached_tokens']} from the prefix "
-            f"cache), {found['completion_tokens']} completion tokens"]
+            f"those that do not count: {found['prompt_tokens']} prompt tokens ({found['cached_tokens']} from the "
+            f"prefix cache), {found['completion_tokens']} completion tokens"]
