@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from npu_runner.batch.rows.attempt import Change
 from npu_runner.batch.rows.endpoint import Strict
@@ -41,8 +41,6 @@ _ROW = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
 class LadderChange(Strict):
     """Fields of a row that a step sets. None: the step does not set the field."""
 
-    model_config = ConfigDict(frozen=True)
-
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
@@ -60,8 +58,6 @@ class LadderChange(Strict):
 
 class LadderStep(Strict):
     """A step fits an attempt that has ended for one of the reasons in `when`."""
-
-    model_config = ConfigDict(frozen=True)
 
     when: list[Annotated[str, Field(pattern=rf"^({'|'.join(REASONS)}|error:[a-z][a-z0-9_]*)$")]] = Field(min_length=1)
     change: LadderChange
@@ -94,7 +90,7 @@ class Ladder:
     parser: str | None = None
 
     def next_step(self, reasons: Collection[str], used: Collection[int], rotation: int) -> NextStep | None:
-        """The first step that was not used, fits and changes a field. None: there is none."""
+        """The first step that fits, was not used and changes a field. None: there is none."""
         for number, step in enumerate(self.steps, 1):
             reason = next((each for each in step.when if each in reasons), None)
             if number not in used and reason is not None and (fields := step.fields(rotation)):
@@ -116,14 +112,10 @@ def read_ladder(name: str | None, reader: str | None) -> Ladder | None:
     if name is None or name == NO_LADDER:
         return None
     steps = None if name in shipped_readers() else _steps_in(Path(name))
-    read = read_reader(name) if steps is None else None if reader is None else read_reader(reader)
-    if steps is None:
-        assert read is not None, "a ladder without steps of its own is a reader's"
-        if not read.ladder:
-            raise ConfigError(f"ladder {name!r}: the reader {read.name} has none; name a file of steps")
-        steps = list(read.ladder)
-    if not steps:
-        raise ConfigError(f"ladder {name!r}: it has no step; leave it out")
+    named = name if steps is None else reader
+    read = None if named is None else read_reader(named)
+    if not (steps := list(read.ladder) if steps is None and read is not None else steps):
+        raise ConfigError(f"ladder {name!r}: it has no step; name a file of steps, a reader that has some, or none")
     found = tuple(_read_step(step, f"ladder {name!r}, step {number}") for number, step in enumerate(steps, 1))
     if read is None and (number := next((n for n, step in enumerate(found, 1) if step.needs_reader), None)):
         raise ConfigError(f"ladder {name!r}, step {number}: {ROTATED} and {AS_SAID} read the answers of a reader; name "

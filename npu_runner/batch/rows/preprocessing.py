@@ -75,7 +75,7 @@ class RowPreprocessor:
         self.processor.check_task(body.requested_task)
         params: Any = body.to_params(self.generation_defaults, seed_of(self.seed, custom_id))
         if self.has_ladder:
-            _refuse_several_answers(params, fields["url"])
+            _refuse_for_ladder(params, fields["url"])
         params = self.processor.resolve_params(body.with_forced_calls(params, self.processor))
         made, form = body.prepare(self.processor, self.media, params)
         # An answer does not repeat its prompt, so the text does not travel.
@@ -90,10 +90,8 @@ def _label(body: RowBody) -> str:
     return label if isinstance(label, str) else ""
 
 
-def _refuse_several_answers(params: RequestParams, url: str) -> None:
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"url: answers of {url} are no text, and the job has a ladder, which judges texts; answer "
-                           "such rows in a job without --ladder", "unsupported_parameter", "url")
-    if params.n > 1:
-        raise RequestError(f"n: {params.n} answers, and the job has a ladder, which judges one; leave n out, or answer "
-                           "such rows in a job without --ladder", "unsupported_parameter", "n")
+def _refuse_for_ladder(params: RequestParams, url: str) -> None:
+    name, value = ("n", params.n) if isinstance(params, SamplingParams) else ("url", url)
+    if value != 1:
+        raise RequestError(f"{name}: it is {value}, and the job has a ladder, which judges one answer of text; answer "
+                           "such rows in a job without --ladder", "unsupported_parameter", name)
