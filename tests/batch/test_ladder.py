@@ -319,7 +319,7 @@ def test_rows_with_several_answers_or_none_of_text_are_refused(job: Job, request
     ([{"when": ["empty"], "change": {"rotate": 45}}], "step 1: .*rotate: 90, 180 or 270"),
     ([{"when": ["empty"], "change": {"max_pixels": -5}}], "step 1: .*max_pixels: -5 is not above 0"),
     ([{"when": ["empty"], "change": {"repetition_detection": {"min_count": "x"}}}], "step 1: .*repetition_detection"),
-    ([{"when": ["empty"], "change": {"append_prompt": "\ud800"}}], "step 1: append_prompt spells half a surrogate"),
+    ([{"when": ["empty"], "change": {"append_prompt": "\ud800"}}], "step 1: .* half a surrogate pair"),
     ([{"when": ["empty"], "change": {"rotate": "as_said"}}], "step 1: rotated and as_said .* --ladder-reader"),
     ([{"when": ["rotated"], "change": {"top_p": 0.5}}], "step 1: rotated and as_said"),
     ([], "it has no step"), ("[{", "cannot be read as JSON"), ("{}", "steps.json': name: Field required"),

@@ -13,7 +13,7 @@ from typing import Any
 from npu_runner.batch.rows.attempt import Change
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
-from npu_runner.batch.rows.ladder import EMPTY, MOST_ATTEMPTS, ROTATED, UNPARSED, Ladder, NextStep
+from npu_runner.batch.rows.ladder import EMPTY, MOST_ATTEMPTS, ROTATED, UNPARSED, Ladder
 from npu_runner.errors import RequestError
 from npu_runner.readers.answers.block import AnswerError
 from npu_runner.readers.answers.parsers import parse_answer
@@ -32,7 +32,7 @@ class Attempt:
     result: RequestOutput | RequestError
     counts: Counts
     later: tuple[dict[str, Any], ...] = ()
-    """Of the attempt that counts: reason and step of each attempt after the first one."""
+    """Reason and step of each attempt after the first one, in the attempt that counts."""
     best_of: int = 0
     """The number of attempts, if each had a fault; 0: this one has none."""
 
@@ -52,10 +52,6 @@ class _Climb:
         self.work.add(attempt.counts)
         if isinstance(self.first.result, RequestError) and not isinstance(attempt.result, RequestError):
             self.first = attempt
-
-    def take(self, step: NextStep) -> None:
-        self.later.append({"reason": step.reason, "step": step.number})
-        self.change = self.change.plus(step.fields)
 
     def ended(self, last: Attempt, *, is_good: bool) -> Attempt:
         """The attempt that counts, with the counts of the others."""
@@ -101,7 +97,8 @@ class Attempts:
         used = {each["step"] for each in climb.later}
         step = self._ladder.next_step(reasons, used, rotation) if len(climb.later) + 1 < MOST_ATTEMPTS else None
         if step is not None and number in self._rows:
-            climb.take(step)
+            climb.later.append({"reason": step.reason, "step": step.number})
+            climb.change = climb.change.plus(step.fields)
             self._submit(self._rows[number]._replace(change=climb.change))
             return None
         self.forget([number])

@@ -235,13 +235,12 @@ class RowServer(InlineReplica):
     def known_settings(self) -> dict[str, Any]:
         """Everything beside the checkpoint and the row that shapes an answer, as far as it is known before the engine
         loads: all names with a dot are."""
-        ladder = self._plan.ladder
         return {
             **self._model.describe(),
             **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
-            **({} if ladder is None else {"answers.ladder": ladder.to_json()}),
+            **({} if (ladder := self._plan.ladder) is None else {"answers.ladder": ladder.to_json()}),
         }
 
 

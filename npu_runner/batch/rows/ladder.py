@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from npu_runner.batch.rows.attempt import Change
 from npu_runner.batch.rows.endpoint import Strict
 from npu_runner.batch.rows.flaw import Flaw
-from npu_runner.batch.rows.openai_format import parse_row
+from npu_runner.batch.rows.openai_format import parse_row, refuse_half_characters
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.prompts.media.processor_kwargs import checked_kwargs
@@ -30,7 +30,6 @@ UNPARSED, EMPTY, ROTATED = "unparsed", "empty", "rotated"
 REASONS = (*(name for name in Flaw.all_names() if name != "errors"), EMPTY, ROTATED)
 """The reasons that an answer can give. An error gives `error:` and its code."""
 AS_SAID = "as_said"
-_MOST_BYTES = 1 << 20
 _PARSER_PACKAGES = ("nh3", "markdownify", "yaml")
 _SHOWN = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "?"}]
 _ROW = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
@@ -130,11 +129,7 @@ def _steps_in(path: Path) -> list[Any] | None:
     if not path.is_file():
         return None
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ConfigError(f"ladder {str(path)!r}: has more than {_MOST_BYTES} bytes; is it the right file?")
-        value = json.loads(data)
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"ladder {str(path)!r}: cannot be read as JSON ({error})") from error
     return value if isinstance(value, list) else None
@@ -150,14 +145,12 @@ def _read_step(given: Any, where: str) -> LadderStep:
         parse_row(row).to_params({}, 0)
         checked_kwargs({name: fields[name] for name in ("min_pixels", "max_pixels") if name in fields})
         PageOptions.from_fields(row["body"]["messages"][0]["content"][0]["image_url"], "change")
-        json.dumps(fields, ensure_ascii=False).encode()
+        refuse_half_characters(json.dumps(row).encode(), row)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{where}: {place and place + ': '}{first['msg']}, but it is {first['input']!r:.80}"
                           ) from error
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: append_prompt spells half a surrogate pair, which is no text") from error
     except RequestError as error:
         raise ConfigError(f"{where}: {error.message}") from error
     return step

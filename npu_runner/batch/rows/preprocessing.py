@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npu_runner.batch.rows.attempt import Change, seed_of
-from npu_runner.batch.rows.endpoint import Prompts, RequestParams, RowBody
+from npu_runner.batch.rows.endpoint import Prompts, RequestParams
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.shape import RowSource, name_of
 from npu_runner.errors import RequestError
@@ -81,13 +81,9 @@ class RowPreprocessor:
         # An answer does not repeat its prompt, so the text does not travel.
         prompt: Prompts = made.without_text() if isinstance(made, PromptInputs) else tuple(
             each.without_text() for each in made)
+        label = str((body.metadata or {}).get("label", ""))
         return Prepared(number=row.number, line=row.line, name=custom_id, prompt=prompt, params=params,
-                        form=replace(form, expected=body.expected, label=_label(body)))
-
-
-def _label(body: RowBody) -> str:
-    label = (body.metadata or {}).get("label")
-    return label if isinstance(label, str) else ""
+                        form=replace(form, expected=body.expected, label=label))
 
 
 def _refuse_for_ladder(params: RequestParams, url: str) -> None:
