@@ -429,7 +429,8 @@ def test_the_ladder_of_every_shipped_reader_can_be_read() -> None:
     for name, reader in readers.items():
         found = read_ladder(name, None)
         assert found is not None
-        assert (found.parser, len(found.steps)) == (reader.parser, len(reader.ladder))
+        parser = "front_matter" if name == "olmocr-2" else None  # the others ask for no parser's word
+        assert (found.parser, len(found.steps)) == (parser, len(reader.ladder))
         assert len(found.steps) < MOST_ATTEMPTS, "each step can come"
 
 

@@ -25,7 +25,6 @@ from npu_runner.readers.reader import read_reader, shipped_readers
 
 MOST_ATTEMPTS = 8
 """Attempts at a row, the first one included."""
-NO_LADDER = "none"
 UNPARSED, EMPTY, ROTATED = "unparsed", "empty", "rotated"
 REASONS = (*(name for name in Flaw.all_names() if name != "errors"), EMPTY, ROTATED)
 """The reasons that an answer can give. An error gives `error:` and its code."""
@@ -83,7 +82,7 @@ class NextStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The steps, and the parser of the reader's answers; None: no reader has asked. Picklable."""
+    """The steps, and the parser of the reader's answers; None: there is none, or no step asks it. Picklable."""
 
     steps: tuple[LadderStep, ...]
     parser: str | None = None
@@ -108,7 +107,7 @@ class Ladder:
 def read_ladder(name: str | None, reader: str | None) -> Ladder | None:
     """The ladder of a file of steps, or of a reader. `reader`: the one whose parser reads the answers, where a file has
     the steps. None: there is none. Raises ConfigError for a file that cannot be read and for a wrong step."""
-    if name is None or name == NO_LADDER:
+    if name is None or name == "none":
         return None
     steps = None if name in shipped_readers() else _steps_in(Path(name))
     named = name if steps is None else reader
@@ -119,9 +118,11 @@ def read_ladder(name: str | None, reader: str | None) -> Ladder | None:
     if read is None and (number := next((n for n, step in enumerate(found, 1) if step.needs_reader), None)):
         raise ConfigError(f"ladder {name!r}, step {number}: {ROTATED} and {AS_SAID} read the answers of a reader; name "
                           "it with --ladder-reader")
-    for package in () if read is None else _PARSER_PACKAGES:
+    is_judged = any(step.needs_reader or {UNPARSED, EMPTY} & set(step.when) for step in found)
+    parser = read.parser if read is not None and is_judged else None
+    for package in () if parser is None else _PARSER_PACKAGES:
         require(package)  # and not after hours of answers
-    return Ladder(steps=found, parser=None if read is None else read.parser)
+    return Ladder(steps=found, parser=parser)
 
 
 def _steps_in(path: Path) -> list[Any] | None:
