@@ -76,13 +76,15 @@ class Rows(_Part):
     unparsed: Count = 0
     whole: Count | None = None
     """Answers without a flaw; None: the version that wrote it did not count them."""
+    copied: Count = 0
+    """Answers that runs have copied from equal rows."""
     failures_by_code: dict[Text, Count]
 
     @property
     def counts(self) -> Counts:
         return Counts(num_answered=self.answered, num_not_whole=self.answered - (self.whole or 0),
                       num_cut_off=self.cut_off, num_repetition=self.repetition, num_unparsed=self.unparsed,
-                      failures_by_code=self.failures_by_code)
+                      num_copied=self.copied, failures_by_code=self.failures_by_code)
 
 
 class Pace(_Part):

@@ -173,7 +173,7 @@ class RowServer(InlineReplica):
         counts = Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
         data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
                           is_unparsed=bool(counts.num_unparsed), pages=prepared.pages)
-        return FinishedRow(prepared.number, counts, data, prepared.renderer)
+        return FinishedRow(prepared.number, counts, data, prepared.renderer, prepared.may_be_copied)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:
         """All rows of `book`, in the order in which the workers are done, once the server was started."""
