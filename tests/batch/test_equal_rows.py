@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -140,6 +140,27 @@ def test_a_killed_job_writes_the_copies_that_are_missing(job: Job) -> None:
     assert (summary.num_resumed, summary.tally.num_copied) == (2, 7)
     assert served(job) == ["twelve tokens0"]
     assert sorted(job.names()) == sorted(item["custom_id"] for item in texts)
+
+
+@pytest.mark.parametrize("names", [("b",), ("a",), ("b", "c")])
+def test_a_suspect_runs_alone_and_others_do_not_wait_for_a_row_that_is_given_up(
+    job: Job, names: tuple[str, ...]
+) -> None:
+    write_rows(job.input, [row(name, "suspected") for name in "abcd"])
+
+    def die(engine: ScriptedEngine) -> NoReturn:
+        raise EngineDeadError("dead", request_ids=names, blame="out_of_memory" if len(names) == 1 else None)
+
+    with pytest.raises(EngineDeadError):
+        job.run(lambda config: Listening(config, on_step=die))
+    summary = job.run(Listening)
+    if len(names) == 1:  # it is given up: the next one is answered, and so are those that wait for another
+        assert (summary.tally.num_failed, summary.tally.num_answered) == (1, 3)
+        assert served(job) == (["a"] if names == ("b",) else ["b", "c", "d"])
+    else:
+        assert summary.tally.num_answered == 4
+        assert sorted(served(job)) == ["a", "b", "c"]
+    assert sorted(job.names()) == list("abcd")
 
 
 # -- which rows are equal ----------------------------------------------------------------------------------------------

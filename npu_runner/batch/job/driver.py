@@ -67,12 +67,11 @@ class Driver(Owner):
             for row in (*finished, *(_given_up(self._book, lost) for lost in given_up)):
                 delivery.put(row)
                 self._equal.record(row)
-            for index, copy in self._equal.copies(_COPIES_AT_ONCE):
-                if copy is None:
-                    fleet.release([index])
-                else:
-                    delivery.put(copy)
-                    fleet.count_done(1)
+            copies = dict(self._equal.copies(_COPIES_AT_ONCE))
+            fleet.release(index for index, copy in copies.items() if copy is None)
+            for copy in filter(None, copies.values()):
+                delivery.put(copy)
+                fleet.count_done(1)
             delivery.count()
             report()
 
