@@ -18,6 +18,8 @@ from npu_runner.batch.rows.equal import equal_digest
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError
 from npu_runner.reports.status import JobStatus, status_of
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
 from tests.batch.scripted import ScriptedEngine, completion_row, read_rows, row, write_rows
 
@@ -47,6 +49,8 @@ class Listening(ScriptedEngine):
         self.names.append(request_id)
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {"id": "call_1"}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MIXED = [
     row("a1", "what is it", metadata={"expected": "ti si tahw"}),
     row("b1", "another", user="u"),
@@ -60,12 +64,15 @@ MIXED = [
     completion_row("c1", "text", n=2),
     completion_row("c2", "text", n=2),
     row("b2", "another", user="other"),
+    row("a4", "what is it", metadata={"expected": "TI SI TAHW."}),
+    row("call1", CALL[::-1], tools=[TOOL]),
+    row("call2", CALL[::-1], tools=[TOOL]),
     row("bad1", "bad"),
     row("bad2", "bad"),
     row("broken1", "engine error"),
     row("broken2", "engine error"),
 ]  # fmt: skip
-SERVED = ["a1", "b1", "sampled1", "sampled2", "seeded1", "other seed", "c1", "b2", "broken1", "broken2"]
+SERVED = ["a1", "b1", "sampled1", "sampled2", "seeded1", "other seed", "c1", "b2", "call1", "broken1", "broken2"]
 
 
 def test_the_first_is_served_and_each_has_the_line_of_its_own(job: Job, tmp_path: Path) -> None:
@@ -77,10 +84,11 @@ def test_the_first_is_served_and_each_has_the_line_of_its_own(job: Job, tmp_path
     each = apart.run(Listening, copy_equal_rows=False)
     assert len(served(apart)) == len(MIXED) - 2, "all but the two that preprocessing refuses"
     assert sorted(job.output.read_bytes().splitlines()) == sorted(apart.output.read_bytes().splitlines())
-    assert copied.tally.num_copied == 4
+    assert copied.tally.num_copied == 6
+    assert all("tool_calls" in str(lines(job)[name]) for name in ("call1", "call2"))
     one = copied.tally.to_json() | {"num_copied": 0, "num_cached_tokens": 0}
     assert one == each.tally.to_json() | {"num_cached_tokens": 0}
-    assert (one["num_expected"], one["num_as_expected"]) == (3, 1)
+    assert (one["num_expected"], one["num_as_expected"]) == (4, 2)
 
 
 def test_a_copy_counts_its_whole_prompt_as_cached(job: Job) -> None:
@@ -111,6 +119,23 @@ def test_a_later_run_reads_the_answer_back(job: Job, overwrite: bool) -> None:
     assert isinstance(status, JobStatus)
     assert status.to_json()["rows"]["copied"] == 2
     assert "(2 copied)" in status.to_lines()[1]
+
+
+def test_an_answered_row_leads_wherever_it_stands_and_a_failed_one_does_not(job: Job) -> None:
+    write_rows(job.input, [row("a", "again"), row("b", "again"), row("x", "engine error")])
+    job.run(Listening)
+    without = [line for line in job.output.read_bytes().splitlines(keepends=True) if b'"custom_id":"a"' not in line]
+    job.output.write_bytes(b"".join(without))
+    write_rows(job.input, [row("a", "again"), row("b", "again"), *(row(name, "engine error") for name in "xyz")])
+
+    class Mended(Listening):
+        def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
+            super().add_request(request_id, PromptInputs(list(map(ord, "mended"))), params)
+
+    summary = job.run(Mended)
+    assert served(job) == ["y"]
+    assert (summary.tally.num_copied, summary.num_resumed) == (2, 2)
+    assert lines(job)["z"]["response"]["body"]["choices"][0]["message"]["content"] == "dednem"
 
 
 def test_an_answer_under_other_settings_is_not_copied(job: Job) -> None:
@@ -183,6 +208,9 @@ OTHER: list[Callable[[], bytes]] = [
     lambda: line(text="\\\\"),
     lambda: line(spaces=" "),
     lambda: line(metadata="3"),
+    lambda: line(metadata=""),
+    lambda: line().replace(b'"messages"', b'"a\\"metadata": {"n": 1}, "messages"'),
+    lambda: line().replace(b'"messages"', b'"a\\"metadata": {"n": 2}, "messages"'),
     lambda: line(metadata='{"n": 1'),
     lambda: line(metadata='{"n": ' + "[" * 40 + "]" * 40 + "}"),
     lambda: line(metadata='{"n": "' + "x" * (65 << 10) + '"}'),
@@ -207,7 +235,7 @@ def test_everything_else_makes_another_row() -> None:
 
 def test_a_row_in_pieces_equals_a_whole_one_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(name, "é" * 50, metadata={"n": n}) for n, name in enumerate("abcd")]
-    path = write_rows(tmp_path / "rows.jsonl", [*rows, b"no json", b"no json", b"{}", b"{}"])
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, b"no json", b"no json", row("", "x"), row("", "x")])
     size = len(json.dumps(rows[0]).encode()) + 1
     for piece_bytes in (7, 64, 1 << 20):
         monkeypatch.setattr(input_file, "PIECE_BYTES", piece_bytes)
