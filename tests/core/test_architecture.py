@@ -197,12 +197,13 @@ def test_nothing_that_runs_imports_an_oracle_of_the_tests() -> None:
                 if any(name.partition(".")[0] == "sentence_transformers" for name in imports(path))]
 
 
-def test_two_places_import_transformers() -> None:
-    """An import costs seconds and hundreds of megabytes in each process, and a family of ours needs none. The third
-    place is `LLM.get_tokenizer`, for callers who ask for its tokenizer."""
+def test_few_places_import_transformers() -> None:
+    """An import costs seconds and hundreds of megabytes in each process, and a family of ours needs none. Two places
+    are for callers who ask for it: `LLM.get_tokenizer`, and the reference of `npu-runner verify`."""
     found = {str(path.relative_to(ROOT)) for path in all_sources()
              if any(name.partition(".")[0] == "transformers" for name in imports(path))}
-    assert found == {"npu_runner/prompts/media/transformers_images.py", "strategies/transformers_model.py",
+    assert found == {"npu_runner/batch/check/reference.py",
+                     "npu_runner/prompts/media/transformers_images.py", "strategies/transformers_model.py",
                      "strategies/transformers_internals.py", "npu_runner/prompts/text/tokenizer.py"}
 
 
