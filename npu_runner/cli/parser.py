@@ -63,8 +63,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
          "answer 512 of the rows, and say how long the job would take and what it would cost"),
     ),
     "verify": (
-        ("verify --rows rows.jsonl --model Qwen3-VL-8B --allowed-media-dir photos --num 20",
+        ("verify --rows rows.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",
          "compare 20 answers with transformers on this host"),
+        ("verify --rows rows.jsonl --model Qwen3-8B --num 200 --json found.json", "compare more, for a program"),
+        ("verify --rows rows.jsonl --model Qwen3-8B --dtype float32 --platform cpu", "see how close float32 comes"),
     ),
     "table": (
         ("table answers.jsonl -i rows.jsonl -o table.parquet", "metadata, text, and a column for each field of JSON"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings
 from npu_runner.cli.parser import Commands, add_command
 from npu_runner.errors import ConfigError
-from npu_runner.serving.loading_line import on_terminal
 
 if TYPE_CHECKING:
     from npu_runner.batch.check.verify import Verified
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, options = read_model_settings(arguments, BatchOptions, output="-")
     from npu_runner.batch.check.verify import verify  # torch comes with it
 
-    with on_terminal() as say:
-        found = verify(config, options, num_rows=arguments.num, max_tokens=arguments.max_tokens, say=say)
+    found = verify(config, options, num_rows=arguments.num, max_tokens=arguments.max_tokens,
+                   say=lambda line: print(line, file=sys.stderr))
     print("\n".join(_lines(found)))
     if arguments.json is not None:
         with clear_file_errors(f"json {arguments.json}"):

@@ -26,6 +26,12 @@ from tests.batch.scripted import ScriptedEngine, completion_row, read_rows, row,
 pytestmark = pytest.mark.usefixtures("fixed_time")
 
 
+@pytest.fixture
+def job(job: Job) -> Job:
+    job.copies_equal_rows = True
+    return job
+
+
 def lines(job: Job) -> dict[str | None, dict[str, Any]]:
     return {item["custom_id"]: item for item in read_rows(job.output)}
 

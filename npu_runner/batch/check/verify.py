@@ -29,14 +29,14 @@ from npu_runner.serving.endpoint import Prepared
 
 
 class Bounds(NamedTuple):
-    """Of a row's median and gap. The gap may also be _GAP_OVER_MEDIAN medians."""
+    """The largest median and gap of a right row. The gap may also be _GAP_OVER_MEDIAN medians."""
 
     median: float
     gap: float
 
 
 FLOAT32 = Bounds(1e-3, 1e-3)
-# Twice the worst of 200 clean rows, of tiny random checkpoints and of SmolLM2 (docs/models.md has the numbers).
+# Twice the worst of 200 clean rows, of tiny random checkpoints and of SmolLM2 (docs/batch.md).
 BITS_16 = Bounds(0.1, 0.5)
 SENSITIVE = Bounds(0.15, 7.0)
 """In 16 bits with experts, of which rounding chooses others, or states, in which it adds up."""
@@ -90,7 +90,8 @@ def verify(config: RunnerConfig, options: BatchOptions, *, num_rows: int, max_to
         raise ConfigError("verify: answers are compared, and this model is loaded for numbers that are pooled")
     reference = Reference(opened.path, opened.quantization)
     prepared, left_out = _prepare(config, options, side, num_rows)
-    with side.load(lambda: False, say) as engine:
+    say(f"the model loads; it answers {len(prepared)} rows")
+    with side.load(lambda: False, lambda phase: None) as engine:
         dtype, outputs = engine.describe()["dtype"], _answer(engine, side, prepared, max_tokens, left_out)
     del engine
     gc.collect()

@@ -75,7 +75,7 @@ class EqualRows:
 
     @classmethod
     def from_scan(cls, book: RowBook, scan: InputScan, is_answered_E: np.ndarray, max_row_bytes: int) -> EqualRows:
-        """Of rows of at most `max_row_bytes`. `is_answered_E`: by earlier runs, under the settings of this one."""
+        """Rows of more than `max_row_bytes` are left out. `is_answered_E`: by earlier runs, under the same settings."""
         is_open_E = book.has(scan.equal_E)
         is_usable = (is_open_E | is_answered_E) & (scan.sizes[scan.equal_E] <= max_row_bytes)
         rows, groups, is_open = (each[is_usable] for each in (scan.equal_E, scan.groups_E, is_open_E))
