@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from npu_runner.batch.check import reference as reference_room
@@ -143,16 +144,23 @@ def test_quantised_weights_are_compared_with_our_dequantised_copy(checkpoint: Ma
     assert found["reference"] == "transformers in float32, from our dequantised copy (compressed-tensors)"
 
 
-def test_images_are_compared_and_what_the_reference_cannot_see_is_left_out(checkpoint: Make, tmp_path: Path) -> None:
+def with_image(name: str, width: int, height: int) -> dict[str, Any]:
     file = io.BytesIO()
-    random_image(np.random.default_rng(1), 90, 60).save(file, "PNG")
+    random_image(np.random.default_rng(1), width, height).save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    shown = row("image", max_tokens=8)
+    shown = row(name, max_tokens=8)
     shown["body"]["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": url}},
-                                               {"type": "text", "text": "what is it?"}]
-    status, found = verified(tmp_path, checkpoint("qwen3_vl"), [shown, *questions(1)], "--dtype", "float32")
+                                               {"type": "text", "text": "what is it?"}]  # fmt: skip
+    return shown
+
+
+def test_images_are_compared_and_what_the_reference_resizes_is_left_out(checkpoint: Make, tmp_path: Path) -> None:
+    rows = [with_image("image", 90, 60), with_image("large", 400, 300), *questions(1)]
+    more = ["--dtype", "float32", "--image-max-pixels", "131072"]
+    status, found = verified(tmp_path, checkpoint("qwen3_vl"), rows, *more)
     assert (status, [each["name"] for each in found["rows"]]) == (0, ["image", "r0"])
     assert found["rows"][0]["median"] < 1e-5
+    assert "transformers resizes the row's images again" in found["left_out"]["large"]
 
 
 def test_what_cannot_be_compared_is_refused_before_a_model_loads(
@@ -160,6 +168,7 @@ def test_what_cannot_be_compared_is_refused_before_a_model_loads(
 ) -> None:
     path = checkpoint("qwen3")
     need = Reference(path, None).num_bytes
+    assert need == 4 * sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
 
     class Full:
         class memory:
@@ -176,3 +185,4 @@ def test_what_cannot_be_compared_is_refused_before_a_model_loads(
     assert f"{need - 1} (" in said
     for option in ("--num", "--max-tokens"):
         assert verified(tmp_path, path, questions(1), option, "0")[0] == 2
+        assert f"{option}: 0 is not a positive number" in capsys.readouterr().err
