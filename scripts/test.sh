@@ -2,7 +2,7 @@
 # Lint, types and the fast set of tests, which CI runs; makes the environment if needed. Arguments go to pytest.
 # Tests that are left to test_all.sh have the mark full("why"): pytest -m full --collect-only lists them.
 # --changed [BASE], as the first argument: only the tests that the changes since BASE (HEAD) can reach.
-# TEST_PROCESSES: how many processes share the test files (3: some wait); 0 runs them in one, for a debugger.
+# TEST_PROCESSES: how many processes share the test files (4: some wait); 0 runs them in one, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh dev
@@ -34,7 +34,7 @@ trap 'rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 mypy=$!
 failed=0
-[ -z "$has_tests" ] || .venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-3}" --dist loadscope --no-loadscope-reorder \
+[ -z "$has_tests" ] || .venv/bin/python -m pytest --numprocesses "${TEST_PROCESSES:-4}" --dist loadscope --no-loadscope-reorder \
     -m "${TEST_MARKS-not full}" "$@" || failed=$?
 echo "== mypy"
 wait "$mypy" || failed=1

@@ -213,6 +213,7 @@ def test_pip_leaves_all_that_an_image_has_and_adds_what_it_lacks(
 
 
 @pytest.mark.skipif(has_real_cann(), reason="this host has an NPU")
+@pytest.mark.full("nine steps of a regression; what they report of an interrupted one stays (npu/test_launchers.py)")
 def test_a_host_that_got_the_kit_alone_runs_the_regression_which_says_what_failed(
     elsewhere: dict[str, str], tmp_path: Path
 ) -> None:

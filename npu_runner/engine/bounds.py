@@ -22,12 +22,15 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams, check_hidden_states
 from npu_runner.runner.base import RunnerInfo
 from npu_runner.runner.settings import Settings, check_expert_parallel, model_needs, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
+
+LARGER_SHARE = 8
+"""An image may be larger than the start's by this part: of the shapes between, some round up."""
 
 
 def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
@@ -42,6 +45,8 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     known = {"tensor_parallel_size": str(num_ranks), "seed": str(config.seed)}
     if config.parallel.enable_expert_parallel and num_ranks > 1:
         known["enable_expert_parallel"] = "true"
+    if config.logprobs_mode != RunnerConfig.logprobs_mode:
+        known["logprobs_mode"] = config.logprobs_mode
     if config.max_model_len is not None:
         known["max_model_len"] = str(config.max_model_len)
     if checkpoint.adapter is not None:
@@ -148,6 +153,22 @@ def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, 
         assert params.is_resolved, "ChatProcessor.resolve_params comes first"
         processor.check_thinking(prompt, params)
         check_sampling_ids(params, model_config.vocab_size)
+        if params.return_hidden_states:
+            num_tokens = min(max_model_len, len(prompt.token_ids) + (params.max_tokens or max_model_len)) - 1
+            check_hidden_states(len(model_config.hidden_state_layers), model_config.hidden_size, num_tokens)
+
+
+def check_images(prompt: PromptInputs, info: RunnerInfo) -> None:
+    """Raises RequestError for an image that is larger than those of the step that the start ran. Only transformers'
+    processors make such: no rule bounds their results, and the start tries few shapes of images."""
+    for number, image in enumerate(prompt.images if info.max_tower_values else ()):
+        for what, size, most in (("tokens", image.num_tokens, info.max_image_tokens),
+                                 ("numbers", image.num_tower_values, info.max_tower_values)):
+            if size > most + most // LARGER_SHARE:
+                raise RequestError(
+                    f"images[{number}]: the model's processor makes {size} {what} of it, and the start measured memory "
+                    f"for {most}; send it smaller, bound it by max_pixels of mm_processor_kwargs, or load the model "
+                    "with a higher max_num_batched_tokens", "image_not_measured")
 
 
 def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:

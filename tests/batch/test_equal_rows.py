@@ -18,6 +18,7 @@ from npu_runner.batch.rows.equal import equal_digest
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import EngineDeadError
 from npu_runner.reports.status import JobStatus, status_of
+from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from tests.batch.job_folder import Job
@@ -194,6 +195,26 @@ def test_a_suspect_runs_alone_and_others_do_not_wait_for_a_row_that_is_given_up(
     assert sorted(job.names()) == list("abcd")
 
 
+def test_a_row_that_a_ladder_tried_again_is_copied_in_no_run(job: Job) -> None:
+    """A later attempt has a seed of the row's name."""
+    class Moody(Listening):
+        def _output(self, request_id: str, text: str, params: SamplingParams) -> RequestOutput:
+            is_faulty = text == "moody" and not params.temperature
+            return super()._output(request_id, "engine error" if is_faulty else text, params)
+
+    steps = job.folder / "steps.json"
+    steps.write_text(json.dumps([{"when": ["error:generation_failed"], "change": {"temperature": 0.7}}]))
+    rows = [row(f"{text}{n}", text) for n in range(3) for text in ("moody", "plain")]
+    for some, copied in ((rows[:4], 1), (rows, 1)):
+        write_rows(job.input, some)
+        summary = job.run(Moody, ladder=str(steps))
+        assert summary.tally.num_copied == copied
+    found = lines(job)
+    answers = {found[f"moody{n}"]["response"]["body"]["choices"][0]["message"]["content"] for n in range(3)}
+    assert len(answers) == 3, "each shows its seed"
+    assert all("attempts" in found[f"moody{n}"] for n in range(3))
+
+
 # -- which rows are equal ----------------------------------------------------------------------------------------------
 
 
@@ -214,6 +235,7 @@ OTHER: list[Callable[[], bytes]] = [
     lambda: line(text="\\\\"),
     lambda: line(spaces=" "),
     lambda: line(metadata="3"),
+    lambda: line(metadata='{"label": "table"}'),
     lambda: line(metadata=""),
     lambda: line().replace(b'"messages"', b'"a\\"metadata": {"n": 1}, "messages"'),
     lambda: line().replace(b'"messages"', b'"a\\"metadata": {"n": 2}, "messages"'),

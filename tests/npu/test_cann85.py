@@ -208,6 +208,7 @@ def models(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return model, folder
 
 
+@pytest.mark.full("three starts; the verdicts of its cases stay (the table of choices)")
 def test_int8_is_multiplied_where_its_matmuls_are_right_and_else_dequantised_with_a_warning(
         models: tuple[Path, Path], tmp_path: Path) -> None:
     found = start(models[1], tmp_path / "right", "", graph_mode="eager")
@@ -232,6 +233,7 @@ def test_a_start_ends_by_the_operators_name_before_weights_and_only_knowingly_go
     assert not list(tmp_path.glob(".cache/npu_runner/cases/*")), "what ends a start is tried again at the next"
 
 
+@pytest.mark.full("two starts; the verdicts of its cases stay (the table of choices)")
 def test_steps_are_eager_where_a_replay_fails_unless_the_user_asked_for_graphs(
         models: tuple[Path, Path], tmp_path: Path) -> None:
     fail = "aclmdlRICaptureBegin:1+:107030"

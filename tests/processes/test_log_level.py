@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from npu_runner.processes.log_level import VARIABLE
-from tests.full_set import only_full
 
 ROOT = Path(__file__).parents[2]
 CHILD = """\
@@ -58,8 +57,8 @@ def test_a_level_that_is_none_is_refused_by_name() -> None:
     assert done.stderr == f"npu-runner: {VARIABLE}: 'loud' is not one of debug, info, warning, error\n"
 
 
-@pytest.mark.parametrize("way", [
-    "LLM", *only_full("loads a model for a line; LLM with the variable stays", "generate")])
+@pytest.mark.full("loads a model for two lines; what a child shows of a level stays")
+@pytest.mark.parametrize("way", ["LLM", "generate"])
 def test_the_lines_that_documents_promise_are_shown(way: str) -> None:
     """That of the start, with what attention computes."""
     if way == "LLM":

@@ -106,7 +106,7 @@ def test_tags_that_never_end_are_text(run: str) -> None:
 @pytest.mark.parametrize("run", ["<!--", "<!-- a ", "<!---"])
 def test_comments_that_never_end_are_text(run: str) -> None:
     """A scan to the end of the text from each of them takes minutes."""
-    assert clean_markdown(run * 400_000).count("&lt;!--") == 400_000
+    assert clean_markdown(run * 100_000).count("&lt;!--") == 100_000
 
 
 @pytest.mark.parametrize("answer", ["a<!-- b -->c", "a<!---->c", "a<!-->c", "a<!--->c", "a<!-- - -- b --->c",

@@ -15,6 +15,7 @@ from npu_runner.platforms import find_platform
 from npu_runner.request.limits import GIB
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.strategies import pick_strategy
+from tests.full_set import only_full
 
 INT32 = 2**31 - 1
 KV_HEADS, HEAD_DIM, LAYERS = 8, 128, 2
@@ -44,7 +45,8 @@ def test_a_context_that_no_kernel_reads_is_refused_before_anything_is_loaded(mod
     assert estimated(model, "cuda", max_model_len=1 << 20).settings.max_model_len == 1 << 20
 
 
-@pytest.mark.parametrize("more", [{}, {"kv_cache_bytes": 100 * GIB}], ids=["measured", "asked for"])
+@pytest.mark.parametrize("more", [{}, *only_full("another way to the same limit", {"kv_cache_bytes": 100 * GIB})],
+                         ids=["measured", "asked for"])
 def test_keys_of_a_layer_stay_within_what_the_kernel_addresses(model: Path, more: dict[str, Any]) -> None:
     """128 GiB would hold seven times as many."""
     settings = {"max_model_len": 262_144, "max_num_seqs": 512, **more}

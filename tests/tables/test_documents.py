@@ -283,7 +283,7 @@ cli.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [1, *only_full("a kill at another write", 2)])
 def test_a_killed_command_is_continued(at: int, folder: Path, tmp_path: Path) -> None:
     """It dies before one of its two files is put in place. A document whose rows are there gets its line."""
     output = tmp_path / "r.jsonl"

@@ -79,6 +79,8 @@ class Rows(_Part):
     copied: Count = 0
     """Answers that runs have copied from equal rows."""
     failures_by_code: dict[Text, Count]
+    attempts: dict[Text, Count | dict[Text, Count]] = {}
+    """Counts.attempts_json; empty: no row has had several."""
 
     @property
     def counts(self) -> Counts:

@@ -16,6 +16,7 @@ import numpy as np
 
 from npu_runner.batch.files.answer_file import AnswerFile
 from npu_runner.batch.files.row_book import InputScan, RowBook
+from npu_runner.batch.rows.attempt import ATTEMPTS
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoints import answer_of, flaws_of
 from npu_runner.batch.rows.equal import renamed_answer
@@ -41,7 +42,7 @@ class _Answer(NamedTuple):
 
     @classmethod
     def from_line(cls, data: bytes) -> _Answer | None:
-        """None: this version knows no such answer."""
+        """None: it is the row's own, or this version knows no such answer."""
         try:
             fields: dict[str, Any] = parse_json(data.decode())
             flaws, body = flaws_of(fields), fields["response"]["body"]
@@ -53,7 +54,9 @@ class _Answer(NamedTuple):
                 num_prompt_tokens=num_tokens, num_cached_tokens=num_tokens,
                 num_completion_tokens=usage.get("completion_tokens", 0),
                 num_reasoning_tokens=details.get("reasoning_tokens", 0), num_copied=1)
-            return None if Flaw.ERRORS in flaws else cls(data, fields["custom_id"], answer_of(body), counts)
+            # Later attempts have seeds of the row's name.
+            is_own = Flaw.ERRORS in flaws or ATTEMPTS in fields
+            return None if is_own else cls(data, fields["custom_id"], answer_of(body), counts)
         except FAULTS:
             return None
 

@@ -87,8 +87,8 @@ def _object_size(data: bytes) -> int | None:
         value, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, (dict, type(None))):
-        return None
+    if not isinstance(value, (dict, type(None))) or (value and "label" in value):
+        return None  # a ladder judges an answer by its label
     found = text[:end]
     if found.count("{") + found.count("[") > _MAX_METADATA_CONTAINERS:
         return None
