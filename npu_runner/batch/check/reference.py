@@ -20,7 +20,7 @@ from torch import Tensor
 
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import Quantization
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.errors import ConfigError
 from npu_runner.platforms import reference_platform
 from npu_runner.request.limits import size
 from npu_runner.request.prompt_inputs import ImageInput, PromptInputs
@@ -87,7 +87,7 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, prompt: PromptInputs, token_ids: list[int]) -> Tensor:
-        """(N, V) float32: what each token of the answer was chosen from, by one forward. Raises RequestError for an
+        """(N, V) float32: what each token of the answer was chosen from, by one forward. Raises ConfigError for an
         image that it cannot be shown."""
         inputs = {"input_ids": torch.tensor([[*prompt.token_ids, *token_ids]]), **self._images(prompt, len(token_ids))}
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
@@ -100,13 +100,13 @@ class Reference:
             return {}
         shown = [prompt.images[span.image_index] for span in prompt.spans]
         if any(image.tower_inputs or image.pixels_HWC.shape[-1] != 3 for image in shown):
-            raise RequestError("verify: of images, only those that this package prepares itself are compared, and no "
-                               "videos", "not_verified")
+            raise ConfigError("verify: of images, only those that this package prepares itself are compared, and no "
+                              "videos")
         features = self._processor(list(map(_as_image, shown)), return_tensors="pt")
         grids = [tuple(grid) for grid in features["image_grid_thw"].tolist()]
         if grids != [image.grid_thw for image in shown]:
-            raise RequestError(f"verify: transformers resizes the row's images again, to {grids} patches; leave "
-                               "settings of images out", "not_verified")
+            raise ConfigError(f"verify: transformers resizes the row's images again, to {grids} patches; leave "
+                              "settings of images out")
         ids = np.array([*prompt.token_ids, *[0] * num_more])
         kinds = np.zeros(len(ids), dtype=np.int64)
         for span in prompt.spans:

@@ -103,8 +103,8 @@ def verify(config: RunnerConfig, options: BatchOptions, *, num_rows: int, max_to
         if name in outputs:
             try:
                 rows.append(_compare(reference, each, outputs[name], bounds))
-            except RequestError as error:
-                left_out[name] = error.message
+            except ConfigError as error:
+                left_out[name] = str(error)
     if not rows:
         raise ConfigError(f"verify: no row can be compared: {next(iter(left_out.items()), 'the input has none')}")
     return Verified(dtype=dtype, reference=reference.source, bounds=bounds, rows=rows, left_out=left_out)
@@ -161,7 +161,7 @@ def _answer(engine: Any, side: CheckpointSide, prepared: list[Prepared], max_tok
 
 
 def _compare(reference: Reference, prepared: Prepared, output: RequestOutput, bounds: Bounds) -> VerifiedRow:
-    """Raises RequestError for a row that the reference cannot be shown."""
+    """Raises ConfigError for a row that the reference cannot be shown."""
     assert isinstance(prepared.prompt, PromptInputs), "a row with a text for its answer has one prompt"
     (completion,) = output.completions
     token_ids = completion.token_ids
