@@ -202,7 +202,7 @@ class RowServer(InlineReplica):
         data = answer_row(result, custom_id=prepared.name, form=prepared.form, stamp=self._stamp,
                           is_unparsed=bool(counts.num_unparsed), pages=pages, more=more)
         renderer = next((page.renderer for page in pages if page.renderer is not None), None)
-        return FinishedRow(prepared.number, counts, data, renderer)
+        return FinishedRow(prepared.number, counts, data, renderer, prepared.may_be_copied)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:
         """All rows of `book`, in the order in which the workers are done, once the server was started."""
