@@ -18,6 +18,7 @@ from typing import Any
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import check_name
 from npu_runner.request.limits import LIMITS, MIB
+from npu_runner.request.logprobs import LOGPROBS_MODES
 from npu_runner.request.speculative import SpeculativeConfig
 
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
@@ -289,6 +290,16 @@ class RunnerConfig:
     """Build the token table of structured_outputs (response_format, guided_*) while the weights load. Without it the
     first such request builds it, and all requests wait for a second or more. npu-runner batch sets it if there is a
     response_schema."""
+    logprobs_mode: str = one_of(*LOGPROBS_MODES)
+    """The values of `logprobs`. raw_logprobs: log probabilities of the model's own distribution. raw_logits: its
+    logits. processed_logits: the logits that a token is sampled from, after penalties, logit_bias, bans, masks of
+    grammars, temperature, top_k, top_p and min_p; minus infinity for tokens that cannot come. Greedy answers skip the
+    last four. processed_logprobs: their log_softmax. `prompt_logprobs` are logits with the two modes of logits, else
+    raw_logprobs: nothing is sampled in a prompt. Jobs refuse the modes of logits. vLLM's name."""
+    hidden_state_layers: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"in_python_only": True})
+    """Layers whose hidden states requests with `return_hidden_states` get, by the numbers of transformers'
+    `hidden_states`: 0 is the embeddings, n the output of the n-th layer, -1 (or the number of layers) the one behind
+    the final norm. All steps compute them, so that graphs have fixed outputs. None: no request may ask."""
     seed: int = 0
     """Seed of requests without a seed of their own, and of dummy weights."""
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
@@ -307,6 +318,8 @@ class RunnerConfig:
         if self.runner == "generate" and self.task != "auto":
             raise ConfigError(f"task {self.task}: runner generate answers with text; leave runner at auto, or task")
         _check_positive(self, "max_model_len")
+        if self.hidden_state_layers is not None:
+            object.__setattr__(self, "hidden_state_layers", _layer_numbers(self.hidden_state_layers))
 
     @classmethod
     def from_keywords(cls, model: str | Path, **settings: Any) -> RunnerConfig:
@@ -406,6 +419,13 @@ def _from_known(keywords: Mapping[str, Any], settings: type) -> Any:
     parts = {field.name: part_of(field) for field in dataclasses.fields(settings)}
     return settings(**{name: keywords[name] if kind is None else _from_known(keywords, kind)
                        for name, kind in parts.items() if kind is not None or name in keywords})
+
+
+def _layer_numbers(given: Any) -> tuple[int, ...] | None:
+    is_list = isinstance(given, (list, tuple))
+    if not is_list or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in given):
+        raise ConfigError(f"hidden_state_layers: {given!r} is no list of layer numbers like (12, -1)")
+    return tuple(given) or None
 
 
 def check_choices(settings: Any) -> None:

@@ -30,7 +30,8 @@ _PROMPT_COLUMNS: dict[str, tuple[str, ...]] = {
 """The columns of prompts, by the task that the model is loaded for; a batch has one of them."""
 _QUERY, _DOCUMENT = "query", "document"
 _UNSERVED = {"n": "a row has one generated_text; repeat the row",
-             "logprobs": "there is no column for them; npu-runner batch writes them"}
+             "logprobs": "there is no column for them; npu-runner batch writes them",
+             "return_hidden_states": "there is no column for them; LLM.generate and LLM.chat return them"}
 _WHOLE_NUMBERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "no_repeat_ngram_size",
                   "no_repeat_ngram_window")
 _PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))

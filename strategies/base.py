@@ -92,6 +92,8 @@ class LoadStrategy(Contract, ABC):
     compares_graphs: ClassVar[bool] = False
     """Its modules are not ours: each graph is compared with an eager step, and steps run eagerly where they differ, or
     where nothing can be captured."""
+    returns_hidden_states: ClassVar[bool] = False
+    """Its network appends hidden states of layers to its result (`ModelConfig.hidden_state_layers`)."""
     has_states: ClassVar[bool] = False
     """Some of its layers keep a state instead of keys and values, so the prefix cache holds snapshots."""
     video_form: ClassVar[VideoForm] = VideoForm.TIMESTAMPS
@@ -133,8 +135,31 @@ class LoadStrategy(Contract, ABC):
             raise ModelError(f"{self.path}: scores are made of the tokens {pooling.token_ids}, the model has tokens "
                              f"0 to {read.vocab_size - 1}; the files belong to different checkpoints")
         speculative = config.scheduler.speculative
+        layers = self._hidden_state_layers(config, read, pooling)
         mtp = self.mtp_layer(config) if speculative is not None and speculative.has_head and not pooling else None
-        return dataclasses.replace(read, pooling=pooling, mtp=mtp)
+        return dataclasses.replace(read, pooling=pooling, mtp=mtp, hidden_state_layers=layers)
+
+    def _hidden_state_layers(self, config: RunnerConfig, read: ModelConfig,
+                             pooling: PoolingConfig | None) -> tuple[int, ...]:
+        """The layers that `config` names, counted from 0. Raises ConfigError where they are not returned."""
+        given, most, problem = config.hidden_state_layers or (), read.num_layers, None
+        layers = tuple(layer + most + 1 if layer < 0 else layer for layer in given)
+        wrong = [layer for layer in given if not -most - 1 <= layer <= most]
+        if not given:
+            return ()
+        if not self.returns_hidden_states:
+            problem = f"the network that serves {read.model_type} returns those of no layer; leave it out"
+        elif pooling is not None:
+            problem = "the model pools its prompts; leave it out (LLM.encode returns the states of all tokens)"
+        elif config.scheduler.speculative is not None:
+            problem = "speculative_config makes steps with drafts, which may be rejected; set one of the two"
+        elif wrong:
+            problem = f"there is no layer {wrong[0]}, the model has {-most - 1} to {most}; correct it"
+        elif len(set(layers)) < len(layers):
+            problem = f"{given} names a layer twice; name it once"
+        if problem is not None:
+            raise ConfigError(f"hidden_state_layers: {problem}")
+        return layers
 
     def processor(self, config: RunnerConfig) -> ChatProcessor:
         """Chat messages and images to prompts; picklable, for worker processes."""

@@ -27,6 +27,7 @@ class CausalLMStrategy(LoadStrategy):
     """The layer class sets the order of norms and residual additions around the two mixers."""
     attention_class: ClassVar[type[DecoderAttention]] = DecoderAttention
     gated_delta_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    returns_hidden_states = True
     left_out_prefixes: ClassVar[tuple[str, ...]] = ()
     """Tensors whose names begin so belong to known parts that are not used."""
 

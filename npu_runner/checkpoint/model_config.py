@@ -268,6 +268,9 @@ class ModelConfig:
 
     mtp: LayerConfig | None = None
     """The layer of the head that drafts (multi-token prediction), where that is to be loaded; it attends."""
+    hidden_state_layers: tuple[int, ...] = ()
+    """The layers whose hidden states are returned: 0 the embeddings, `num_layers` behind the final norm, and between
+    them the output of the layer before. The network appends them, in this order, to its final hidden states."""
 
     @property
     def num_layers(self) -> int:

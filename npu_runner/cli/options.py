@@ -82,7 +82,8 @@ def options_of(settings: type) -> tuple[Option, ...]:
     """The options of the dataclass `settings` itself, without those of its parts."""
     kinds, texts = typing.get_type_hints(settings), field_docstrings(settings)
     return tuple(Option(field, _without_none(kinds[field.name]), _without_none_words(texts.get(field.name, "")))
-                 for field in dataclasses.fields(settings) if part_of(field) is None)
+                 for field in dataclasses.fields(settings)
+                 if part_of(field) is None and "in_python_only" not in field.metadata)
 
 
 def with_parts(title: str, settings: type) -> list[tuple[str, type]]:

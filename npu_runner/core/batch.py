@@ -53,7 +53,8 @@ class PromptScore:
     """Tokens whose log probabilities are wanted, and the tokens of a row's chunk before them.
 
     `tokens` int32 (L,): the latter in the step. `targets` int32 (L,): the ids of the former; `place` is the first one's
-    in the sequence; `num_top`: most probable ones beside each.
+    in the sequence; `num_top`: most probable ones beside each, -1: all. `is_label`: log probabilities, whatever the
+    setting `logprobs_mode`.
     """
 
     row: int
@@ -61,13 +62,14 @@ class PromptScore:
     place: int
     targets: np.ndarray
     num_top: int
+    is_label: bool = False
 
 
 @dataclass(frozen=True)
 class PromptStates:
-    """Tokens of a row's chunk whose final hidden states are wanted.
+    """Tokens of a row's chunk, or of its decode step, whose hidden states are wanted.
 
-    [first_token, first_token + num_tokens) in the step; `place` is the first one's in the prompt.
+    [first_token, first_token + num_tokens) in the step; `place` is the first one's in the sequence.
     """
 
     row: int
@@ -198,7 +200,8 @@ class RunningTable:
         if self._decoding is None or self._decoding.running != running:
             self._decoding = _Decoding(
                 running[:], [seq.request_id for seq in running], _per_sequence(seq.slot for seq in running),
-                _per_sequence(seq.num_tokens for seq in running))
+                _per_sequence(seq.num_tokens for seq in running),
+                [row for row, seq in enumerate(running) if seq.returns_states])
         return self._decoding
 
     def forget_decoding(self) -> None:
@@ -261,6 +264,7 @@ class _Decoding:
     request_ids: list[str]
     slots_B: np.ndarray
     context_lens_B: np.ndarray
+    rows_with_states: list[int]
 
     def advance(self) -> None:
         self.context_lens_B = self.context_lens_B + 1
@@ -282,6 +286,7 @@ def decode_batch(running: list[Sequence], table: RunningTable) -> ScheduledBatch
         context_lens_B=context_lens_B,
         new_blocks_N3=new_blocks_N3,
         samples_B=np.ones(len(running), dtype=np.bool_),
+        prompt_states=[PromptStates(row, row, 1, int(context_lens_B[row]) - 1) for row in rows.rows_with_states],
         state_slots=table.state_slots(slots_B),
         freed_slots=table.pop_freed_slots())
 
@@ -356,7 +361,7 @@ def _parts_of_prompts(chunks: SequenceOf[tuple[Sequence, int]]) -> tuple[
     for row, (seq, num) in enumerate(chunks):
         if seq.scores_prompt or seq.scored_ends:
             scores.append(_prompt_score(seq, num, row, token_row))
-        if seq.pooling is not None and seq.pooling.keeps_tokens:
+        if seq.returns_states:
             states.append(PromptStates(row, token_row, num, seq.num_computed_tokens))
         for image, image_slice in _image_slices(seq, num, token_row):
             images.setdefault(image.content_hash, image)
@@ -374,7 +379,8 @@ def _prompt_score(seq: Sequence, num: int, row: int, token_row: int) -> PromptSc
     if end == seq.num_tokens and seq.scored_ends:
         targets = [*targets, *seq.scored_ends]
         tokens_L = np.append(tokens_L, np.full(len(seq.scored_ends), token_row + num - 1, dtype=np.int32))
-    return PromptScore(row, tokens_L, place, np.asarray(targets, dtype=np.int32), seq.params.prompt_logprobs or 0)
+    return PromptScore(row, tokens_L, place, np.asarray(targets, dtype=np.int32), seq.params.prompt_logprobs or 0,
+                       is_label=bool(seq.scored_ends))
 
 
 def _state_loads(chunks: SequenceOf[tuple[Sequence, int]], state_slots_B: np.ndarray) -> list[tuple[int, int]]:

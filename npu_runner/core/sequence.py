@@ -117,9 +117,14 @@ class Sequence:
     @property
     def most_cached_tokens(self) -> int:
         """Tokens that may come from the prefix cache, which has their keys and values and not their logits."""
-        if self.scores_prompt or self.is_apart or (self.pooling is not None and self.pooling.keeps_tokens):
+        if self.scores_prompt or self.returns_states or self.is_apart:
             return 0
         return (self.num_prompt_tokens if self.scored_ends else self.num_tokens) - 1
+
+    @property
+    def returns_states(self) -> bool:
+        """The hidden states of all computed tokens are wanted."""
+        return self.params.return_hidden_states or (self.pooling is not None and self.pooling.keeps_tokens)
 
     @property
     def num_known_tokens(self) -> int:

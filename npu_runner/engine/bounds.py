@@ -22,7 +22,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams, check_hidden_states
 from npu_runner.runner.base import RunnerInfo
 from npu_runner.runner.settings import Settings, check_expert_parallel, model_needs, resolve_settings
 from npu_runner.strategies import OpenedCheckpoint
@@ -42,6 +42,8 @@ def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     known = {"tensor_parallel_size": str(num_ranks), "seed": str(config.seed)}
     if config.parallel.enable_expert_parallel and num_ranks > 1:
         known["enable_expert_parallel"] = "true"
+    if config.logprobs_mode != RunnerConfig.logprobs_mode:
+        known["logprobs_mode"] = config.logprobs_mode
     if config.max_model_len is not None:
         known["max_model_len"] = str(config.max_model_len)
     if checkpoint.adapter is not None:
@@ -148,6 +150,9 @@ def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, 
         assert params.is_resolved, "ChatProcessor.resolve_params comes first"
         processor.check_thinking(prompt, params)
         check_sampling_ids(params, model_config.vocab_size)
+        if params.return_hidden_states:
+            num_tokens = min(max_model_len, len(prompt.token_ids) + (params.max_tokens or max_model_len)) - 1
+            check_hidden_states(len(model_config.hidden_state_layers), model_config.hidden_size, num_tokens)
 
 
 def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:

@@ -32,6 +32,7 @@ from npu_runner.request.outputs import (
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.repetition_detector import RepetitionDetector
+from npu_runner.request.sampling_params import num_top_logprobs
 from npu_runner.runner.base import StepLogprobs
 from npu_runner.sampling.sampler import ALL_BANNED, NO_TOKEN
 
@@ -62,11 +63,13 @@ def not_followed(why: str, code: str = "invalid_structured_outputs") -> End:
 class Generation:
     """`end_tokens` end it where stops are allowed. Where no stop string is looked for, the text is made at the end."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, end_tokens: frozenset[int]):
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, end_tokens: frozenset[int], vocab_size: int = 0):
         params = sequence.params
         self.sequence = sequence
-        self.logprobs = None if params.logprobs is None else LogprobsRecord(params.logprobs)
+        self.logprobs = None if params.logprobs is None else LogprobsRecord(
+            num_top_logprobs(params.logprobs, vocab_size))
         self.pooled: np.ndarray | None = None
+        self._num_states = 0
         self.finished: CompletionOutput | None = None
         self._tokenizer = tokenizer
         self.end_tokens = end_tokens
@@ -110,6 +113,7 @@ class Generation:
         if self.logprobs is not None:
             del token_ids[self.logprobs.num_tokens :]
         self.finished = self.pooled = None
+        self._num_states = 0
         while (num_kept := self._report_again()) < len(token_ids):
             del token_ids[num_kept:]
         if self.logprobs is not None:
@@ -141,14 +145,30 @@ class Generation:
         return _REPETITION if is_repetition and num_tokens >= params.min_tokens else None
 
     def put_states(self, place: int, states_LD: np.ndarray) -> None:
-        """Store the hidden states of the prompt's tokens from `place` on. A restarted prompt stores them again."""
+        """Store the hidden states of the tokens from `place` on. A restarted sequence stores them again."""
+        end = place + len(states_LD)
         if self.pooled is None:
             self.pooled = np.empty((self.sequence.num_prompt_tokens, states_LD.shape[1]), dtype=np.float32)
-        self.pooled[place : place + len(states_LD)] = states_LD
+        if end > len(self.pooled):
+            grown = np.empty((max(end, len(self.pooled) * 5 // 4), states_LD.shape[1]), dtype=np.float32)
+            grown[: len(self.pooled)] = self.pooled
+            self.pooled = grown
+        self.pooled[place:end] = states_LD
+        self._num_states = end
+
+    def hidden_states(self, layers: SequenceOf[int]) -> dict[int, np.ndarray] | None:
+        """The stored states by layer, float32 (T, D), of all tokens but the last; `layers`: in the order in which they
+        were stored."""
+        count = self.sequence.num_prompt_tokens + len(self.sequence.output_token_ids) - 1
+        if not self.sequence.params.return_hidden_states or self.pooled is None:
+            return None
+        assert self._num_states >= count, f"{self._num_states} hidden states of {count} tokens"
+        parts = np.split(self.pooled[:count], len(layers), axis=1)
+        return {layer: np.ascontiguousarray(part) for layer, part in zip(layers, parts, strict=True)}
 
     def put_label(self, place: int, records: np.ndarray) -> None:
         """Store the log probabilities of a label's tokens from `place` on, and of the end tokens behind its last one.
-        `records`: see runner/prompt_logprobs.py."""
+        `records`: see runner/token_results.py."""
         sequence = self.sequence
         if self.pooled is None:
             self.pooled = np.zeros(len(sequence.output_token_ids) + len(sequence.scored_ends), dtype=np.float32)

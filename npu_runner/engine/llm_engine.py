@@ -41,7 +41,7 @@ from npu_runner.prompts.text.reasoning import SplitAnswer, split_answer
 from npu_runner.request.outputs import CompletionOutput, EngineStats, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams, num_top_logprobs
 from npu_runner.runner.base import ModelRunnerOutput
 from npu_runner.sampling.sampler import NO_TOKEN
 from npu_runner.strategies import OpenedCheckpoint
@@ -136,14 +136,15 @@ class LLMEngine:
         end_tokens = frozenset(params.stop_token_ids).union(eos_tokens)
         request = self._requests[request_id] = UnfinishedRequest(request_id, [prompt])
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = PromptLogprobsRecord(prompt.token_ids, params.prompt_logprobs)
+            num_top = num_top_logprobs(params.prompt_logprobs, self.model_config.vocab_size)
+            request.prompt_logprobs = PromptLogprobsRecord(prompt.token_ids, num_top)
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
                 prompt=prompt, params=params, seed=self._seed(request_id, params, index),
                 max_num_tokens=len(prompt.token_ids) + min(room, params.max_tokens or room),
                 scores_prompt=index == 0 and params.prompt_logprobs is not None)
-            self._queue(request, Generation(sequence, self.processor.tokenizer, end_tokens))
+            self._queue(request, self._generation(sequence, end_tokens))
 
     def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
         """A sequence for each prompt, which ends with what stands where its first token would."""
@@ -160,7 +161,10 @@ class LLMEngine:
                     prompt=prompt, params=plain, seed=0, pooling=None if labels else params,
                     output_token_ids=list(label), scored_ends=self._eos_token_ids if labels else (),
                     max_num_tokens=len(prompt.token_ids) + len(label) + 1)
-                self._queue(request, Generation(sequence, self.processor.tokenizer, frozenset()))
+                self._queue(request, self._generation(sequence, frozenset()))
+
+    def _generation(self, sequence: Sequence, end_tokens: frozenset[int]) -> Generation:
+        return Generation(sequence, self.processor.tokenizer, end_tokens, self.model_config.vocab_size)
 
     def _queue(self, request: UnfinishedRequest, generation: Generation) -> None:
         self._next_seq_id += 1
@@ -282,6 +286,7 @@ class LLMEngine:
             return
         if output.prompt_scores:
             self._book_prompt_scores(sequences, output)
+        self._book_states(sequences, output)
         slots, tokens_B = batch.slots_B, output.sampled_token_ids
         of_interest = range(len(sequences)) if batch.is_prefill else self._rows.book(slots, sequences, tokens_B)
         for row in of_interest:
@@ -318,11 +323,14 @@ class LLMEngine:
                 record.put(place, records)
                 sequence.scores_prompt = not record.is_whole
 
-    def _book_pooled(self, sequences: list[Sequence | None], output: ModelRunnerOutput,
-                     pooled: Mapping[int, np.ndarray]) -> None:
+    def _book_states(self, sequences: list[Sequence | None], output: ModelRunnerOutput) -> None:
         for row, place, states_LD in output.prompt_states:
             if (sequence := sequences[row]) is not None:
                 self._generation_of[sequence.seq_id].put_states(place, states_LD)
+
+    def _book_pooled(self, sequences: list[Sequence | None], output: ModelRunnerOutput,
+                     pooled: Mapping[int, np.ndarray]) -> None:
+        self._book_states(sequences, output)
         for row, values_W in pooled.items():
             sequence = sequences[row]
             if sequence is not None:
@@ -355,12 +363,13 @@ class LLMEngine:
         self._rules.leave(sequence)
         self.scheduler.finish(sequence, end.reason)
         token_ids, record = sequence.output_token_ids, generation.logprobs
-        answer = self._split(generation.finish_text(), sequence)
+        answer, is_whole = self._split(generation.finish_text(), sequence), end.reason in ("stop", "length")
         generation.finished = CompletionOutput(
             index=sequence.index, text=answer.content, token_ids=token_ids, finish_reason=end.reason,
             stop_reason=end.stop_reason, error=end.error, error_code=end.code, reasoning_content=answer.reasoning,
             num_reasoning_tokens=answer.num_reasoning_tokens,
-            pooled=generation.pooled if end.reason == "stop" else None,
+            pooled=generation.pooled if end.reason == "stop" and not sequence.params.return_hidden_states else None,
+            hidden_states=generation.hidden_states(self.config.hidden_state_layers or ()) if is_whole else None,
             logprobs=None if record is None else record.finish(token_ids, self._token_text))
         del self._generation_of[sequence.seq_id]
         self._answer_if_whole(self._requests[sequence.request_id])

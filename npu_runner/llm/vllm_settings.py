@@ -70,9 +70,9 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "additional_config": (({},), "graph_mode, graph_batch_sizes and the other options of docs/options.md set it"),
     "kv_transfer_config": (({},), "prompts are computed by the engine that answers them"),
     "enable_prompt_embeds": ((False,), "prompts are text, token ids, images and videos"),
-    "logprobs_mode": (("raw_logprobs",), "log probabilities are those of the model's own distribution"),
     "reward": ((), "classifiers are served: LLM.classify, /v1/classify"),
-    "max_logprobs": (tuple(range(MAX_TOP_LOGPROBS + 1)), f"a request may have {MAX_TOP_LOGPROBS} at most"),
+    "max_logprobs": (tuple(range(-1, MAX_TOP_LOGPROBS + 1)), f"a request may have {MAX_TOP_LOGPROBS} at most, or with "
+                     "-1 all; max_logprobs_per_request bounds them"),
 }
 """Settings of vLLM that are not ours: the values that change nothing, beside None, and the remedy for all others."""
 

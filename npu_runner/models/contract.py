@@ -22,7 +22,9 @@ class LanguageModel(Protocol):
 
     def __call__(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                  deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
-        """Final hidden states (T, D) of embedded tokens; `deepstack` comes with images only (models/decoder.py)."""
+        """Final hidden states (T, D) of embedded tokens; `deepstack` comes with images only (models/decoder.py).
+
+        With N of `ModelConfig.hidden_state_layers`, and without `metadata.ends`: (T, (1 + N) * D), theirs behind."""
 
     def compute_logits(self, hidden_BD: Tensor) -> Tensor:
         """(B, V); of a model with a pooling head its numbers, (B, W) float32 (`PoolingConfig`)."""

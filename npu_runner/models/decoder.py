@@ -125,6 +125,7 @@ class Decoder(nn.Module):
             layers.append(layer(config, described, counts[attends], context))
             counts[attends] += 1
         self.layers = nn.ModuleList(layers)
+        self.hidden_state_layers = config.hidden_state_layers
         self.norm = layers[-1].norm_class(config.hidden_size, config.rms_norm_eps, context)
         self.rotary = RotaryTable(config, num_positions, dtype=context.dtype, device=context.device)
 
@@ -134,19 +135,28 @@ class Decoder(nn.Module):
 
         `deepstack`: rows (T,) int32, and a level (M + 1, D) for each of the first layers. After such a layer every
         token adds its row. The last row is zeros, for tokens of no image; DeepStack, arXiv 2406.04334.
+
+        Without ends the states of `hidden_state_layers` are behind the final ones (T, (1 + N) * D).
         """
         cos_TR, sin_TR = self.rotary(positions)
         residual_TD = None
         rows_T, levels = deepstack if deepstack is not None else (None, [])
         in_whole, last = metadata.without_ends(), len(self.layers) - 1
+        wanted = self.hidden_state_layers if metadata.ends is None else ()
+        # Copies: a layer may add to its residual in place.
+        kept = {0: x_TD.clone()} if 0 in wanted else {}
         for index, layer in enumerate(self.layers):
             of_layer = metadata if index == last else in_whole
             x_TD, residual_TD = layer(x_TD, residual_TD, cos_TR, sin_TR, of_layer)
+            if index + 1 in wanted:  # before DeepStack's rows, as in transformers
+                kept[index + 1] = x_TD + residual_TD
             if index < len(levels) and rows_T is not None:
                 # Gathered and added to all rows: scattering adds sorts its indices on some devices.
                 x_TD = x_TD + F.embedding(of_layer.of_ends(rows_T), levels[index])
         assert metadata.ends is None or len(x_TD) == len(metadata.ends.rows_B), "the last layer leaves rows out"
-        return self.norm.add_forward(x_TD, residual_TD)[0]
+        hidden_TD = self.norm.add_forward(x_TD, residual_TD)[0]
+        kept[last + 1] = hidden_TD
+        return torch.cat([hidden_TD, *(kept[layer] for layer in wanted)], dim=1) if wanted else hidden_TD
 
 
 def output_head(config: ModelConfig, decoder: Decoder, context: LayerContext, *, place: str) -> nn.Module | None:

@@ -25,6 +25,11 @@ class MemoryInfo:
     peak_allocated_bytes: int
     reserved_bytes: int
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all processes have taken."""
+        return self.total_bytes - self.free_bytes
+
 
 class Memory(ABC):
     """Memory of the current device."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from npu_runner.platforms.attention import AttentionBackend
-    from npu_runner.platforms.devices import Communicators, Devices, Memory, Roles
+    from npu_runner.platforms.devices import Communicators, Devices, Memory, MemoryInfo, Roles
     from npu_runner.platforms.gated_delta import GatedDeltaBackend, GatedDeltaShape
     from npu_runner.platforms.graphs import GraphCompiler, GraphSettings
     from npu_runner.platforms.ops import Ops
@@ -163,6 +163,11 @@ class Platform(Contract, ABC):
     @property
     def memory(self) -> Memory:
         return self._roles.memory
+
+    def memory_info(self) -> MemoryInfo | None:
+        """Bytes of the current device of this process: free, used and in all, and what torch's allocator has of them.
+        None where memory is not a device's own (cpu)."""
+        return self.memory.info()
 
     @abstractmethod
     def make_roles(self) -> Roles:

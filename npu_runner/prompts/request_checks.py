@@ -16,7 +16,7 @@ from npu_runner.prompts.vision_prompts import not_cut
 from npu_runner.request.limits import check_logprobs, check_prompt_logprobs, field_error, shown
 from npu_runner.request.pooling_params import CLASSIFY, LABELS, TOKEN_EMBED, Classes, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs, ReasoningTokens
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams, num_top_logprobs
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 GENERATE = "generate"
@@ -123,7 +123,7 @@ class RequestChecks(ABC):
         """Raises RequestError for a prompt that was prepared without the requested truncation, or is too long for its
         prompt_logprobs."""
         if isinstance(params, SamplingParams):
-            check_prompt_logprobs(len(prompt.token_ids), params.prompt_logprobs, self.max_logprobs)
+            check_prompt_logprobs(len(prompt.token_ids), self._num_top(params.prompt_logprobs), self.max_logprobs)
         elif params.label_token_ids is not None:
             self._check_before_labels(prompt, params)
         most = self.most_prompt_tokens(params)
@@ -199,6 +199,9 @@ class RequestChecks(ABC):
         different = {id(rule): rule for rule in rules if isinstance(rule, StructuredOutputsParams)}
         check_side_by_side(list(different.values()))
 
+    def _num_top(self, asked: int | None) -> int | None:
+        return None if asked is None else num_top_logprobs(asked, self.vocab_size or self.tokenizer.get_vocab_size())
+
     @overload
     def resolve_params(self, params: SamplingParams) -> SamplingParams: ...
     @overload
@@ -217,7 +220,8 @@ class RequestChecks(ABC):
                 return params
             return params.replace(label_token_ids=tuple(map(self._label_ids, enumerate(params.labels))))
         self.check_task(GENERATE)
-        check_logprobs(params.n, params.max_tokens or self.max_model_len, params.logprobs, self.max_logprobs)
+        check_logprobs(params.n, params.max_tokens or self.max_model_len, self._num_top(params.logprobs),
+                       self.max_logprobs)
 
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -137,6 +137,8 @@ class Limits:
     max_logprobs_per_request: int = 262_144
     """n x max_tokens x (top_logprobs + 1) of a request that wants log probabilities; and of its prompt, where it wants
     those, tokens x (prompt_logprobs + 1)."""
+    max_hidden_states_bytes: int = 4 * GIB
+    """Bytes of the hidden states of a request: 4 x layers x hidden size x (prompt tokens + max_tokens - 1)."""
     worker_memory_bytes: int = 4 * GIB
     """Memory that preparing one row may take in its worker process."""
 
@@ -177,9 +179,10 @@ def check_logprobs(n: int, max_tokens: int, num_top: int | None, limit: int) -> 
     if num_top is None or n * max_tokens * (num_top + 1) <= limit:
         return
     most = limit // (n * (num_top + 1))
+    remedy = f"max_tokens {most} would fit" if most else "raise that"
     raise field_error("logprobs", f"n {n} x max_tokens {max_tokens} x (top_logprobs {num_top} + 1) is "
                       f"{n * max_tokens * (num_top + 1)} log probabilities, at most {limit} are allowed "
-                      f"(max_logprobs_per_request); max_tokens {most} would fit", "too_many_logprobs")
+                      f"(max_logprobs_per_request); {remedy}", "too_many_logprobs")
 
 
 def check_prompt_logprobs(num_tokens: int, num_top: int | None, limit: int) -> None:

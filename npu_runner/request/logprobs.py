@@ -13,13 +13,17 @@ from typing import overload
 
 import numpy as np
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+"""vLLM's names; `RunnerConfig.logprobs_mode` says what each is."""
+
 Describe = Callable[[int], tuple[str, bytes]]
 """(text, bytes) of a token id."""
 
 
 @dataclass(frozen=True, repr=False)
 class Logprob:
-    """Log probability (natural, after temperature 1 softmax of the raw logits) of one token."""
+    """Log probability (natural) of one token, or its logit, as `logprobs_mode` says; by default of the temperature 1
+    softmax of the raw logits."""
 
     token_id: int
     token: str
@@ -72,6 +76,17 @@ class CompactLogprobs(Sequence[PositionLogprobs]):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def by_token_id(self) -> np.ndarray:
+        """float32 (T, V): the values of the whole vocabulary, where it was asked for (-1), in the order of token ids.
+        No object is made of each. Raises ValueError where there are only some tokens."""
+        ids, values = self.ids[:, 1:], self.logprobs[:, 1:]
+        if ids.size == 0 or ids.max() >= ids.shape[1]:
+            raise ValueError(f"by_token_id: there are {ids.shape[1]} most probable tokens of each position, not all; "
+                             "set logprobs=-1 or prompt_logprobs=-1")
+        found = np.empty_like(values)
+        np.put_along_axis(found, ids, values, axis=1)
+        return found
 
     @overload
     def __getitem__(self, index: int) -> PositionLogprobs: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -46,6 +46,9 @@ class CompletionOutput:
     pooled: np.ndarray | None = None
     """float32 (W,), where the request was not for text: a vector's numbers, a score's one, ... (`PoolingConfig`). Where
     it was for the hidden states of the prompt's T tokens, (T, D)."""
+    hidden_states: Mapping[int, np.ndarray] | None = None
+    """With `return_hidden_states`: float32 (prompt + answer - 1, D) by layer, as `hidden_state_layers` names it. The
+    last token of an answer is never computed. None where the answer has failed."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -159,6 +162,10 @@ class RequestOutput:
     @property
     def logprobs(self) -> Sequence[PositionLogprobs] | None:
         return self.completions[0].logprobs
+
+    @property
+    def hidden_states(self) -> Mapping[int, np.ndarray] | None:
+        return self.completions[0].hidden_states
 
     @property
     def reasoning_content(self) -> str | None:

@@ -11,11 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npu_runner.errors import RequestError
-from npu_runner.request.limits import LIMITS, check_count, field_error, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown, size
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.structured_outputs import StructuredOutputsParams
 
 MAX_TOP_LOGPROBS = 20
+WHOLE_VOCABULARY = -1
+"""In the place of a number of most probable tokens: all of them."""
 DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI and vLLM for a raw prompt, in /v1/completions and `LLM.generate` only."""
 
@@ -87,7 +89,8 @@ class SamplingParams:
     """Keep this many last tokens of a longer prompt; -1 keeps as many as leave room for max_tokens. A prompt with
     images is refused instead."""
     logprobs: int | None = None
-    """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20)."""
+    """None: no log probabilities. k: those of each sampled token and of the k most probable ones (0 to 20); -1: of the
+    whole vocabulary. The setting `logprobs_mode` says which values they are."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """The rule for the answer: a JSON schema, a regular expression, a choice of texts or a grammar. It applies after
     the reasoning, if there is any."""
@@ -104,6 +107,9 @@ class SamplingParams:
     """Tokens that may come nevertheless."""
     prompt_logprobs: int | None = None
     """The same of each token of the prompt, but its first. Such a prompt is computed whole, whatever is cached."""
+    return_hidden_states: bool = False
+    """Return the hidden states of the layers that the setting `hidden_state_layers` names, of each token that was
+    computed: the prompt and the answer but its last token. Nothing comes from the prefix cache."""
 
     if not TYPE_CHECKING:  # a checker reads the fields
 
@@ -126,6 +132,8 @@ class SamplingParams:
             raise _error("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         if self.truncate_prompt_tokens == 0:
             raise _error("truncate_prompt_tokens", "0 leaves nothing; -1 leaves as much as fits")
+        if self.return_hidden_states and self.n > 1:
+            raise _error("return_hidden_states", f"n {self.n} is more than one answer; repeat the prompt instead")
         if self.top_p == 0.0:
             raise _error("top_p", "must be greater than 0; use temperature 0 for greedy decoding")
 
@@ -174,6 +182,24 @@ class SamplingParams:
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
+
+
+def num_top_logprobs(asked: int, vocab_size: int) -> int:
+    """The number of most probable tokens that `logprobs` or `prompt_logprobs` ask for."""
+    return vocab_size if asked == WHOLE_VOCABULARY else asked
+
+
+def check_hidden_states(num_layers: int, hidden_size: int, num_tokens: int) -> None:
+    """Refuse hidden states where no layer returns any, and more than one answer may hold."""
+    name, limit = "return_hidden_states", LIMITS.max_hidden_states_bytes
+    if not num_layers:
+        raise field_error(name, "the model was loaded without hidden_state_layers; name the layers there, as "
+                          "LLM(..., hidden_state_layers=(-1,))", "unsupported_parameter")
+    num_bytes = 4 * num_layers * hidden_size * num_tokens
+    if num_bytes > limit:
+        raise field_error(name, f"{num_layers} layers x {num_tokens} tokens of prompt and answer x {hidden_size} "
+                          f"numbers are {size(num_bytes)}, at most {size(limit)} are allowed; lower max_tokens, "
+                          "shorten the prompt or name fewer hidden_state_layers", "too_many_hidden_states")
 
 
 def _error(name: str, what: str) -> RequestError:
@@ -284,8 +310,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
     "detokenize": _boolean,
-    "logprobs": partial(_optional, low=0, high=MAX_TOP_LOGPROBS),
-    "prompt_logprobs": partial(_optional, low=0, high=MAX_TOP_LOGPROBS),
+    "logprobs": partial(_optional, low=WHOLE_VOCABULARY, high=MAX_TOP_LOGPROBS),
+    "prompt_logprobs": partial(_optional, low=WHOLE_VOCABULARY, high=MAX_TOP_LOGPROBS),
+    "return_hidden_states": _boolean,
     "temperature": partial(_number, low=0.0, high=100.0),
     "top_p": partial(_number, low=0.0, high=1.0),
     "min_p": partial(_number, low=0.0, high=1.0),

@@ -12,7 +12,7 @@ import torch
 
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.config import RunnerConfig
-from npu_runner.core.batch import ScheduledBatch
+from npu_runner.core.batch import PromptStates, ScheduledBatch
 from npu_runner.layers.attention import bind_kv_cache, make_kv_cache, resolve_windows
 from npu_runner.layers.gated_delta import gated_delta_shape, unbind_states
 from npu_runner.layers.parallel import LayerContext, TensorParallel
@@ -106,7 +106,7 @@ class RankAssembly:
             self.model, self.attention, self.platform, self.device, tp=self.tp, block_size=self.settings.block_size,
             max_num_seqs=self.settings.max_num_seqs, max_model_len=self.max_model_len, guard=self.guard,
             gated_delta=self.gated_delta, images=self.make_image_encoder(self.vision_cache), states=self.states,
-            most_rows=self.settings.most_graph_rows, **own)
+            most_rows=self.settings.most_graph_rows, num_appended=self.num_appended, **own)
 
     def make_image_encoder(self, cache: VisionCache) -> ImageEncoder:
         return ImageEncoder(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
@@ -122,11 +122,17 @@ class RankAssembly:
             sort_ascending=ops.sort_ascending, softmax_sampler=ops.softmax_sampler(greedy=False),
             samples_greedily=ops.softmax_sampler(greedy=True) is not None, add_at=ops.add_at,
             allow_tokens=ops.allow_tokens, masked_sampler=ops.masked_sampler(), download=memory.download,
-            host_buffer=memory.host_buffer, constrained=self.make_constrained_rows())
+            host_buffer=memory.host_buffer, constrained=self.make_constrained_rows(),
+            logprobs_mode=self.config.logprobs_mode)
 
     def make_constrained_rows(self) -> Any:
         """New ConstrainedRows for a sampler; None: no request has a grammar."""
         return None
+
+    @property
+    def num_appended(self) -> int:
+        """Numbers that the network appends to the final hidden state of a token."""
+        return len(self.model_config.hidden_state_layers) * self.model_config.hidden_size
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -202,6 +208,8 @@ class RankAssembly:
         steps = [] if in_capturing else [dummy_prefill(
             num_tokens, batch_size, block_size=self.settings.block_size, uses_mrope=self.uses_mrope,
             images=self.dummy_images(num_tokens, batch_size))]
+        if steps and self.num_appended:  # and with the states of all tokens, the most that may be sent
+            steps.append(replace(steps[0], prompt_states=[PromptStates(0, 0, num_tokens, 0)]))
         first_len = 1 if in_capturing else max(1, num_tokens // batch_size)
         num_decodes = 0 if self.model_config.pooling is not None else expected_decode_len  # those pool their prefills
         max_num_seqs, spares = self.settings.max_num_seqs, self.states.draft_slots if self.states else None

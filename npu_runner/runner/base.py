@@ -72,10 +72,10 @@ class ModelRunnerOutput:
     problems: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """(row, place in its prompt of the first token, records) where log probabilities of prompts are wanted; records:
-    int32 (L, 2 + 2 * K), see runner/prompt_logprobs.py."""
+    int32 (L, 2 + 2 * K), see runner/token_results.py."""
     prompt_states: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
-    """(row, place in its prompt of the first token, states) where hidden states of all tokens are wanted; states:
-    float32 (L, D)."""
+    """(row, place in its sequence of the first token, states) where hidden states of all tokens are wanted; states:
+    float32 (L, D), or (L, N * D) of N layers."""
     pooled: dict[int, np.ndarray] | None = None
     """For a model that pools, the numbers of the rows whose prompt has ended, float32, in the place of tokens. NaN
     where the model's output is no number."""

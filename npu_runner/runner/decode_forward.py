@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from npu_runner.models.contract import LanguageModel
@@ -17,23 +18,31 @@ from npu_runner.runner.states import StatePool
 
 class DecodeStep(nn.Module):
     """Slots to logits of the tokens in them. A module, so that graph caches find the parameters by name. `states` keep
-    the final hidden states of the tokens where a head reads them; `gated_delta` writes these."""
+    the final hidden states of the tokens where a head reads them; `gated_delta` writes these. `num_appended`: numbers
+    that the model appends to each final hidden state (`ModelConfig.hidden_state_layers`)."""
 
-    def __init__(self, model: LanguageModel, states: StatePool | None, gated_delta: GatedDeltaBackend | None):
+    def __init__(self, model: LanguageModel, states: StatePool | None, gated_delta: GatedDeltaBackend | None,
+                 num_appended: int = 0):
         super().__init__()
+        self.num_appended = num_appended
         self.model = model
         self.states = states
         self.gated_delta = gated_delta
 
     def forward(self, inputs: StepInputs, plan: Any = None, state_plan: Any = None) -> Tensor:
-        """Logits (B, vocabulary). `plan` is what the attention backend prepared for an eager step, `state_plan` the
-        Gated DeltaNet backend for one with drafts."""
+        """Logits (B, vocabulary), with what the model appends behind them. `plan` is what the attention backend
+        prepared for an eager step, `state_plan` the Gated DeltaNet backend for one with drafts."""
         metadata = AttentionMetadata.from_inputs(inputs, plan, is_prefill=False, state_plan=state_plan)
         input_ids_B = inputs.tokens.index_select(0, inputs.token_slots)
         hidden_BD = self.model(self.model.embed(input_ids_B), inputs.positions, metadata)
         if self.states is not None and self.states.hidden_SD is not None and self.gated_delta is not None:
             self.gated_delta.write(self.states.hidden_SD, inputs.state_slots.long(), hidden_BD)
-        return self.model.compute_logits(hidden_BD)
+        if not self.num_appended:
+            return self.model.compute_logits(hidden_BD)
+        # One tensor, as graphs return it.
+        appended_BX = hidden_BD[:, -self.num_appended :]
+        return torch.cat([self.model.compute_logits(hidden_BD[:, : -self.num_appended].contiguous()), appended_BX],
+                         dim=1)
 
 
 class TogetherStep(nn.Module):

@@ -193,7 +193,8 @@ def _record_sampling(steps: StepRunner, buckets: DecodeBuckets) -> None:
     """
     sampler, recorder = steps.sampler, buckets.compiler.recorder()
     for bucket in buckets.compiled() if recorder is not None else []:
-        logits_PV = bucket.forward(bucket.inputs)  # with all ranks
+        output_PX = bucket.forward(bucket.inputs)  # with all ranks
+        logits_PV = output_PX[:, : output_PX.shape[1] - steps.num_appended]
         if sampler is None or bucket.batch_size > steps.max_num_seqs:  # drafts are sampled position by position
             continue
         try:
@@ -284,7 +285,10 @@ def _agrees_with_eager(parts: DecodeParts, bucket: Bucket) -> bool:
         found: list[Tensor] = []
         for step, ids in zip(dummies, tokens, strict=True):
             steps.last_tokens_S[:num_rows].copy_(ids)
-            found = [output[:num_rows].float() for output in run(_fill(steps, bucket, step))]
+            # Logits and hidden states of layers are compared apart: they differ in size.
+            found = [part for output in run(_fill(steps, bucket, step))
+                     for part in output[:num_rows].float().tensor_split([output.shape[1] - steps.num_appended], dim=1)
+                     if part.shape[1]]
         return found
 
     def run_eagerly(padded: dict[str, np.ndarray]) -> list[Tensor]:

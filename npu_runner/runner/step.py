@@ -32,9 +32,9 @@ from npu_runner.runner.decode_forward import DecodeStep
 from npu_runner.runner.images import ImageEncoder, StepImages
 from npu_runner.runner.memory import MemoryGuard
 from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets
-from npu_runner.runner.prompt_logprobs import score_prompts
 from npu_runner.runner.states import StatePool
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays, to_device
+from npu_runner.runner.token_results import score_prompts, send_states
 from npu_runner.sampling.sampler import Sampler, SamplerOutput
 
 
@@ -61,10 +61,11 @@ class PreparedStep:
 @dataclass(frozen=True)
 class Launched:
     """The results of a submitted forward. `last_BX`: logits (B, V) or hidden states (B, D) of rows with all their
-    tokens. `of_prompts`: what was asked for of all tokens of prompts."""
+    tokens. `of_prompts`: what was asked for of all tokens of prompts. `states`: hidden states of layers."""
 
     last_BX: Tensor
     of_prompts: StepResult | None = None
+    states: StepResult | None = None
 
 
 class StepResult(Protocol):
@@ -82,15 +83,17 @@ class StepUnderWay:
     step: PreparedStep
     sampled: StepResult | None
     of_prompts: StepResult | None = None
+    states: StepResult | None = None
     mark: Any = None
 
     def is_done(self) -> bool:
         """Whether nothing has to be waited for any more."""
-        return all(result is None or result.is_done() for result in (self.sampled, self.of_prompts, self.mark))
+        results = self.sampled, self.of_prompts, self.states, self.mark
+        return all(result is None or result.is_done() for result in results)
 
     def wait(self) -> None:
         """Until it has run, as far as this rank can tell."""
-        for result in (self.sampled, self.of_prompts):
+        for result in (self.sampled, self.of_prompts, self.states):
             if result is not None:
                 result.to_host()
         if self.mark is not None:
@@ -110,12 +113,13 @@ class StepRunner:
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
                  tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, images: ImageEncoder,
                  sampler: Sampler | None, guard: MemoryGuard, gated_delta: GatedDeltaBackend | None = None,
-                 states: StatePool | None = None, most_rows: int = 0):
-        """`most_rows`: of a decode step, where that is more than `max_num_seqs`."""
+                 states: StatePool | None = None, most_rows: int = 0, num_appended: int = 0):
+        """`most_rows`: of a decode step, where that is more than `max_num_seqs`. `num_appended`: see DecodeStep."""
         self.model = model
         self.accepts_ends = isinstance(model, ModelOfEnds) and model.accepts_ends and not self.reads_all_of_prompts
         """Whether a prefill's last layer can do with the last tokens of its rows."""
-        self.decode_step = DecodeStep(model, states, gated_delta)
+        self.num_appended = num_appended
+        self.decode_step = DecodeStep(model, states, gated_delta, num_appended)
         self.head_step: DecodeStep | None = None
         """A second module over a decode step's inputs, after sampling, in graphs of its own."""
         self.attention = attention
@@ -192,7 +196,7 @@ class StepRunner:
         result = self.make_result(step, launched.last_BX, of_rows)
         mark = self._mark(step, result)
         self.clock.end()
-        return StepUnderWay(step, result, launched.of_prompts, mark)
+        return StepUnderWay(step, result, launched.of_prompts, launched.states, mark)
 
     def make_result(self, step: PreparedStep, logits_BV: Tensor, of_rows: dict[str, np.ndarray]) -> StepResult | None:
         """Hand out what makes the step's result; None where this rank, or this step, has none."""
@@ -300,9 +304,9 @@ class StepRunner:
             return self._read_prompts(step, step.bucket.run())
         if step.bucket is not None:
             drafted = step.bucket.drafted if step.batch.has_drafts else None
-            return Launched((drafted or step.bucket.forward)(step.inputs)[: step.batch.num_tokens])
+            return self._read_rows(step, (drafted or step.bucket.forward)(step.inputs)[: step.batch.num_tokens])
         if not step.batch.is_prefill:
-            return Launched(self.decode_step(step.inputs, step.plan, step.state_plan))
+            return self._read_rows(step, self.decode_step(step.inputs, step.plan, step.state_plan))
         return self._prefill(step)
 
     def sample(self, step: PreparedStep, logits_BV: Tensor) -> SamplerOutput | None:
@@ -343,8 +347,9 @@ class StepRunner:
             return None
         batch = step.batch
         scores = under_way.of_prompts.to_host() if under_way.of_prompts is not None else []
+        states = under_way.states.to_host() if under_way.states is not None else []
         if sampled is None:
-            return ModelRunnerOutput([[] for _ in range(batch.batch_size)], prompt_scores=scores)
+            return ModelRunnerOutput([[] for _ in range(batch.batch_size)], prompt_scores=scores, prompt_states=states)
         assert isinstance(sampled, SamplerOutput), f"a step that samples left {type(sampled).__name__}"
         on_host = sampled.to_host()
         self.check_receipts(step, on_host.receipts_B)
@@ -357,7 +362,7 @@ class StepRunner:
             rows = np.flatnonzero(batch.samples_B)
             problems = {int(rows[row]): problem for row, problem in on_host.problems.items()}
         logprobs = StepLogprobs.from_sample(batch.batch_size, np.flatnonzero(batch.samples_B), on_host)
-        return ModelRunnerOutput(tokens, logprobs, problems=problems, prompt_scores=scores)
+        return ModelRunnerOutput(tokens, logprobs, problems=problems, prompt_scores=scores, prompt_states=states)
 
     def _prefill(self, step: PreparedStep) -> Launched:
         inputs, batch = step.inputs, step.batch
@@ -375,15 +380,26 @@ class StepRunner:
             self.states.end_prompts(inputs.state_slots, inputs.context_lens)
         return self._read_prompts(step, hidden_TD)
 
-    def _read_prompts(self, step: PreparedStep, hidden_TD: Tensor) -> Launched:
+    def _read_rows(self, step: PreparedStep, result_TX: Tensor) -> Launched:
+        """Send what is appended to the result (hidden states of layers) to the host, where rows want it."""
+        if not self.num_appended or step.ends is not None:
+            return Launched(result_TX)
+        chunks, states = step.batch.prompt_states, None
+        if chunks and self.tp.rank == 0:
+            states = send_states(chunks, result_TX[:, -self.num_appended :], self.platform.memory.download)
+        return Launched(result_TX[:, : -self.num_appended], states=states)
+
+    def _read_prompts(self, step: PreparedStep, result_TX: Tensor) -> Launched:
         """Read all tokens of the step, or its ends; a graph's padding comes behind them."""
+        read = self._read_rows(step, result_TX)
+        hidden_TD = read.last_BX
         of_prompts = self.prompt_results(step, hidden_TD)
         sampled_rows = step.tensors["sampled_rows"]
         # Without a row that samples it is a chunk in the middle of its prompt.
         if not len(sampled_rows):
-            return Launched(hidden_TD[:0], of_prompts)
+            return Launched(hidden_TD[:0], of_prompts, read.states)
         rows = sampled_rows if step.ends is not None else step.tensors["end_rows"].index_select(0, sampled_rows)
-        return Launched(self.read_out(hidden_TD.index_select(0, rows)), of_prompts)
+        return Launched(self.read_out(hidden_TD.index_select(0, rows)), of_prompts, read.states)
 
     def record_prompts(self, step: PreparedStep, x_TD: Tensor, hidden_TD: Tensor) -> None:
         """Keep what a head reads of a prefill: its tokens as embedded, and their final hidden states. Nothing here."""
@@ -395,7 +411,7 @@ class StepRunner:
         return score_prompts(
             step.batch, hidden_TD, step.tensors["scored_tokens"], step.tensors["prompt_targets"],
             keeps=self.sampler is not None, max_num_seqs=self.max_num_seqs, read_out=self.model.compute_logits,
-            download=self.platform.memory.download)
+            download=self.platform.memory.download, as_logits=self.sampler is not None and self.sampler.returns_logits)
 
     def read_out(self, hidden_BD: Tensor) -> Tensor:
         """The logits (B, V) of the final hidden states of rows whose prompt has ended."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from npu_runner.platforms.ops import AddAt, MaskedSampler, Ops, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
+from npu_runner.request.logprobs import LOGPROBS_MODES
 from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling import sampling_ops as ops
@@ -41,7 +42,7 @@ NO_TOKEN, ALL_BANNED = -1, -2
 
 @dataclass(frozen=True)
 class LogprobsTensors:
-    """Log probabilities of the model's own distribution, before penalties and temperature, on the device.
+    """Log probabilities or logits, as `logprobs_mode` says, on the device.
 
     sampled_L float32; ranks_L int32, 1 for the most probable token; top_ids (L, K) int64 and top_logprobs (L, K)
     float32, most probable first.
@@ -129,9 +130,12 @@ class Sampler:
                  masked_sampler: MaskedSampler | None = None,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
                  host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
-                 constrained: ConstrainedRows | None = None):
+                 constrained: ConstrainedRows | None = None, logprobs_mode: str = LOGPROBS_MODES[0]):
         """sort_ascending, softmax_sampler, samples_greedily, add_at, allow_tokens, masked_sampler: the platform's, see
-        Ops; download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking."""
+        Ops; download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking.
+        logprobs_mode: RunnerConfig's."""
+        self._processes_logprobs = logprobs_mode.startswith("processed")
+        self.returns_logits = logprobs_mode.endswith("logits")
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
                                     eos_token_ids=eos_token_ids, device=device, add_at=add_at)
         self._sort_ascending = sort_ascending
@@ -249,8 +253,10 @@ class Sampler:
         tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, words_CW)
         logprobs = None
         if plan.logprobs is not None:
-            logprobs = _logprobs(plan.logprobs.select(logits_BV).float(), plan.logprobs.select(tokens_B1),
-                                 plan.num_logprobs)
+            tokens_L1 = plan.logprobs.select(tokens_B1)
+            values_LV = (self._processed(logits_BV, slots_B, plan, words_CW, tokens_L1) if self._processes_logprobs
+                         else plan.logprobs.select(logits_BV).float())
+            logprobs = _logprobs(values_LV, tokens_L1, plan.num_logprobs, as_logits=self.returns_logits)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
         output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
@@ -386,6 +392,26 @@ class Sampler:
             return adjusted_AV
         return plan.masked.put(adjusted_AV, self._allow_tokens(adjusted_AV, plan.masked.index, words_CW))
 
+    def _processed(self, logits_BV: Tensor, slots_B: Tensor, plan: StepPlan, words_CW: Tensor | None,
+                   tokens_L1: Tensor) -> Tensor:
+        """(L, V): the logits that the rows with log probabilities are sampled from, -inf for tokens that are left
+        out."""
+        assert plan.logprobs is not None, "no row asks for it"
+        processed_BV = logits_BV.float()
+        if plan.adjusted is not None:
+            processed_BV = plan.adjusted.put(processed_BV, self._adjust(logits_BV, slots_B, plan, words_CW))
+        logits_LV, fields_FL1 = plan.logprobs.select(processed_BV), self._state.fields(plan.logprobs.select(slots_B))
+        is_greedy_L1 = fields_FL1[Field.TEMPERATURE] == 0.0
+        scaled_LV = logits_LV / fields_FL1[Field.TEMPERATURE].masked_fill(is_greedy_L1, 1.0)
+        if not any(group.sorts or group.uses_min_p for group in plan.groups):
+            return scaled_LV
+        is_kept_LV = ops.is_kept(
+            logits_LV, fields_FL1[Field.TEMPERATURE], top_k_B1=fields_FL1[Field.TOP_K],
+            top_p_B1=fields_FL1[Field.TOP_P], min_p_B1=fields_FL1[Field.MIN_P], sort_ascending=self._sort_ascending)
+        # The sampler's sums are of fewer candidates: at an edge they may round otherwise. What was sampled is kept.
+        is_sampled_LV = torch.arange(scaled_LV.shape[-1], device=scaled_LV.device) == tokens_L1
+        return torch.where(is_kept_LV | is_greedy_L1 | is_sampled_LV, scaled_LV, torch.full_like(scaled_LV, -torch.inf))
+
     def _sample_group(self, group: SamplingGroup, logits_GV: Tensor, largest_G1: Tensor, greedy_G1: Tensor,
                       slots_G: Tensor, uniforms_G1: Tensor) -> Tensor:
         fields_FG1 = self._state.fields(slots_G)
@@ -422,8 +448,8 @@ def _most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest_B1, tokens_B1, ops.is_unusable(logits_BV, largest_B1)
 
 
-def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int) -> LogprobsTensors:
-    log_total_L1 = logits_LV.logsumexp(-1, keepdim=True)
+def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int, *, as_logits: bool) -> LogprobsTensors:
+    log_total_L1 = torch.zeros_like(logits_LV[:, :1]) if as_logits else logits_LV.logsumexp(-1, keepdim=True)
     top_LK, top_ids = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
     sampled_L1 = logits_LV.gather(-1, tokens_L1)
     return LogprobsTensors(

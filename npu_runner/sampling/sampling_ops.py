@@ -91,6 +91,26 @@ def sample_from_top(logits_BV: Tensor, largest_B1: Tensor, temperature_B1: Tenso
     return _token_of_rank(logits_BV, negated_BK, sampled_B1)
 
 
+def is_kept(logits_BV: Tensor, temperature_B1: Tensor, *, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor,
+            sort_ascending: Callable[[Tensor], Tensor]) -> Tensor:
+    """(B, V) bool: the tokens that top_k, then top_p, then min_p keep, as `sample_from_top` samples them. Rows of
+    temperature 0 have any value."""
+    negated_BV = sort_ascending(logits_BV.neg())
+    weights_BV = token_weights(negated_BV, negated_BV[:, :1], -temperature_B1)
+    ranks_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device, dtype=torch.float32)
+    weights_BV = weights_BV.masked_fill_(ranks_V >= top_k_B1, 0.0)
+    sums = _RunningSums(weights_BV)
+    last_B1 = sums.first_beyond(top_p_B1 * sums.total_B1)[0].float().masked_fill(top_p_B1 >= 1.0, len(ranks_V) - 1)
+    num_likely_B1 = weights_BV.ge(min_p_B1).sum(-1, keepdim=True).float().clamp(min=1.0)
+    last_B1 = torch.minimum(last_B1, torch.minimum(top_k_B1, num_likely_B1) - 1)
+    edge_B1 = negated_BV.gather(-1, last_B1.long())
+    # Of equal logits the lower token ids are kept, as many as the rank of the last one leaves.
+    num_equal_B1 = last_B1 + 1 - (negated_BV < edge_B1).sum(-1, keepdim=True)
+    is_equal_BV = logits_BV == -edge_B1
+    places_BV = is_equal_BV.to(torch.int32).cumsum(-1, dtype=torch.int32)
+    return (logits_BV > -edge_B1) | (is_equal_BV & (places_BV <= num_equal_B1))
+
+
 def repetition_penalty(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
     """Logits of seen tokens divided by the penalty where positive, multiplied where negative (arXiv 1909.05858)."""
     penalised_BV = torch.where(logits_BV > 0.0, logits_BV / penalty_B1, logits_BV * penalty_B1)

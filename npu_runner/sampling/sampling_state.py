@@ -19,7 +19,7 @@ from torch import Tensor
 from npu_runner.errors import RequestError
 from npu_runner.platforms.ops import AddAt
 from npu_runner.platforms.transfers import upload_together
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import SamplingParams, num_top_logprobs
 from npu_runner.sampling.logit_rules import LogitRules, Watch, logit_rules
 from npu_runner.sampling.ngram_history import NgramHistory, NgramRule, ngram_rule
 from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, sampling_class
@@ -157,7 +157,7 @@ class SamplingState:
         self._classes_S[slot] = GREEDY if params.is_greedy else sampling_class(
             top_k, self.vocab_size, params.top_p, params.min_p)
         self._top_k_S[slot] = top_k
-        self._num_logprobs_S[slot] = params.logprobs or 0
+        self._num_logprobs_S[slot] = num_top_logprobs(params.logprobs or 0, self.vocab_size)
         self._fields_FS[:, slot] = _fields(params, top_k)
         self._newcomers[slot] = (prompt_token_ids, output_token_ids)
 

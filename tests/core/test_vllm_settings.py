@@ -28,7 +28,7 @@ FLAT = {**npu_runner.config.flat_fields(RunnerConfig), **npu_runner.config.flat_
     {"dtype": None, "seed": None, "max_num_seqs": None, "enable_prefix_caching": None, "compilation_config": {}},
     {"limit_mm_per_prompt": None, "speculative_config": None, "enable_lora": False},
     {"kv_transfer_config": None, "additional_config": {}, "enable_prompt_embeds": False, "device": "auto",
-     "logprobs_mode": "raw_logprobs", "reasoning_parser": None},
+     "logprobs_mode": "raw_logprobs", "reasoning_parser": None}, {"max_logprobs": -1},
 ])
 def test_what_asks_for_nothing_is_left_out(given: dict[str, Any]) -> None:
     assert RunnerConfig.from_keywords("m", **own_settings("folder/model", given)) == RunnerConfig(model="m")

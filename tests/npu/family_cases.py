@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.cann.environment import has_real_cann
@@ -31,6 +33,30 @@ def cases_of(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> li
 def tiny(model_type: str, checkpoint: Any, mode: str, **settings: Any) -> Case:
     """The first of them."""
     return cases_of(model_type, checkpoint, mode, **settings)[0]
+
+
+def returning_states(checkpoint: Any, mode: str) -> Case:
+    """Hidden states of layers, and the logits that are left to be sampled from, with steps under way."""
+    case = tiny("qwen3", checkpoint, mode, hidden_state_layers=[0, -1], logprobs_mode="processed_logits",
+                async_scheduling=True)
+    sampling = {"return_hidden_states": True, "top_p": 0.9, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.2}
+    return dataclasses.replace(case, count=3, max_tokens=6, logprobs=4, sampling=sampling)
+
+
+def assert_returns_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Tokens, and what else the requests ask for."""
+    assert found["tokens"] == expected["tokens"]
+    for ours, theirs in zip(found["hidden_states"], expected["hidden_states"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for layer, states in theirs.items():
+            np.testing.assert_allclose(ours[layer], states, rtol=0, atol=1e-4)
+    for ours, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.keys() == other.keys()
+            assert [*one.values()] == pytest.approx([*other.values()], abs=1e-4)
+    assert found["memory"]["used"] == found["memory"]["total_bytes"] - found["memory"]["free_bytes"]
+    assert 0 < found["memory"]["allocated_bytes"] <= found["memory"]["used"] < found["memory"]["total_bytes"]
+    assert expected["memory"] is None, "the host's memory is no device's"
 
 
 def assert_close_at_the_first_divergence(ours: dict[str, Any], reference: dict[str, Any], most: float = 0.25) -> None:

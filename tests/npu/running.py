@@ -50,7 +50,8 @@ def unknown_launches(folder: Path) -> set[str]:
 
 def on_cpu(case: Case) -> dict[str, Any]:
     """The same on the cpu platform, eagerly, with one rank, in this process."""
-    keep = {name: value for name, value in case.settings.items() if name in ("max_model_len", "max_num_seqs", "dtype")}
+    names = "max_model_len", "max_num_seqs", "dtype", "hidden_state_layers", "logprobs_mode"
+    keep = {name: value for name, value in case.settings.items() if name in names}
     result = run_case(dataclasses.replace(case, settings={**keep, "platform": "cpu"}))
     return dict(json.loads(json.dumps(result)))
 

@@ -11,7 +11,14 @@ import pytest
 
 from tests.families import EAGER, FAMILIES, GRAPHS, MODES, split_by
 from tests.full_set import only_full
-from tests.npu.family_cases import assert_close_at_the_first_divergence, cases_of, emulated, tiny
+from tests.npu.family_cases import (
+    assert_close_at_the_first_divergence,
+    assert_returns_the_same,
+    cases_of,
+    emulated,
+    returning_states,
+    tiny,
+)
 from tests.npu.programs.generate import Case
 from tests.npu.running import assert_graphs_are_whole, on_cpu, on_npu
 
@@ -27,8 +34,9 @@ DENSE = [name for name, family in FAMILIES.items() if not family.has_experts and
 @pytest.mark.parametrize("model_type", [*FAST, *only_full(
     "families that go the way of one in the fast set (tests/families.py)", *OTHERS)])
 def test_captured_graphs(model_type: str, checkpoint: Any, tmp_path: Path) -> None:
-    """Batches above the largest graph run eagerly, and every prefill does."""
-    assert_tokens_equal_cpu([model_type], "reduce-overhead", checkpoint, tmp_path)
+    """Batches above the largest graph run eagerly, and every prefill does. Graphs return hidden states, too."""
+    more = [returning_states(checkpoint, "reduce-overhead")] if model_type == FAST[0] else []
+    assert_tokens_equal_cpu([model_type], "reduce-overhead", checkpoint, tmp_path, more)
 
 
 @emulated
@@ -46,14 +54,22 @@ def test_other_modes_of_other_families(model_type: str, mode: str, checkpoint: A
     assert_tokens_equal_cpu([model_type], mode, checkpoint, tmp_path)
 
 
-def assert_tokens_equal_cpu(model_types: Sequence[str], mode: str, checkpoint: Any, tmp_path: Path) -> None:
-    cases = [case for name in model_types for case in cases_of(name, checkpoint, mode)]
+@emulated
+@pytest.mark.full("graphs of the graph engine and eager steps; captured graphs return hidden states in the fast set")
+@pytest.mark.parametrize("mode", ["eager", "max-autotune"])
+def test_other_modes_return_hidden_states(mode: str, checkpoint: Any, tmp_path: Path) -> None:
+    assert_tokens_equal_cpu([], mode, checkpoint, tmp_path, [returning_states(checkpoint, mode)])
+
+
+def assert_tokens_equal_cpu(model_types: Sequence[str], mode: str, checkpoint: Any, tmp_path: Path,
+                            more: Sequence[Case] = ()) -> None:
+    cases = [*(case for name in model_types for case in cases_of(name, checkpoint, mode)), *more]
     for case, result in zip(cases, on_npu(cases, tmp_path), strict=True):
         assert_equals_cpu(case, result)
 
 
 def assert_equals_cpu(case: Case, result: dict[str, Any]) -> None:
-    assert result["tokens"] == on_cpu(case)["tokens"], case.model
+    assert_returns_the_same(result, on_cpu(case))
     if case.settings["graph_mode"] != "eager":
         assert_graphs_are_whole(result, [4])
 

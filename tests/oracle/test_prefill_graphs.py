@@ -25,6 +25,7 @@ from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket
 from tests.full_set import only_full
 from tests.oracle.image_prompts import LAYOUTS, make_prompts
+from tests.oracle.returned_states import assert_states
 from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
 from tests.oracle.scheduled_prompts import text_prompts
 from tests.oracle.sliding_configs import SOME_SLIDE
@@ -95,6 +96,24 @@ def test_padded_prefills_equal_the_reference(model_type: str, changes: dict[str,
             assert alone.num_cached_tokens == (len(prompt.token_ids) - 1) // 4 * 4
             assert alone.token_ids == output.token_ids
         assert set(used) == {4, 24, 40}
+
+
+def test_hidden_states_are_those_of_eager_prefills(checkpoint: Any, platform_name: str, used: Counter[int]) -> None:
+    """Prefills whose states are wanted run eagerly, others in their graphs; decode graphs return states of every row.
+    """
+    path: Path = checkpoint("qwen3")
+    with LLM(path, platform=platform_name, graph_prefill_sizes=(40,), hidden_state_layers=(1, -1), block_size=4,
+             max_num_batched_tokens=40, **GRAPHS, **SMALL) as llm:
+        prompts = text_prompts(llm)[:4]
+        used.clear()
+        plain = llm.generate(prompts, greedy())
+        num_prefills = used.total()
+        assert num_prefills
+        asked = greedy().replace(return_hidden_states=True)
+        for prompt, expected, result in zip(prompts, plain, llm.generate(prompts, asked), strict=True):
+            assert result.token_ids == expected.token_ids
+            assert_states(path, prompt.token_ids, result, (1, -1))
+        assert used.total() == num_prefills
 
 
 @pytest.mark.full("the prefill of experts is no other in a graph; the layers around it stay in the fast set")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from openai.types import Completion
 
-import npu_runner.runner.prompt_logprobs as prompt_scores
+import npu_runner.runner.token_results as prompt_scores
 from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import PromptLogprobs, RequestOutput

@@ -17,7 +17,7 @@ from npu_runner.errors import RequestError
 from npu_runner.platforms.meta import META, LiveBytes
 from npu_runner.platforms.transfers import Download
 from npu_runner.prompts.tasks import text_task
-from npu_runner.runner.pooling_step import as_float32, send_states
+from npu_runner.runner.token_results import as_float32, send_states
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import assert_same, expected_vector
 from tests.oracle.running import SMALL, need_devices, runner_of

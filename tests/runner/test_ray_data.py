@@ -222,14 +222,14 @@ def test_what_is_wrong_with_a_row_stands_in_its_column(predictor: LLMPredictor, 
     junk = [{"role": "user", "content": [{"type": "image", "image": b"junk"}, {"type": "text", "text": "x"}]}]
     rows = [(fine[0], GREEDY), (junk, GREEDY), (fine[1], {**GREEDY, "n": 2}), (fine[1], {**GREEDY, "logprobs": 3}),
             (fine[1], {**GREEDY, "tempersture": 1}), (fine[1], {**GREEDY, "top_p": 7.0}), (fine[1], "hot"),
-            (None, GREEDY), (fine[1], GREEDY)]
+            (None, GREEDY), (fine[1], {**GREEDY, "return_hidden_states": True}), (fine[1], GREEDY)]
     out = predictor({"messages": column([row[0] for row in rows]), "sampling_params": column([row[1] for row in rows])})
     errors = out[ERROR_COLUMN]
-    assert errors[0] == errors[8] == ""
-    assert [out["generated_tokens"][index] for index in (0, 8)] == [expected[0].token_ids, expected[1].token_ids]
+    assert errors[0] == errors[9] == ""
+    assert [out["generated_tokens"][index] for index in (0, 9)] == [expected[0].token_ids, expected[1].token_ids]
     wanted = ["image_not_recognised: messages[0].content[0]: not an image", "n 2", "npu-runner batch writes them",
               "'tempersture': there is no such field", "top_p: 7.0 is outside", "an object is needed",
-              "invalid_type: messages"]
+              "invalid_type: messages", "LLM.generate and LLM.chat return them"]
     for index, text in enumerate(wanted, 1):
         assert text in errors[index], errors[index]
         assert (out["finish_reason"][index], out["generated_text"][index]) == ("error", "")

@@ -95,6 +95,11 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
     folder = options.allowed_media_dir
     if options.response_schema is not None:
         config = config.replace(prepare_structured_outputs=True)
+    if config.logprobs_mode.endswith("logits"):
+        raise ConfigError(f"logprobs_mode {config.logprobs_mode}: rows have fields of log probabilities alone; use "
+                          "raw_logprobs or processed_logprobs, or LLM, which returns logits")
+    if config.hidden_state_layers is not None:
+        raise ConfigError("hidden_state_layers: rows have no field for them; leave it out, or use LLM")
     return ServerPlan(
         config=config,
         source=source,

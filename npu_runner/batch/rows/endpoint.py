@@ -18,12 +18,12 @@ from npu_runner.batch.rows.logprobs_json import LogprobsJson, encoded, to_json
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.processor import ChatProcessor
-from npu_runner.request.limits import LIMITS, check_count, plain_template_kwargs, shown
+from npu_runner.request.limits import LIMITS, check_count, field_error, plain_template_kwargs, shown
 from npu_runner.request.logprobs import PromptLogprobs
 from npu_runner.request.outputs import CompletionOutput, RequestOutput
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS, WHOLE_VOCABULARY, SamplingParams
 from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
 
 RequestParams = SamplingParams | PoolingParams
@@ -391,6 +391,10 @@ class RequestBody(RowBody, AnswerRules):
             own["structured_outputs"] = self.answer_rule()
         own |= {"max_tokens": self.own_max_tokens(), "logprobs": self.num_logprobs(),
                 "prompt_logprobs": self.num_prompt_logprobs()}
+        for name in ("logprobs", "prompt_logprobs"):
+            if own[name] == WHOLE_VOCABULARY:
+                raise field_error(name, f"{WHOLE_VOCABULARY} is outside 0 to {MAX_TOP_LOGPROBS}; LLM alone gives those "
+                                  "of the whole vocabulary", "invalid_sampling_parameter")
         own.setdefault("seed", fallback_seed)
         return SamplingParams(**{**defaults, **own}).with_limit(self.default_max_tokens(defaults))
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from npu_runner import LLM, SamplingParams
+from npu_runner.platforms import pick_platform
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.oracle.running import runner_of
 
@@ -68,12 +69,21 @@ def run_case(case: Case) -> dict[str, Any]:
             "tokens": [output.token_ids for output in outputs],
             "texts": [output.text for output in outputs],
             "logprobs": [[dict(top_of(place)) for place in output.logprobs or []] for output in outputs],
+            "hidden_states": [{str(layer): states.tolist() for layer, states in (output.hidden_states or {}).items()}
+                              for output in outputs],
+            "memory": memory_of(case.settings["platform"]),
             "graphs": llm.engine.info.graphs,
             "before": before, "after": snapshot(),
             "num_accepted_tokens": stats.num_accepted_tokens, "eager_drafts": eager_drafts,
             "eager_heads": eager_heads,
             "num_preemptions": stats.num_preemptions, "prefix_cache_hits": stats.prefix_cache_hits,
         }
+
+
+def memory_of(platform: str) -> dict[str, int] | None:
+    """The device's memory as anybody may ask for it."""
+    info = pick_platform(platform).memory_info()
+    return info and {"used": info.used_bytes, **dataclasses.asdict(info)}
 
 
 def heads_without_graph(llm: LLM) -> list[int]:
@@ -111,8 +121,8 @@ def drafts_without_graph(llm: LLM) -> list[int]:
 def parameters(case: Case, index: int) -> SamplingParams:
     """Different lengths, so that the batch shrinks through every size."""
     length = case.max_tokens if case.prompts == "shapes" else max(2, case.max_tokens - index % case.max_tokens)
-    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=case.ignore_eos, logprobs=case.logprobs,
-                          **case.sampling)
+    return SamplingParams(**{"temperature": 0, "max_tokens": length, "ignore_eos": case.ignore_eos,
+                             "logprobs": case.logprobs, **case.sampling})
 
 
 def make_prompts(llm: LLM, case: Case) -> list[Any]:
