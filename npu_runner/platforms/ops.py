@@ -86,7 +86,10 @@ class Ops(Contract, ABC):
 
     @abstractmethod
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves of the first R <= H dims: x * cos + (-x2, x1) * sin. May work in place on q and k."""
+        """Rotate halves of the first R <= H dims: x * cos + (-x2, x1) * sin. May work in place on q and k.
+
+        cos and sin are float32 in some networks of transformers, whatever the dtype of q and k.
+        """
 
     @abstractmethod
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +196,7 @@ class TorchOps(Ops):
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos_TR[:, None, :], sin_TR[:, None, :]
-        return rotate_leading(q_TNH, cos, sin), rotate_leading(k_TKH, cos, sin)
+        return rotate_leading(q_TNH, cos, sin).to(q_TNH.dtype), rotate_leading(k_TKH, cos, sin).to(k_TKH.dtype)
 
     def rotary_in_float32(self, qk_T2NH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
         turned_T2NH = rotate_half(qk_T2NH.float(), cos_TH[:, None, None], sin_TH[:, None, None])

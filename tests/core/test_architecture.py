@@ -80,7 +80,7 @@ MOST_ARROWS = 127
 # batch, cli: `verify` has transformers score answers, and names two numbers per row (380).
 # serving, engine, llm, core, batch: what waits is bounded by tokens; a row is under way once its step is planned (76).
 MOST_LINES = {
-    "platforms": 14458, "batch": 8965, "prompts": 7315, "runner": 4984, "checkpoint": 3957, "serving": 2979,
+    "platforms": 14463, "batch": 8965, "prompts": 7315, "runner": 4984, "checkpoint": 3957, "serving": 2979,
     "engine": 2616, "tables": 3489, "core": 2196, "grammars": 1997, "models": 3256, "cli": 2275, "layers": 1873,
     "sampling": 1822, "request": 1873, "strategies": 1991, "reports": 1539, "llm": 1487, "front": 982,
     "processes": 759, "readers": 1001, "assets": 11,

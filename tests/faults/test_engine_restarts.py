@@ -40,10 +40,10 @@ class Stage:
         self.engine.add_request, self.engine.step, self.engine.close = self.add, self.step, lambda: None
         self._poisoned: set[str] = set()
 
-    def add(self, request_id: str, prompt: Any, params: Any) -> None:
+    def add(self, request_id: str, prompt: Any, params: Any) -> Any:
         if prompt.token_ids == POISON:
             self._poisoned.add(request_id)
-        self._add(request_id, prompt, params)
+        return self._add(request_id, prompt, params)
 
     def step(self) -> list[RequestOutput]:
         under_way = tuple(self.engine._requests)

@@ -42,6 +42,8 @@ class NpuOps(TorchOps):
         return torch_npu.npu_swiglu(torch.cat((gate, self.rms_norm(x, weight, eps)), dim=-1))
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        if cos_TR.dtype != q_TNH.dtype:
+            return super().rotary(q_TNH, k_TKH, cos_TR, sin_TR)
         num_dims = cos_TR.shape[-1]
         if num_dims == q_TNH.shape[-1]:
             return _rotate(q_TNH, k_TKH, cos_TR, sin_TR)
