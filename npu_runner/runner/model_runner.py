@@ -186,6 +186,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.steps.size_tables(self.max_model_len)
         self.ledger = self.guard.ledger = plan.ledger
         self.bind_cache(self.num_blocks)
+        self.steps.caches = self.k_cache, self.v_cache
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""

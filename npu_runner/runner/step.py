@@ -25,6 +25,7 @@ from npu_runner.platforms.gated_delta import GatedDeltaBackend, StateSave
 from npu_runner.platforms.platform import Platform
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.runner.base import ModelRunnerOutput, StepLogprobs
+from npu_runner.runner.block_copies import copy_blocks
 from npu_runner.runner.block_tables import BlockTables
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, pad_into, send
 from npu_runner.runner.clocks import PhaseClock
@@ -139,6 +140,8 @@ class StepRunner:
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(max_num_seqs + self.most_rows, dtype=torch.int32, device=device)
         self.size_tables(max_model_len)
+        self.caches: tuple[Tensor, ...] = ()
+        """Keys and values, (layers, NB, S, K, H) each."""
         self._last_number = 0
         self._newest: StepUnderWay | None = None
 
@@ -191,6 +194,7 @@ class StepRunner:
         self.clock.enter("prepare")
         step = self.prepare(batch, number, of_rows)
         self.clock.enter("launch")
+        copy_blocks(self.caches, batch.copies, self.platform.memory)
         launched = self.launch(step)
         self.clock.enter("sample")
         result = self.make_result(step, launched.last_BX, of_rows)
