@@ -119,8 +119,7 @@ class ScheduledBatch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks of the KV cache: copied before the step's forward."""
     borrowed_rows: list[int] = field(default_factory=list)
-    """Rows of one token whose last block is another row's in this step, which writes that token there. So they write
-    to the null block."""
+    """Rows of one token that read it from another row's block in this step, and write their own to the null block."""
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     """(snapshot slot, slot) of the state pool: copied before the step's forward."""
     state_saves: list[tuple[int, int, int]] = field(default_factory=list)
@@ -227,17 +226,15 @@ class RunningTable:
         as sent."""
         news: list[tuple[int, int, int]] = []
         for seq in sequences:
-            slot, blocks = seq.slot, seq.block_table
+            slot, borrowed = seq.slot, seq.borrowed_block
+            blocks = [*seq.block_table[:-1], borrowed] if borrowed else seq.block_table
             assert slot is not None, f"sequence {seq.seq_id} is in a step and holds no slot"
-            if seq.borrowed_block:
-                blocks = [*blocks[:-1], seq.borrowed_block]
             first, first_null = int(self._num_blocks[slot]), int(self._num_null_blocks[slot])
             # Freed blocks may have another owner: they must not be found here.
             news += [(slot, column, 0) for column in range(first_null, min(first, seq.num_null_blocks))]
             news += zip(repeat(slot), range(first, len(blocks)), blocks[first:], strict=False)
             # The sequence's own block in the place of a borrowed one is sent with its next step.
-            self._num_blocks[slot] = len(blocks) - (seq.borrowed_block > 0)
-            self._num_null_blocks[slot] = seq.num_null_blocks
+            self._num_blocks[slot], self._num_null_blocks[slot] = len(blocks) - (borrowed > 0), seq.num_null_blocks
         return np.array(news, dtype=np.int32) if news else NO_NEW_BLOCKS
 
     def unsent_decoding_entries(self, running: list[Sequence]) -> np.ndarray:

@@ -21,10 +21,8 @@ from npu_runner.runner.step_arrays import to_device
 _PIECE_BYTES = 32 * MIB
 
 
-def copy_blocks(caches: Sequence[Tensor], copies: Sequence[tuple[int, int]], memory: Memory) -> None:
+def copy_blocks(caches: Sequence[Tensor], memory: Memory, copies: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks of each of `caches`, (L, NB, ...): (source, target) each. No target is a source."""
-    if not copies:
-        return
     pairs_N2 = np.array(copies, dtype=np.int64)
     sent = to_device(memory, {"sources": pairs_N2[:, 0], "targets": pairs_N2[:, 1]}, caches[0].device)
     for cache in caches:
