@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--model", choices=TEXT, help="another shape")
     parser.add_argument("--batch-sizes", type=int, nargs="+", help="of decode steps")
     parser.add_argument("--prompts", type=_prompts, nargs="+", metavar="COUNTxTOKENSxANSWER", help="of (g)")
-    parser.add_argument("--generic", action="store_true", help="ours: through transformers' modules")
+    parser.add_argument("--generic", action="store_true", help="through transformers' modules, vLLM too")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES, *BY_NAME), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
@@ -132,6 +132,7 @@ def measure(part: str, side: str, arguments: argparse.Namespace) -> dict[str, An
                     prompts=tuple(arguments.prompts or sizes.prompts))
     settings: dict[str, Any] = {"platform": arguments.platform, "dtype": arguments.dtype}
     if side in (VLLM, TRANSFORMERS):
+        settings |= {"model_impl": "transformers"} if arguments.generic else {}
         return peers.measure(side, part, sizes, settings, arguments.repeats)
     settings |= {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
     from bench import ours

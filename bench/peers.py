@@ -155,7 +155,7 @@ def _vllm(path: Path, settings: dict[str, Any], **more: Any) -> Any:
 
     # No prefix of a repeat may come out of its cache.
     return LLM(str(path), load_format="dummy", dtype=settings["dtype"], max_model_len=_MAX_MODEL_LEN, seed=0,
-               enable_prefix_caching=False, **more)
+               enable_prefix_caching=False, model_impl=settings.get("model_impl", "auto"), **more)
 
 
 def _vllm_params(num_tokens: int, temperature: float = 0.0) -> Any:

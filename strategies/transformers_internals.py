@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from npu_runner.checkpoint.formats.stored import NORM_SHIFT
+from npu_runner.checkpoint.renamed_weights import Chunk
 from npu_runner.errors import WeightsError
 
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -119,7 +120,7 @@ def tied_names(network: Any) -> dict[str, str]:
     return dict(network.all_tied_weights_keys)
 
 
-def stored_names(network: Any, stored: Collection[str]) -> dict[str, str]:
+def stored_names(network: Any, stored: Collection[str]) -> dict[str, str | Chunk]:
     """The stored name of each tensor, by its name in `network`, as transformers made it; tensors that transformers
     ignores are left out. A tensor that is no tensor of the network keeps its stored name.
 
@@ -135,7 +136,7 @@ def stored_names(network: Any, stored: Collection[str]) -> dict[str, str]:
                   for pattern in each.source_patterns}
     given = [each for each in transforms if isinstance(each, WeightConverter)]
     known, prefix, ignored = dict.fromkeys(network.state_dict(), True), network.base_model_prefix, _ignored(network)
-    found: dict[str, str] = {}
+    found: dict[str, str | Chunk] = {}
     problems = []
     for name in sorted(stored, key=_natural):
         # The reader of ModelSlim's files calls the bias of any norm so.
@@ -144,6 +145,11 @@ def stored_names(network: Any, stored: Collection[str]) -> dict[str, str]:
         if ours not in known and name in known:
             ours, pattern = rename_source_key(name, [], [], prefix, known)
         if ours not in known and any(each.search(ours) for each in ignored):
+            continue
+        chunks = _chunks_of(name, ours, converters[pattern]) if pattern is not None else {}
+        if chunks and chunks.keys() <= known.keys():
+            problems += [f"{name} and {found[part]} are both {part}" for part in chunks.keys() & found.keys()]
+            found.update(chunks)
             continue
         if pattern is not None and ours in known:
             matrix = _matrix_of_expert(name, ours, converters[pattern], pattern)
@@ -162,7 +168,17 @@ def stored_names(network: Any, stored: Collection[str]) -> dict[str, str]:
     return _without_tied(found, tied_names(network))
 
 
-def _without_tied(found: dict[str, str], tied: dict[str, str]) -> dict[str, str]:
+def _chunks_of(name: str, first: str, converter: Any) -> dict[str, Chunk]:
+    """The tensors that transformers makes of a stored one by cutting it; `first`: the name of the first."""
+    targets = list(converter.target_patterns)
+    operations = [(type(each).__name__, getattr(each, "dim", None), getattr(each, "num_shards_attribute", None))
+                  for each in converter.operations]
+    if operations != [("Chunk", 0, None)] or targets[0] not in first:
+        return {}
+    return {first.replace(targets[0], target): Chunk(name, index, len(targets)) for index, target in enumerate(targets)}
+
+
+def _without_tied(found: dict[str, str | Chunk], tied: dict[str, str]) -> dict[str, str | Chunk]:
     """The file may have either of two tied tensors, or both."""
     for target, source in tied.items():
         if target in found:

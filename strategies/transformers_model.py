@@ -72,8 +72,9 @@ REQUIRED = "transformers 5.20 or newer (pip install 'transformers>=5.20,<6')"
 _SERVING, _PROBING, _COMPARING = "npu_runner", "npu_runner_probe", "npu_runner_compared"
 _ATTENDING = {"full_attention", "sliding_attention"}
 _GROWING_ROPES = ("dynamic", "longrope")
-# What a class of transformers raises that does not fit; a RuntimeError may be a want of memory.
-_OF_FOREIGN_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+# What a class of transformers raises that does not fit; a RuntimeError may also be a want of memory.
+_OF_FOREIGN_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_OF_MEMORY = re.compile("memory|alloc|207001", re.IGNORECASE)
 
 
 def installed_version() -> str | None:
@@ -180,6 +181,8 @@ class TransformersStrategy(LoadStrategy):
             distances = compare_at_start(model, self._num_positions, self._compared_prompt(model, model_config),
                                          own_attention)
         except _OF_FOREIGN_CODE as error:
+            if isinstance(error, RuntimeError) and _OF_MEMORY.search(str(error)):
+                raise
             raise self._refusal("the comparison at the start does not run "
                                 f"({type(error).__name__}: {error})") from error
         logger.info("compared with transformers: attention differs by %.1e of its size, all else by %.1e",
@@ -238,7 +241,7 @@ class TransformersStrategy(LoadStrategy):
                          for each in observed.calls),
             max_position_embeddings=self._longest,
             rms_norm_eps=1e-6,
-            tie_word_embeddings=bool(found.tie_word_embeddings),
+            tie_word_embeddings=bool(getattr(found, "tie_word_embeddings", False)),
             rope=RopeConfig(mrope_section=self._mrope_section),
             image_token_id=found.image_token_id if self.is_multimodal else None,
             dtype=read_dtype(config),
@@ -290,8 +293,7 @@ class TransformersStrategy(LoadStrategy):
         if type(self._config) not in mapping:
             raise ModelError(f"{self.path}: model_type {model_type!r}: transformers has no {name} for it")
         model_class: Any = mapping[type(self._config)]
-        reason = _refuse(self._config, model_class, is_multimodal=self.is_multimodal)
-        if reason:
+        for reason in _reasons(self._config, model_class, is_multimodal=self.is_multimodal):
             raise self._refusal(reason)
         return model_class
 
@@ -384,22 +386,20 @@ def _special_ids(fields: dict[str, Any]) -> Iterator[int]:
 # weights (models/transformers_probe.py) -------------------------------------------------------------------------------
 
 
-def _refuse(config: Any, model_class: Any, *, is_multimodal: bool) -> str | None:
-    """The first reason why a model of `model_class` with this config is not served; None where none is known."""
-    return next(_reasons(config, model_class, is_multimodal), None)
-
-
-def _reasons(config: Any, model_class: Any, is_multimodal: bool) -> Iterator[str]:
+def _reasons(config: Any, model_class: Any, *, is_multimodal: bool) -> Iterator[str]:
+    """Why a model of `model_class` with this config is not served."""
     fields = config.to_dict()  # attributes of configs whose layers differ must not be asked for
     if fields.get("is_encoder_decoder") or fields.get("add_cross_attention"):
         yield "it has an encoder, or cross attention; only decoders are served"
     parts = _other_parts(config)
     if is_multimodal:
-        fields, parts = config.get_text_config().to_dict(), []
+        fields = config.get_text_config().to_dict()
+        parts = [name for name in parts if "audio" in name and getattr(config, name, None) is not None]
         if getattr(config, "image_token_id", None) is None:
             yield "its config has no image_token_id, in whose place rows of an image stand"
     if parts:
-        yield f"it is more than a text model ({', '.join(parts)})"
+        yield (f"it is more than a text{' and image' * is_multimodal} model ({', '.join(parts)}); take a checkpoint of "
+               f"text{' and images' * is_multimodal} alone")
     if keeps_states(model_class):
         yield "its layers keep a state of another kind than keys and values (mamba, linear attention)"
     others = sorted(set(fields.get("layer_types") or ()) - _ATTENDING)

@@ -23,7 +23,7 @@ _JOB_OPTIONS = {
     "allowed_media_dir", "max_row_bytes", "response_schema", "max_thinking_tokens", "repetition_detection",
     "no_repeat_ngram_size", "no_repeat_ngram_window", "no_repeat_ngram_exempt_ids", "data_parallel_size",
     "preprocessing_workers", "preprocessing_timeout", "max_media_bytes", "max_prompt_media_bytes",
-    "worker_memory_bytes", "pdf_passwords"}
+    "worker_memory_bytes", "pdf_passwords", "ladder", "ladder_reader"}
 _MILLION = 1_000_000
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
             "sample", "preprocessing_workers", "preprocessing_timeout")
-_OF_JOB = ("retry", "accept_changed", "overwrite", "max_failures", "data_parallel_size", "progress", "report")
+_OF_JOB = ("retry", "accept_changed", "overwrite", "max_failures", "data_parallel_size", "progress", "report",
+           "ladder")
 _PAGES, _ANSWERS = "pages.jsonl", "answers.jsonl"
 _BLOCK_ROWS, _BLOCK_ANSWERS = "block-rows.jsonl", "block-answers.jsonl"
 
@@ -71,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
     blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
+    given = job.ladder
+    if made.reader is not None:
+        job = _with_ladder(job, given, rows.reader or made.reader.name)
     if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
         for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
             with clear_file_errors(f"output {path}"):
@@ -88,12 +92,20 @@ def run(arguments: argparse.Namespace) -> int:
         block_rows = str(folder / _BLOCK_ROWS)
         _say(make_block_rows([job.output], RowsOptions(
             output=block_rows, reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
-        jobs.append(replace(job, input=block_rows, output=str(folder / _BLOCK_ANSWERS), report=None))
+        jobs.append(replace(_with_ladder(job, given, blocks), input=block_rows, output=str(folder / _BLOCK_ANSWERS),
+                            report=None))
         ended = run_batch_and_report(config, jobs[-1], unit="block")
         statuses.append(ended.exit_status)
     if not ended.is_interrupted:
         _write_results(folder, jobs)
     return max(statuses)
+
+
+def _with_ladder(job: BatchOptions, given: str | None, reader: str) -> BatchOptions:
+    """`given` goes before the ladder of the reader, which is a name or a file."""
+    from npu_runner.readers.reader import read_reader
+
+    return replace(job, ladder=given or (reader if read_reader(reader).ladder else None), ladder_reader=reader)
 
 
 def _reader_of_blocks(name: str) -> str | None:

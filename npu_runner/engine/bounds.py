@@ -29,6 +29,9 @@ from npu_runner.strategies import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
+LARGER_SHARE = 8
+"""An image may be larger than the start's by this part: of the shapes between, some round up."""
+
 
 def settings_before_loading(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """The part of `LLMEngine.describe` that follows from settings and files.
@@ -153,6 +156,19 @@ def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, 
         if params.return_hidden_states:
             num_tokens = min(max_model_len, len(prompt.token_ids) + (params.max_tokens or max_model_len)) - 1
             check_hidden_states(len(model_config.hidden_state_layers), model_config.hidden_size, num_tokens)
+
+
+def check_images(prompt: PromptInputs, info: RunnerInfo) -> None:
+    """Raises RequestError for an image that is larger than those of the step that the start ran. Only transformers'
+    processors make such: no rule bounds their results, and the start tries few shapes of images."""
+    for number, image in enumerate(prompt.images if info.max_tower_values else ()):
+        for what, size, most in (("tokens", image.num_tokens, info.max_image_tokens),
+                                 ("numbers", image.num_tower_values, info.max_tower_values)):
+            if size > most + most // LARGER_SHARE:
+                raise RequestError(
+                    f"images[{number}]: the model's processor makes {size} {what} of it, and the start measured memory "
+                    f"for {most}; send it smaller, bound it by max_pixels of mm_processor_kwargs, or load the model "
+                    "with a higher max_num_batched_tokens", "image_not_measured")
 
 
 def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:

@@ -115,6 +115,7 @@ class LLMEngine:
 
     def _check(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
         bounds.check_request(prompt, params, self.processor, self.model_config, self.max_model_len)
+        bounds.check_images(prompt, self.info)
 
     def _add_generations(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
         room = self.max_model_len - len(prompt.token_ids)

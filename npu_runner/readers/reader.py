@@ -126,6 +126,8 @@ class PageReader(_Strict):
     """More fields of a row's body: sampling, guards, max_tokens, pixels of the model's own processor."""
     parser: Literal["markdown", "front_matter", "divs", "mineru_layout", "mineru_block", "otsl"] = "markdown"
     """The parser of its answers."""
+    ladder: tuple[dict[str, Any], ...] = ()
+    """Steps that try a page again, as the job's --ladder reads them."""
     after: str | None = None
     """The reader whose answers have the blocks that this one reads; None: it reads pages."""
     by_label: dict[str, LabelFields] = {}

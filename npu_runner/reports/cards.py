@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from npu_runner.batch.rows.attempt import BEST_OF, attempts_of
 from npu_runner.batch.rows.endpoints import answer_of, answers_of, cells_of, flaws_of_row, is_understood
 from npu_runner.batch.rows.openai_response import error_of, has_failed, is_as_expected, name_of_answer, object_in
 from npu_runner.batch.rows.scores import sides_of
@@ -134,6 +135,10 @@ def card_of(request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool
         flaws=flaws_of(request, answer, outcome, has_schema=has_schema),
         code=code_of(answer) if outcome == FAILED else "", turns=turns, media=media,
         metadata=_fields(dict([pair for pair in metadata.items() if pair[0] != "expected"][:_MAX_PARTS])))
+    if attempts := attempts_of(answer):
+        steps = [f"{each.get('reason')} (step {each.get('step')})" for each in attempts]
+        best = "; the first one without an error counts" if answer.get(BEST_OF) else ""
+        card.metadata.append(("later attempts", cut(", ".join(steps) + best, _MAX_VALUE)))
     if outcome == FAILED:
         card.message = cut(str(error_of(answer).get("message")))
     elif outcome != UNKNOWN:

@@ -62,6 +62,9 @@ def _row_families(status: Status) -> Iterator[Family]:
     if rows.whole is not None:
         yield ("counter", "rows_whole", "Answered rows that are neither cut off, nor a repetition, nor unparsed.",
                rows.whole)
+    if isinstance(reasons := rows.attempts.get("by_reason"), dict):
+        yield "counter", "attempts", "Attempts after the first ones of rows, by reason.", [
+            ({"reason": reason}, count) for reason, count in reasons.items()]
     yield ("gauge", "rows_per_second", "Rows that this run has finished, over its seconds of serving.",
            pace.rows_per_second)
     yield "gauge", "rows_per_second_lately", "The same over the last half minute.", pace.lately

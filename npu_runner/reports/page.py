@@ -21,6 +21,7 @@ from markupsafe import Markup
 from npu_runner.batch.files.joined import Joined
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest
 from npu_runner.batch.files.runs import Run, Runs
+from npu_runner.batch.rows.attempt import BEST_OF
 from npu_runner.reports.cards import (
     CUT_OFF,
     EXPECTED,
@@ -36,7 +37,7 @@ from npu_runner.reports.cards import (
     Medium,
     card_of,
 )
-from npu_runner.reports.survey import Kind, Survey
+from npu_runner.reports.survey import RETRIED, Kind, Survey
 from npu_runner.reports.thumbnails import ThumbnailPool
 
 _HERE = Path(__file__).parent
@@ -116,9 +117,11 @@ class Page:
             good = f"{counts[EXPECTED]:,} of {num_compared:,} ({share(counts[EXPECTED], num_compared)})" \
                 if num_compared else ""
             groups.append([group, f"{counts.total():,}", f"{counts[FAILED]:,}", good])
+        reasons = [[reason, f"{count:,}"] for reason, count in found.reasons.most_common()]
         settings = [[name, str(value)[:400]] for name, value in sorted(self.manifest.settings.items())]
         tables = [
             ("Failures by code", ["code", "rows", "of all rows"], codes, True),
+            ("Later attempts by reason", ["reason", "attempts"], reasons, True),
             (f"Fields of {found.num_objects:,} answers in JSON", ["field", "in answers", "values"], fields, True),
             ("By kind of question", ["kind", "rows", "failed", "as expected"], groups, False),
             ("Settings", ["name", "value"], settings, False)]
@@ -154,6 +157,9 @@ def figures(num_rows: int, found: Survey, runs: Runs) -> list[Figure]:
     shown += [Figure(_LABELS[name], f"{counts[name]:,}", share(counts[name], num_seen), tone)
               for name, tone in ((FAILED, "bad"), (UNKNOWN, "odd"), (CUT_OFF, "odd"), (REPETITION, "odd"),
                                  (UNPARSED, "odd"), (WHOLE, "")) if counts[name]]
+    if counts[RETRIED]:
+        shown.append(Figure("tried again", f"{counts[RETRIED]:,}",
+                            f"{found.reasons.total():,} attempts more, {counts[BEST_OF]:,} best_of"))
     if num_compared := counts[EXPECTED] + counts[UNEXPECTED]:
         shown.append(Figure("as expected", f"{counts[EXPECTED]:,} of {num_compared:,}",
                             share(counts[EXPECTED], num_compared)))

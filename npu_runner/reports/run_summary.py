@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_runner.batch.job.history import JobSummary
+from npu_runner.batch.rows.counts import attempts_lines
 from npu_runner.request.outputs import EngineStats
 from npu_runner.serving.replicas.replica_state import ReplicaState
 
@@ -54,7 +55,7 @@ def run_lines(run: JobSummary) -> list[str]:
         rows += f", {run.num_resumed} finished earlier{failed}"
     if run.num_unfinished:
         rows += f", {run.num_unfinished} not finished"
-    lines = [f"rows      {rows}"]
+    lines = [f"rows      {rows}", *attempts_lines(tally.rows_json())]
     num_images = stats.vision_cache_hits + stats.vision_cache_misses
     if tally.num_done and run.start_phases:  # a model was loaded
         of_reasoning = f" ({tally.num_reasoning_tokens} of reasoning)" if tally.num_reasoning_tokens else ""

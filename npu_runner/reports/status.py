@@ -19,6 +19,7 @@ from npu_runner.batch.files.manifest import read_state
 from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import FINISHED
 from npu_runner.batch.files.status_file import Moment, Status, read_status
+from npu_runner.batch.rows.counts import attempts_lines
 from npu_runner.errors import ConfigError
 from npu_runner.processes.child import is_stopped
 from npu_runner.reports.summary import PastJob, Totals
@@ -49,6 +50,7 @@ class JobStatus:
     def to_lines(self) -> list[str]:
         status = self.status
         lines = [f"{self.output}: {self.state}{self._more()}", f"rows      {self._rows()}"]
+        lines += attempts_lines(status.rows.model_dump())
         if self.state in (UNDER_WAY, SUSPENDED, KILLED):
             doing = status.phase if status.doing is None else f"{status.phase}: {status.doing}"
             lines.append(f"doing     {doing}, {_interval(self.age_seconds)} ago (pid {status.pid})")

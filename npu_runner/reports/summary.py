@@ -20,7 +20,7 @@ from npu_runner.batch.files.names import manifest_path
 from npu_runner.batch.files.output_lock import job_at_work
 from npu_runner.batch.files.runs import FINISHED, Runs
 from npu_runner.batch.files.status_file import read_status
-from npu_runner.batch.rows.counts import Counts
+from npu_runner.batch.rows.counts import Counts, attempts_lines
 from npu_runner.errors import ConfigError
 
 NO_INPUT = os.devnull
@@ -144,6 +144,7 @@ class Totals:
     def to_lines(self) -> list[str]:
         unfinished = "" if self.num_unfinished is None else f", {self.num_unfinished} not finished"
         lines = [f"{self.output}: {self.state}", f"rows      {self.rows_shown}{unfinished}"]
+        lines += attempts_lines(self.counts.rows_json())
         if not self.runs.last:
             return [*lines, "runs      none is recorded"]
         last = self.runs.last[-1]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_runner.batch.files.joined import Joined
+from npu_runner.batch.rows.attempt import BEST_OF, attempts_of
 from npu_runner.batch.rows.endpoints import cells_of, texts_of
 from npu_runner.batch.rows.openai_response import object_in
 from npu_runner.reports.cards import (
@@ -28,6 +29,8 @@ from npu_runner.reports.cards import (
 )
 
 OTHER_CODES = "other codes"
+RETRIED = "retried"
+"""A row with more than one attempt."""
 _MAX_CODES = 40
 _MAX_GROUPS = 40
 """Values of the metadata's `kind` that are counted."""
@@ -91,6 +94,8 @@ class Survey:
     counts: Counter[str] = field(default_factory=Counter)
     """Rows by outcome, by flaw, and WHOLE; a row may have several of them."""
     kinds: Counter[Kind] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Attempts after the first ones."""
     groups: dict[str, Counter[str]] = field(default_factory=dict)
     """Outcomes by the `kind` in the rows' metadata."""
     tokens: Counter[str] = field(default_factory=Counter)
@@ -115,6 +120,9 @@ class Survey:
     def add(self, request: dict[str, Any], answer: dict[str, Any], *, has_schema: bool) -> None:
         outcome = outcome_of(request, answer)
         flaws = flaws_of(request, answer, outcome, has_schema=has_schema)
+        if attempts := attempts_of(answer):
+            self.counts.update((RETRIED, *([BEST_OF] if answer.get(BEST_OF) else [])))
+            self.reasons.update(str(each.get("reason"))[:_MAX_NAME] for each in attempts)
         is_answered = outcome not in (FAILED, UNKNOWN)
         self.counts.update((outcome, *flaws, *([WHOLE] if is_answered and not flaws else [])))
         if is_answered:

@@ -104,6 +104,11 @@ class ImageInput:
         """Bytes of its arrays."""
         return self.pixels_HWC.nbytes + sum(array.nbytes for array in self.tower_inputs.values())
 
+    @property
+    def num_tower_values(self) -> int:
+        """Numbers that transformers' processor makes of it for the tower; 0 for an image that is prepared here."""
+        return sum(array.size for array in self.tower_inputs.values())
+
 
 @dataclass(frozen=True)
 class ImageSpan:

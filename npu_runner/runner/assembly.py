@@ -109,7 +109,8 @@ class RankAssembly:
             most_rows=self.settings.most_graph_rows, num_appended=self.num_appended, **own)
 
     def make_image_encoder(self, cache: VisionCache) -> ImageEncoder:
-        return ImageEncoder(self.strategy, self.model, cache, self.max_image_tokens, self._side_stream)
+        return ImageEncoder(self.strategy, self.model, cache, self.max_image_tokens, self.max_tower_values,
+                            self._side_stream)
 
     def make_sampler(self, max_model_len: int | None = None) -> Sampler | None:
         """None on ranks that sample nothing. `max_model_len`: in the place of the rank's."""
@@ -166,6 +167,12 @@ class RankAssembly:
     def max_image_tokens(self) -> int:
         """Merged tokens that the tower takes at once."""
         return max(self.settings.max_num_batched_tokens, self.largest_image.num_tokens if self.largest_image else 0)
+
+    @property
+    def max_tower_values(self) -> int:
+        """The numbers in the arrays of `max_image_tokens` tokens of the largest image."""
+        image = self.largest_image
+        return 0 if image is None else image.num_tower_values * self.max_image_tokens // image.num_tokens
 
     @property
     def uses_mrope(self) -> bool:

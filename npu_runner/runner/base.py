@@ -133,6 +133,9 @@ class RunnerInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_image_tokens: int
+    max_tower_values: int
+    """The numbers in the arrays of the images of a step that the start ran, where transformers' processor makes them;
+    0: images are prepared here, within bounds."""
     uses_mrope: bool
     num_steps_under_way: int
     """Most steps submitted before the oldest is collected: 2 with async_scheduling, else 1."""

@@ -37,17 +37,18 @@ class StepImages:
 class ImageEncoder:
     """Computes embeddings of images by a strategy's tower, and keeps them in `cache`.
 
-    max_tokens: most merged tokens in one call of the tower, unless it is one image. side_stream: uploads images and
-    cuts them into patches while the step before runs. None: that is done in front of the tower.
+    max_tokens: most merged tokens in one call of the tower, unless it is one image; max_values: most numbers in arrays
+    of transformers' processors, 0 for images without such. side_stream: uploads images and cuts them into patches while
+    the step before runs. None: that is done in front of the tower.
     """
 
     def __init__(self, strategy: LoadStrategy, model: nn.Module, cache: VisionCache, max_tokens: int,
-                 side_stream: SideStream | None = None):
+                 max_values: int = 0, side_stream: SideStream | None = None):
         self._strategy = strategy
         self._model = model
         self._side_stream = side_stream
         self.cache = cache
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_values = max_tokens, max_values
         self.num_encoded = 0
 
     def stage(self, images: Sequence[ImageInput]) -> StepImages:
@@ -59,9 +60,15 @@ class ImageEncoder:
         values = {image.content_hash: self.cache.get(image.content_hash) for image in images}
         # As a rule one. Only a chunk that must reach a boundary may touch more images than a step should.
         groups = groups_within([image for image in images if values[image.content_hash] is None],
-                               lambda image: image.num_tokens, self.max_tokens)
+                               self._share, self.max_tokens)
         found = {key: value for key, value in values.items() if value is not None}
         return StepImages(found, groups, self._send_ahead(groups[0]) if groups else None)
+
+    def _share(self, image: ImageInput) -> int:
+        """The tokens that count for it: tiles with few tokens take as much memory as others."""
+        if not self.max_values:
+            return image.num_tokens
+        return max(image.num_tokens, image.num_tower_values * self.max_tokens // self.max_values)
 
     def _send_ahead(self, images: Sequence[ImageInput]) -> SideResult[Sequence[ImageInput]] | None:
         if self._side_stream is None:

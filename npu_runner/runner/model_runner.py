@@ -256,6 +256,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             max_num_seqs=self.settings.max_num_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             max_image_tokens=self.max_image_tokens,
+            max_tower_values=self.max_tower_values,
             uses_mrope=self.uses_mrope,
             num_steps_under_way=2 if self.schedules_ahead else 1,
             sliding_window=None if self.states else cache_window(self.windows),

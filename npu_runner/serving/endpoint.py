@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -63,11 +63,6 @@ class Prepared:
         return [page for prompt in prompts for page in prompt.pages]
 
     @property
-    def renderer(self) -> Mapping[str, str] | None:
-        """The renderer of its pages of PDFs, all by one worker; None: it shows none."""
-        return next((page.renderer for page in self.pages if page.renderer is not None), None)
-
-    @property
     def num_sequences(self) -> int:
         """The engine makes this number of sequences of it."""
         if isinstance(self.prompt, tuple):
@@ -92,11 +87,11 @@ class Endpoint:
     """Takes tasks, gives prepared requests and writes answers. Its caller bounds what it holds.
 
     `prepare`: picklable; makes Prepared of a task, in a worker or here. `write` makes the bytes of an answer, or of an
-    error. `failed` makes Prepared of a task that no worker could prepare. `pages_of`: that of DocumentFailures.
-    `inherited`: descriptors that workers have.
+    error; None: it has submitted another task of the same number instead. `failed` makes Prepared of a task that no
+    worker could prepare. `pages_of`: that of DocumentFailures. `inherited`: descriptors that workers have.
     """
 
-    def __init__(self, prepare: Callable[[Any], Prepared], write: Callable[[Prepared, Any], FinishedRow],
+    def __init__(self, prepare: Callable[[Any], Prepared], write: Callable[[Prepared, Any], FinishedRow | None],
                  limits: PoolLimits, inherited: Sequence[int] = (), *, failed: Callable[[Any, RequestError], Prepared],
                  pages_of: Callable[[Any], Iterable[tuple[str, int]]] = lambda task: ()):
         self.documents: DocumentFailures[Any] = DocumentFailures(pages_of)

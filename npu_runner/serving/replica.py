@@ -23,7 +23,7 @@ class RawRow(NamedTuple):
     """One row, a task to prepare. `number`: its index among the rows to serve, from 0; `line`: in the input, from 1.
 
     `start`, `num_bytes`: where it lies in the input. `checksum`: of its bytes, as the first reading found them. `data`:
-    these bytes where they travel with it, else None.
+    these bytes where they travel with it, else None. `change`: of a later attempt at the row, passed on unread.
     """
 
     number: int
@@ -32,6 +32,7 @@ class RawRow(NamedTuple):
     num_bytes: int
     checksum: bytes
     data: bytes | None = None
+    change: Any = None
 
     @property
     def is_worth_a_worker(self) -> bool:  # a worker reads it

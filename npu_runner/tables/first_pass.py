@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from npu_runner.batch.rows import endpoints
+from npu_runner.batch.rows.attempt import ATTEMPTS, BEST_OF, attempts_of
 from npu_runner.batch.rows.openai_response import PAGE, error_of, has_failed, name_of_answer, object_in
 from npu_runner.batch.rows.shape import parse_json
 from npu_runner.errors import ConfigError
@@ -48,10 +49,17 @@ def cells_of(answer: Answer) -> list[Cells]:
     name = name_of_answer(answer)
     if has_failed(answer):
         error = error_of(answer)
-        return [{"custom_id": name, "error_code": error.get("code"), "error_message": error.get("message")}]
+        return [{"custom_id": name, "error_code": error.get("code"), "error_message": error.get("message"),
+                 **_attempts(answer)}]
     page = answer.get(PAGE)
     facts = {f"{PAGE}_{fact}": page.get(fact) for fact in PAGE_FACTS} if isinstance(page, dict) else {}
-    return [{"custom_id": name, **cells, **facts} for cells in endpoints.cells_of(answer["response"]["body"])]
+    more = {**facts, **_attempts(answer)}
+    return [{"custom_id": name, **cells, **more} for cells in endpoints.cells_of(answer["response"]["body"])]
+
+
+def _attempts(answer: Answer) -> Cells:
+    later = attempts_of(answer)
+    return {ATTEMPTS: 1 + len(later), BEST_OF: bool(answer.get(BEST_OF))} if later else {}
 
 
 class FirstPass:
@@ -97,8 +105,7 @@ class FirstPass:
         """Returns the number of lines in the table. Raises one of FAULTS for a row that is no answer."""
         lines = cells_of(answer)
         for cells in lines:
-            if "error_code" not in cells:
-                self._names |= cells.keys()
+            self._names |= cells.keys() - set(ERROR_COLUMNS)
             if cells.get(VECTOR) is not None:
                 self._add_vector(cells["custom_id"], cells[VECTOR].size)
             self._add_fields(_fields_of(cells.get("text")))
@@ -156,6 +163,7 @@ class FirstPass:
             found |= {f"{FIELD}{name}": self._seen(name).type for name in self.field_names()}
             found |= {**dict.fromkeys(TEXT_COLUMNS, TEXT), LOGPROB: DOUBLE, **dict.fromkeys(COUNT_COLUMNS, INT64)}
         found |= {name: kind for fact, kind in PAGE_FACTS.items() if (name := f"{PAGE}_{fact}") in self._names}
+        found |= {ATTEMPTS: INT64, BEST_OF: BOOL} if ATTEMPTS in self._names else {}
         return {**found, PROMPT_COUNT: INT64, **dict.fromkeys(ERROR_COLUMNS, TEXT)}
 
     def mixed(self) -> list[str]:

@@ -27,8 +27,9 @@ MORE_SIZES: dict[str, Any] = {
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1}, "ernie4_5_moe": {"moe_k": 2},
     "falcon": {"head_dim": ..., "alibi": False},
-    "gemma2": {"attn_logit_softcapping": None}, "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16}, "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16},
+    "gemma2": {"attn_logit_softcapping": None}, "granite": {"residual_multiplier": 0.5},  # as published ones, not 1
+    "hunyuan_v1_dense": {"head_dim": 16}, "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16},
 }
 
 def types_after(words: str) -> set[str]:

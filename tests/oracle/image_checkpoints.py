@@ -1,13 +1,13 @@
 """Tiny random checkpoints of image types that only transformers knows, with the type's own image processor.
 
 transformers writes them, under published names. Sizes come from each type's default config, made small: widths of two
-heads, a layer of each kind, experts few. `SIZES_OF` has what a type needs beside that.
+heads, a layer of each kind, experts few. image_sizes.py has what a type needs beside that.
 """
 
 from __future__ import annotations
 
 import collections
-import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -21,6 +21,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.oracle.image_sizes import SIZES_OF
+
 VOCAB_SIZE = 1024
 MOST_PARAMETERS = 120e6
 CONTROL_TOKENS = {f"{name}_token": f"<|{name}|>" for name in (
@@ -28,7 +30,7 @@ CONTROL_TOKENS = {f"{name}_token": f"<|{name}|>" for name in (
     "end_image", "context_image", "image_start", "image_end", "vision_start", "vision_end", "video_start", "video_end",
     "image_break", "fake_image", "global_image", "image_begin", "tile", "image_newline", "vision_bos", "vision_eos",
     "audio_bos", "audio_eos", "image_tag", "begin_image", "slice_start", "slice_end", "image_id_start", "image_id_end",
-    "row_start", "col")}
+    "row_start", "col", "img_line_break", "image_wrapper", "eof", "eol")}
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}{% endfor %}"
@@ -113,12 +115,31 @@ def make_image_checkpoint(path: Path, model_type: str, change: Callable[[dict[st
                 parameter.copy_(noise * (0.1 if parameter.dim() <= 1 else max(1, parameter[0].numel()) ** -0.5))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
+    save_processor(processor, path)
+    return ImageCheckpoint(path, processor)
+
+
+def save_processor(processor: Any, path: Path) -> None:
+    """Its files for images and text, and a template."""
+    from transformers import ProcessorMixin
+
     type(processor).get_attributes = classmethod(lambda kind: ["image_processor", "tokenizer"])
-    processor.save_pretrained(path)
+    ProcessorMixin.save_pretrained(processor, path)  # that of one class copies a font of its videos
     (path / "chat_template.json").unlink(missing_ok=True)
     template = TEMPLATE.replace("PLACEHOLDER", placeholder(processor))
     (path / "chat_template.jinja").write_text(template)
-    return ImageCheckpoint(path, processor)
+
+
+def write_names_of_processor(path: Path, model_type: str) -> None:
+    """The files of a processor that cannot be made here: the names of its classes, and a tokenizer."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    backends: dict[str, str] = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}  # type: ignore[assignment]
+    names = {"image_processor_type": backends.get("torchvision"),
+             "processor_class": PROCESSORS.get(model_type) or PROCESSOR_MAPPING_NAMES.get(model_type)}
+    _byte_tokenizer([]).save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps({key: name for key, name in names.items() if name}))
 
 
 def picture(width: int, height: int, seed: int = 1) -> Image.Image:
@@ -257,61 +278,6 @@ def _config(model_type: str, ids: dict[str, int], change: Callable[[dict[str, An
     return type(default).from_dict(fields)
 
 
-def _tower(**sizes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda fields: fields["vision_config"].update(sizes)
-
-
-def _gemma3(fields: dict[str, Any]) -> None:
-    fields["mm_tokens_per_image"] = 49
-    fields["vision_config"].update(image_size=224, patch_size=16)
-
-
-def _glm(fields: dict[str, Any]) -> None:
-    fields["text_config"].update(head_dim=64, rope_parameters={
-        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [8, 12, 12]})
-
-
-def _internvl(fields: dict[str, Any]) -> None:
-    fields["vision_config"].update(image_size=[112, 112], patch_size=[14, 14])
-    fields["image_seq_length"] = 16
-
-
-def _vipllava(fields: dict[str, Any]) -> None:
-    fields["vision_config"].update(image_size=112, patch_size=14)
-    fields["vision_feature_layers"] = [-1, -2]
-
-
-def _janus(fields: dict[str, Any]) -> None:
-    fields["vision_config"]["projection_dim"] = fields["text_config"]["hidden_size"]
-
-
-def _qwen2_vl(fields: dict[str, Any]) -> None:
-    fields["vision_config"].update(hidden_size=fields["text_config"]["hidden_size"], embed_dim=160, num_heads=2)
-
-
-def _ovis2(fields: dict[str, Any]) -> None:
-    fields["hidden_size"] = fields["text_config"]["hidden_size"]
-
-
-def _gemma4(fields: dict[str, Any]) -> None:
-    fields["text_config"].update(
-        num_hidden_layers=4, layer_types=["sliding_attention"] * 2 + ["full_attention"] * 2, head_dim=16,
-        global_head_dim=32, sliding_window=64, hidden_size_per_layer_input=0, use_bidirectional_attention="vision",
-        num_attention_heads=2, num_key_value_heads=1, hidden_size=64)
-    fields["vision_config"].update(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3,
-                                   head_dim=16, intermediate_size=68)
-    fields["audio_config"] = None
-
-
-SIZES_OF: dict[str, Callable[[dict[str, Any]], None]] = {
-    "gemma4": _gemma4, "aria": _tower(image_size=980, patch_size=14), "ovis2": _ovis2, "qwen2_vl": _qwen2_vl,
-    "gemma3": _gemma3, "shieldgemma2": _gemma3, "glm46v": _glm, "glm4v": _glm, "glm4v_moe": _glm, "glmga": _glm,
-    "internvl": _internvl, "qianfan_ocr": _internvl, "janus": _janus, "vipllava": _vipllava,
-    "aya_vision": _tower(image_size=112, patch_size=14, num_attention_heads=2, hidden_size=128),
-    "llava": _tower(image_size=112, patch_size=14), "video_llava": _tower(image_size=112, patch_size=14),
-    "idefics3": _tower(image_size=364, patch_size=14), "smolvlm": _tower(image_size=364, patch_size=14)}
-
-
 # -- processors -------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +287,10 @@ def make_processor(model_type: str, config: Any) -> Any:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    images = IMAGE_PROCESSORS.get(model_type) or (IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}).get("pil")
+    backends: dict[str, str] = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}  # type: ignore[assignment]
+    images = IMAGE_PROCESSORS.get(model_type) or backends.get("pil")
+    if images is None and importlib.util.find_spec("torchvision") is not None:
+        images = backends.get("torchvision")
     name = PROCESSORS.get(model_type) or PROCESSOR_MAPPING_NAMES.get(model_type)
     if images is None or name is None:
         raise NotMade(f"transformers has no image processor for Pillow ({images}), or no processor ({name})")
@@ -343,6 +312,7 @@ def make_processor(model_type: str, config: Any) -> Any:
                              if part in parameters or part in kind.get_attributes()}
     given |= {count: 9 for count in ("image_seq_length", "image_seq_len", "num_image_tokens")
               if count in parameters and parameters[count].default is inspect.Parameter.empty}
+    written += [str(getattr(kind, name)) for name in dir(kind) if name.endswith("_TOKEN")]
     processor = Partial(image_processor=_image_processor(getattr(transformers, images), config),
                         tokenizer=_byte_tokenizer(sorted(set(written))), **given)
     _fit(processor, config)
@@ -393,6 +363,9 @@ def _fit(processor: Any, config: Any) -> None:
             values = [getattr(part, setting, None) for part in (config, vision) if part is not None]
             value = next((value for value in values if value is not None), None)
             setattr(processor, setting, value[0] if isinstance(value, (list, tuple)) else value)
+    if name == "PixtralProcessor":
+        processor.spatial_merge_size, side = config.spatial_merge_size, vision.patch_size
+        processor.patch_size, processor.image_processor.patch_size = side, {"height": side, "width": side}
     if hasattr(processor, "num_additional_image_tokens"):
         is_clip = getattr(vision, "model_type", "").startswith("clip")
         processor.num_additional_image_tokens = 1 if is_clip else 0

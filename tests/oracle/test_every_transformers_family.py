@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from npu_runner import LLM, strategies
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ModelError, RequestError
 from npu_runner.models.transformers_check import FLOAT32_BOUNDS, HALF_BOUNDS, Distances
 from npu_runner.strategies import transformers_model
@@ -25,7 +26,14 @@ from tests.oracle.foreign_checkpoints import (
     small_config,
 )
 from tests.oracle.foreign_image_prompts import ask, assert_all_rows_equal, assert_equals_transformers
-from tests.oracle.image_checkpoints import NotMade, make_image_checkpoint, picture
+from tests.oracle.image_checkpoints import (
+    NotMade,
+    make_image_checkpoint,
+    make_processor,
+    picture,
+    save_processor,
+    write_names_of_processor,
+)
 from tests.oracle.replaced_modules import IN_DOCS, kinds
 from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
 
@@ -55,10 +63,28 @@ def leave_out_unmade(folder: Path, model_type: str, why: str) -> NoReturn:
             CONFIG_MAPPING[model_type]().save_pretrained(folder)
         except UNMADE as error:
             pytest.skip(f"transformers makes no default config: {type(error).__name__}: {error}")
+        if transformers_model.TransformersStrategy(folder).is_multimodal:
+            pytest.skip("its checkpoints have images, which the next test compares or refuses")
         with pytest.raises(ModelError) as refused:
             transformers_model.TransformersStrategy(folder).read_config()
         why = f"refused: {refused.value}"
     leave_out(model_type, why)
+
+
+def refuse_unmade_images(folder: Path, model_type: str, why: str) -> NoReturn:
+    """As `leave_out_unmade`, with what can be had of the processor, which is read where the network is not refused."""
+    if model_type in SERVED_IMAGES:
+        leave_out(model_type, why, SERVED_IMAGES)
+    config = CONFIG_MAPPING[model_type]()
+    config.save_pretrained(folder)
+    try:
+        save_processor(make_processor(model_type, config), folder)
+    except (NotMade, *UNMADE):
+        write_names_of_processor(folder, model_type)
+    strategy = transformers_model.TransformersStrategy(folder)
+    with pytest.raises(ModelError) as refused:
+        strategy.processor(RunnerConfig(model=str(folder)))
+    pytest.skip(f"refused: {refused.value} ({why})")
 
 
 def make_small(folder: Path, model_type: str) -> Path:
@@ -102,7 +128,7 @@ def test_every_image_family_is_equal_or_refused(model_type: str, tmp_path: Path,
     try:
         checkpoint = make_image_checkpoint(tmp_path, model_type)
     except (NotMade, *UNMADE, RuntimeError) as error:
-        leave_out(model_type, f"there is no tiny one: {type(error).__name__}: {error}", SERVED_IMAGES)
+        refuse_unmade_images(tmp_path / "unmade", model_type, f"there is no tiny one: {type(error).__name__}: {error}")
     try:
         llm = LLM(tmp_path, platform="cpu", max_num_batched_tokens=1024, max_num_seqs=8, dtype="float32")
     except ModelError as reason:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from npu_runner import LLM, strategies
 from npu_runner.models.transformers_fusion import FusedAttention, FusedLayer, FusedMLP, LastNorm
 from npu_runner.platforms.cpu.ops import CpuOps
+from npu_runner.strategies import transformers_model
 from tests.full_set import only_full
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
 from tests.oracle.replaced_modules import counts
-from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal
+from tests.oracle.running import SMALL, assert_equals_reference, assert_prompt_rows_equal, runner_of
 
 pytest.importorskip("transformers")
 PROMPT = list(range(203, 3, -1))
@@ -89,3 +90,20 @@ def test_all_stay_where_they_differ_together(tmp_path: Path, platform_name: str,
         assert counts(llm) == {}
         assert_equal(path, llm)
     assert "all modules of transformers stay, as ours differ together: logits" in caplog.text
+
+
+def test_the_last_layer_adds_its_results_where_the_last_norm_is_not_ours(tmp_path: Path, platform_name: str,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = transformers_model.compare_at_start
+
+    def without_last_norm(model: Any, *given: Any) -> Any:
+        model.base.norm.forward = model.base.norm.forward  # as a norm over the features of all ranks has one of its own
+        return compare(model, *given)
+
+    monkeypatch.setattr(transformers_model, "compare_at_start", without_last_norm)
+    path = make_foreign_checkpoint(tmp_path, "mixtral")
+    with LLM(path, platform=platform_name, graph_mode="eager", max_num_batched_tokens=128, **SMALL) as llm:
+        assert counts(llm) == {"layers": 3, "attention": 3, "norms": 6}
+        passing = [module.passes_on for module in runner_of(llm).model.modules() if isinstance(module, FusedLayer)]
+        assert passing == [True, True, False]
+        assert_prompt_rows_equal(path, llm, PROMPT)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from npu_runner import LLM
+from npu_runner import LLM, strategies
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import Quantization, kv_cache_scheme, read_quantization
 from npu_runner.config import RunnerConfig
@@ -21,7 +21,7 @@ from npu_runner.platforms import find_platform
 from npu_runner.platforms.cpu.attention import CpuAttention
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.runner.settings import Settings, resolve_settings
-from npu_runner.strategies import pick_strategy
+from npu_runner.strategies import pick_strategy, transformers_model
 from npu_runner.strategies.base import LoadStrategy
 from scripts.quantised.writing import quantise
 from tests.oracle.running import SMALL, runner_of
@@ -146,3 +146,21 @@ def test_which_schemes_are_fp8_with_one_scale() -> None:
 def test_a_dtype_that_is_not_the_models_is_refused(checkpoint: Any) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype float16: keys and values are kept in the model's dtype, flo"):
         LLM(checkpoint("qwen3"), platform="cpu", kv_cache_dtype="float16", **SMALL)
+
+
+def test_a_network_of_transformers_keeps_fp8_with_its_own_scales(checkpoint: Any, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are the same PagedAttention under other names, so kernels differ in nothing."""
+    pytest.importorskip("transformers")
+    path, taken = scaled_checkpoint(checkpoint("qwen3"), tmp_path / "made"), []
+    monkeypatch.setattr(strategies, "find_strategy", lambda model_type: None)
+    monkeypatch.setattr(CpuAttention, "with_kv_scales", lambda self, scales_2: taken.append(scales_2.tolist()) or self)
+    assert settled(path).kv_cache_dtype == settled(path, kv_cache_dtype="fp8").kv_cache_dtype == "float8_e4m3fn"
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8: platform cpu keeps them in the model's dtype"):
+        LLM(path, platform="cpu", kv_cache_dtype="fp8", **SMALL)
+    with LLM(path, platform="cpu", **SMALL) as llm, open_weights(path, read_quantization(path)) as reader:
+        model, strategy = runner_of(llm).model, runner_of(llm).strategy
+        assert isinstance(strategy, transformers_model.TransformersStrategy)
+        named = strategy.named(reader)
+        assert load_kv_scales(model, named, strategy.renamed(named.names), torch.device("cpu")) == (3, 3)
+    assert taken == [list(scales_of(layer)) for layer in range(3)]

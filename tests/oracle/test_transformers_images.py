@@ -6,16 +6,22 @@ each mechanism; every type is in test_every_transformers_family.py.
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from npu_runner import LLM, strategies
-from npu_runner.errors import ModelError
+from npu_runner.engine import bounds
+from npu_runner.errors import ModelError, RequestError
 from npu_runner.models import transformers_check
 from npu_runner.models.transformers_images import TowerOfTransformers
+from npu_runner.ray_data import ERROR_COLUMN, LLMPredictor
 from npu_runner.strategies import pick_strategy, transformers_model
 from tests.full_set import only_full
 from tests.oracle.foreign_image_prompts import (
@@ -28,7 +34,7 @@ from tests.oracle.foreign_image_prompts import (
 from tests.oracle.image_checkpoints import ImageCheckpoint, make_image_checkpoint, picture
 from tests.oracle.running import greedy, need_devices, runner_of
 
-pytest.importorskip("transformers")
+CONFIG_MAPPING: Any = pytest.importorskip("transformers").CONFIG_MAPPING
 
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "dtype": "float32"}
 ODD = [picture(230, 140, 1), picture(150, 420, 2), picture(61, 97, 3)]
@@ -131,6 +137,25 @@ def test_replicas_and_workers_give_the_same_answers(foreign: Any) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.full("starts workers, which do not know families; Ray itself is not needed")
+def test_rows_of_ray_data_answer_as_chat_does(foreign: Any) -> None:
+    checkpoint: ImageCheckpoint = foreign("llava")
+    files = [io.BytesIO() for _ in ODD]
+    for image, file in zip(ODD, files, strict=True):
+        image.save(file, "PNG")
+    messages = np.empty(len(ODD), dtype=object)
+    messages[:] = [[{"role": "user", "content": [{"type": "text", "text": "which "}, {
+        "type": "image", "image": file.getvalue()}]}] for file in files]
+    predictor = LLMPredictor(str(checkpoint.path), platform="cpu",
+                             sampling_params={"temperature": 0, "max_tokens": 6, "ignore_eos": True}, **SMALL)
+    out = predictor({"messages": messages})
+    predictor._llm.close()
+    assert out[ERROR_COLUMN] == [""] * len(ODD)
+    with LLM(checkpoint.path, platform="cpu", **SMALL) as llm:
+        right = llm.chat([messages_of(["which ", image]) for image in ODD], greedy(6))
+    assert out["generated_tokens"] == [output.token_ids for output in right]
+
+
 # -- images of one size go through the tower together -----------------------------------------------------------------
 
 
@@ -159,7 +184,50 @@ def test_a_tower_that_mixes_images_of_a_batch_gets_one_at_a_time(foreign: Any, m
         assert_equals_transformers(checkpoint.path, llm, [ask(checkpoint, llm, TWO)])
 
 
+# -- an image that is larger than those of the start ------------------------------------------------------------------
+
+
+def test_an_image_that_is_larger_than_those_of_the_start_is_refused(foreign: Any) -> None:
+    """It comes of a processor that has other settings than the start saw, as an untried shape may do."""
+    checkpoint: ImageCheckpoint = foreign("llava")
+    with LLM(checkpoint.path, platform="cpu", max_num_batched_tokens=64, **SMALL) as llm:
+        info, right = llm.engine.info, ask(checkpoint, llm, ["what is ", ODD[0], "?"])
+        assert (info.max_image_tokens, info.max_tower_values) == (64, 3 * 112 * 112)
+        (image,) = right.prompt.images
+        pixels = np.repeat(image.tower_inputs["pixel_values"], 2, axis=-1)
+        large = replace(right.prompt, images=[replace(image, tower_inputs={"pixel_values": pixels})])
+        with pytest.raises(RequestError, match=r"makes 75264 numbers of it, .* memory for 37632; send it") as raised:
+            llm.generate([large], greedy(1))
+        assert raised.value.code == "image_not_measured"
+        many = replace(right.prompt, images=[replace(image, num_tokens=73)])
+        with pytest.raises(RequestError, match="makes 73 tokens of it, and the start measured memory for 64"):
+            llm.generate([many], greedy(1))
+        bounds.check_images(replace(right.prompt, images=[replace(image, num_tokens=72)]), info)
+        assert_equals_transformers(checkpoint.path, llm, [right])
+
+
+def test_images_go_through_the_tower_with_no_more_numbers_than_at_the_start(foreign: Any) -> None:
+    checkpoint: ImageCheckpoint = foreign("llava")
+    with LLM(checkpoint.path, platform="cpu", **SMALL) as llm:
+        images = [llm.engine.processor(messages_of(["a", picture(80, 80, seed)])).images[0] for seed in range(3)]
+        encoder = runner_of(llm).steps.image_encoder
+        assert encoder.max_values == llm.engine.info.max_tower_values > 0
+        assert [len(group) for group in encoder.stage(images).groups] == [3]
+        encoder.max_values = 2 * images[0].num_tower_values
+        encoder.max_tokens = 1 << 20
+        assert [len(group) for group in encoder.stage(images).groups] == [2, 1]
+
+
 # -- what is not served, by name --------------------------------------------------------------------------------------
+
+
+def test_a_part_for_sound_is_refused_by_its_config(tmp_path: Path) -> None:
+    CONFIG_MAPPING["qwen2_5_omni_thinker"]().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"more than a text and image model \(audio_config\); take a checkpoint"):
+        transformers_model.TransformersStrategy(tmp_path).read_config()
+    config = CONFIG_MAPPING["gemma4"]()
+    assert config.audio_config is None
+    assert not [reason for reason in transformers_model._reasons(config, type, is_multimodal=True) if "audio" in reason]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,6 +261,28 @@ def test_a_tower_that_fails_does_not_start(foreign: Any, monkeypatch: Any) -> No
     monkeypatch.setattr(TowerOfTransformers, "_rows", lambda self, given: given["pixel_mask"])
     with pytest.raises(ModelError, match=r"the comparison at the start does not run .KeyError: 'pixel_mask'"):
         LLM(foreign("llava").path, platform="cpu", **SMALL)
+
+
+@pytest.mark.parametrize(("words", "kind"), [("shape '[7, 0]' is invalid", ModelError),
+                                             ("CUDA out of memory", RuntimeError)])
+def test_a_tower_whose_operators_fail_is_named_and_a_want_of_memory_is_not(words: str, kind: type[Exception],
+                                                                          foreign: Any, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(TowerOfTransformers, "_rows", fail)
+    with pytest.raises(kind, match=re.escape(words)) as raised:
+        LLM(foreign("llava").path, platform="cpu", **SMALL)
+    assert ("the comparison at the start does not run" in str(raised.value)) == (kind is ModelError)
+
+
+def test_a_config_that_says_nothing_of_tied_embeddings_has_none(tmp_path: Path) -> None:
+    """As transformers reads it."""
+    CONFIG_MAPPING["muse_glimmer"](text_config={
+        "num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 256, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1}, vision_config={"num_hidden_layers": 1},
+        ).save_pretrained(tmp_path)
+    assert not transformers_model.TransformersStrategy(tmp_path).read_config().tie_word_embeddings
 
 
 def test_rows_in_a_wrong_place_do_not_start(foreign: Any, monkeypatch: Any) -> None:

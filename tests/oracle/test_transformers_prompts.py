@@ -264,6 +264,49 @@ def test_the_largest_image_has_as_many_tokens_as_any(made: Callable[[str], Made]
     assert images.largest(2000).num_tokens <= 2000
 
 
+@pytest.mark.parametrize("model_type", ["lighton_ocr", *only_full(
+    "the search has tests of its own; here are processors of each kind", "aya_vision", "exaone4_5", "idefics3",
+    "internvl", "llava_next", "llava_onevision", "video_llama_3")])
+@pytest.mark.parametrize("max_tokens", [1 << 20, *only_full("images that a prompt has room for", 8191)])
+def test_no_image_is_far_larger_than_the_largest(model_type: str, max_tokens: int,
+                                                 made: Callable[[str], Made]) -> None:
+    """By its arrays by an eighth, and by its tokens by a quarter; more is refused at the engine."""
+    images = opened(made(model_type)[0]).transformers_images
+    assert images is not None
+    largest, random = images.largest(max_tokens), np.random.default_rng(1)
+    assert largest.num_tokens <= max_tokens
+    for pixels, shape in zip(10 ** random.uniform(3.5, 6.5, 12), 2 ** random.uniform(-1.6, 1.6, 12), strict=True):
+        found = images.prepare(picture(int((pixels * shape) ** 0.5), int((pixels / shape) ** 0.5)))
+        if found.num_tokens <= max_tokens:
+            assert found.num_tower_values <= largest.num_tower_values * 9 / 8
+            assert found.num_tokens <= largest.num_tokens * 5 / 4
+
+
+def test_what_a_search_and_a_scaling_leave_out_is_logged(made: Callable[[str], Made],
+                                                         caplog: pytest.LogCaptureFixture,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = made("video_llama_3")
+    with caplog.at_level("DEBUG", logger=transformers_images.__name__):
+        images = opened(folder).transformers_images
+        assert images is not None
+        assert images._measure((4000, 2)) is None
+        call = transformers_images.TransformersImages._call
+
+        def refuse(self: Any, given: Any, text: str, **options: Any) -> Any:
+            if options:
+                raise TypeError(f"no option {sorted(options)[0]}")
+            return call(self, given, text)
+
+        monkeypatch.setattr(transformers_images.TransformersImages, "_call", refuse)
+        again = opened(folder).transformers_images
+        assert again is not None
+        assert again.rules.scaling is None
+    refused, scales = (record.getMessage() for record in caplog.records)
+    assert "refuses a grey image of 4000x2 pixels" in refused
+    assert "scales pixels by itself" in scales
+    assert "no option do_normalize" in scales
+
+
 @pytest.mark.full("takes a minute of imports, and is about memory; the workers' own tests fork, too")
 def test_sixteen_workers_share_what_transformers_takes(made: Callable[[str], Made]) -> None:
     """400 MiB, and 80 MiB for each."""

@@ -59,6 +59,13 @@ def assert_ranks_equal_transformers(path: Path, platform_name: str, num_ranks: i
                        for prompt in prompts]
 
 
+@pytest.mark.full("starts two processes; the cut of a vocabulary that is even stays")
+def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path: Path, platform_name: str) -> None:
+    reference.load_model.cache_clear()
+    path = make_foreign_checkpoint(tmp_path, "phi3", **{**small_config("phi3"), "vocab_size": 513})
+    assert_ranks_equal_transformers(path, platform_name)
+
+
 @pytest.mark.parametrize("model_type", [*FEW, *only_full(
     "each family starts two processes and takes most of a minute; packed linears and experts stay",
     *sorted((SERVED | set(MECHANISMS)) - set(FEW)))])

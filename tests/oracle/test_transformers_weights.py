@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from npu_runner import LLM
 from npu_runner.checkpoint.formats.reader import open_weights
 from npu_runner.checkpoint.quantization import read_quantization
+from npu_runner.checkpoint.renamed_weights import Chunk, RenamedReader
 from npu_runner.checkpoint.weights_reader import CheckpointReader
 from npu_runner.errors import ModelError, WeightsError
 from npu_runner.layers.linear import HeldLinear
@@ -176,3 +177,42 @@ def test_tensors_that_are_converted_otherwise_are_named(tmp_path: Path, monkeypa
     monkeypatch.setattr(transformers_internals, "_STACKED", {})
     with pytest.raises(WeightsError, match=r"w1.weight: transformers makes .*gate_up_proj of it by MergeModulelist"):
         LLM(make(tmp_path / "model", "mixtral"), platform="cpu", **SMALL)
+
+
+def test_a_tensor_that_transformers_cuts_into_parts_is_read_in_parts(tmp_path: Path) -> None:
+    """The oracle is torch.chunk, by which transformers cuts. A quantised one is dequantised."""
+    names = {f"{own}_proj.weight": Chunk("qkv.weight", place, 3) for place, own in enumerate("qkv")}
+    save_file({"qkv.weight": torch.randn(48, 32)}, tmp_path / "model.safetensors")
+    with RenamedReader(open_weights(tmp_path, None), names) as reader:
+        whole = reader.base.read("qkv.weight")
+        assert reader.names == set(names)
+        for name, expected in zip(names, whole.chunk(3), strict=True):
+            assert reader.shape(name) == (16, 32)
+            assert torch.equal(reader.read(name), expected)
+            assert torch.equal(reader.read(name, 0, 5, 7), expected[5:12])
+            assert torch.equal(reader.read(name, 1, 8, 16), expected[:, 8:24])
+            assert [torch.equal(values, expected[rows]) for rows, values in reader.pieces(name)] == [True]
+    source = make(tmp_path / "source", "phi3")
+    quantise(source, tmp_path / "quantised", "fp8-dynamic", group_size=8)
+    stored = "model.layers.0.self_attn.qkv_proj.weight"
+    with open_weights(tmp_path / "quantised", read_quantization(tmp_path / "quantised")) as base:
+        reader = RenamedReader(base, {"q": Chunk(stored, 0, 2), "all": stored})
+        assert reader.fp8_form("all") is not None
+        assert reader.fp8_form("q") is reader.int8_inputs("q") is reader.grouped_form("q") is None
+        assert torch.equal(reader.read("q"), base.read(stored).chunk(2)[0])
+
+
+def test_the_parts_of_a_tensor_are_named_as_transformers_names_them() -> None:
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, QianfanOCRConfig
+
+    with torch.device("meta"):
+        network = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[QianfanOCRConfig](QianfanOCRConfig(
+            text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1}))
+    home = "vision_model.encoder.layers.0.attn.qkv"
+    found = transformers_internals.stored_names(network, [f"{home}.weight", f"{home}.bias"])
+    assert found == {f"model.vision_tower.layers.0.attention.{own}_proj.{kind}": Chunk(f"{home}.{kind}", place, 3)
+                     for kind in ("weight", "bias") for place, own in enumerate("qkv")}
+    assert found.keys() <= network.state_dict().keys()
+    with pytest.raises(WeightsError, match="are both model"):
+        transformers_internals.stored_names(
+            network, [f"{home}.bias", "model.vision_tower.layers.0.attention.k_proj.bias"])

@@ -19,6 +19,7 @@ from PIL import Image
 
 from npu_runner.cli import main as cli
 from tests.batch.scripted import read_rows
+from tests.full_set import only_full
 from tests.tables.pages import pdf
 
 SMALL = ["--platform", "cpu", "--max-model-len", "512", "--kv-cache-bytes", "64M", "--max-tokens", "16",
@@ -251,3 +252,28 @@ def test_a_killed_command_goes_on_and_reads_each_page_once(tmp_path: Path) -> No
         assert (killed / "markdown" / path.relative_to(whole / "markdown")).read_bytes() == path.read_bytes()
     for name in ("pages.jsonl", "pages.jsonl.documents.jsonl", "blocks.jsonl"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("given", [None, *only_full("a file before the reader's ladder, or none", "file", "none")])
+def test_read_uses_the_ladder_of_its_reader_unless_another_is_named(given: str | None, tmp_path: Path) -> None:
+    """The embedded model writes no front matter, so the reader's parser refuses each attempt."""
+    def step(temperature: float) -> dict[str, Any]:
+        return {"when": ["unparsed"], "change": {"temperature": temperature}}
+
+    (tmp_path / "docs").mkdir()
+    Image.new("RGB", (60, 40), "red").save(tmp_path / "docs" / "c.png")
+    reader = {"name": "mine", "about": "ours", "prompt": "?", "parser": "front_matter",
+              "ladder": [step(0.2), step(0.4)]}  # fmt: skip
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(reader))
+    (tmp_path / "steps.json").write_text(json.dumps([step(0.9)]))
+    more = {None: [], "file": ["--ladder", str(tmp_path / "steps.json")], "none": ["--ladder", "none"]}[given]
+    command = ["read", str(tmp_path / "docs"), "-o", str(tmp_path / "out"), "--reader", str(mine), *more, *SMALL]
+    assert cli.main(command) == 0
+    (line,) = read_rows(tmp_path / "out" / "answers.jsonl")
+    steps = {None: [1, 2], "file": [1], "none": []}[given]
+    assert [each["step"] for each in line.get("attempts", [])] == steps
+    assert line.get("best_of") == (len(steps) + 1 if steps else None)
+    settings = json.loads((tmp_path / "out" / "answers.jsonl.manifest.json").read_text())["settings"]
+    expected = {None: reader["ladder"], "file": [step(0.9)], "none": None}[given]
+    assert settings.get("answers.ladder") == (expected and {"parser": "front_matter", "steps": expected})

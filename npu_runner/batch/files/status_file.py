@@ -77,6 +77,8 @@ class Rows(_Part):
     whole: Count | None = None
     """Answers without a flaw; None: the version that wrote it did not count them."""
     failures_by_code: dict[Text, Count]
+    attempts: dict[Text, Count | dict[Text, Count]] = {}
+    """Counts.attempts_json; empty: no row has had several."""
 
     @property
     def counts(self) -> Counts:

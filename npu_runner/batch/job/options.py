@@ -124,6 +124,11 @@ class BatchOptions:
     """Only the last N tokens of the answer count for no_repeat_ngram_size. None: the last 8192."""
     no_repeat_ngram_exempt_ids: tuple[int, ...] = ()
     """Token ids that no_repeat_ngram_size does not ban."""
+    ladder: str | None = field(default=None, metadata={"values": "FILE|READER|none", "file": READ})
+    """Try a row again if its answer has a fault: a JSON file of steps, or a reader whose file has them. A step is
+    {"when": [reasons], "change": {fields}}; a row has at most 8 attempts. none: no ladder, also in read."""
+    ladder_reader: str | None = None
+    """The reader whose parser reads the answers, if the ladder is a file of steps."""
     progress: str = one_of("auto", "bar", "lines", "off")
     """bar, lines or off; auto: a bar on a terminal and lines elsewhere. It begins with how far the model is loaded.
     off: the last lines alone, which count the rows."""

@@ -18,9 +18,12 @@ import npu_runner
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
 from npu_runner.batch.files.row_book import RowBook, RowFile
+from npu_runner.batch.job.attempts import Attempts
 from npu_runner.batch.job.options import BatchOptions
+from npu_runner.batch.rows.attempt import ATTEMPTS, BEST_OF
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.endpoint import AnswerForm
+from npu_runner.batch.rows.ladder import Ladder, read_ladder
 from npu_runner.batch.rows.openai_response import JobStamp, answer_row, error_row, placed, why_unanswered
 from npu_runner.batch.rows.preprocessing import RowPreprocessor
 from npu_runner.batch.rows.shape import RowSource
@@ -30,6 +33,7 @@ from npu_runner.grammars.compile import with_grammar
 from npu_runner.prompts.media.media import MediaRules
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.prompt_inputs import PageFacts
 from npu_runner.request.repetition_detection import RepetitionDetectionParams
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsParams
@@ -80,6 +84,7 @@ class ServerPlan:
     max_row_bytes: int
     answer_defaults: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the job sets for rows that leave them open."""
+    ladder: Ladder | None = None
     open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide
     inherited: tuple[int, ...] = ()
     """Descriptors that `source` reads through: of processes of this host that have inherited them."""
@@ -91,7 +96,7 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
                 open_model: Callable[[RunnerConfig], CheckpointSide] = CheckpointSide,
                 num_workers: int | None = None) -> ServerPlan:
     """A plan for a replica of a job. `num_workers`: its preprocessing workers; None: as many as this host's cores
-    allow. Raises ConfigError for a response_schema that cannot be served."""
+    allow. Raises ConfigError for a response_schema that cannot be served, and for a wrong ladder."""
     folder = options.allowed_media_dir
     if options.response_schema is not None:
         config = config.replace(prepare_structured_outputs=True)
@@ -116,6 +121,7 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
         ),
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
+        ladder=read_ladder(options.ladder, options.ladder_reader),
         open_model=open_model,
         inherited=(source.descriptor,) if isinstance(source, RowFile) else (),
     )
@@ -135,6 +141,9 @@ class RowServer(InlineReplica):
         """Known when the job begins."""
         self.num_rows_ahead = num_rows_ahead(plan)
         self._plan = plan
+        self._attempts: Attempts | None = None
+        if plan.ladder is not None:
+            self._attempts = Attempts(plan.ladder, lambda row: self.endpoint.submit([row]))
 
     def start(self, wake: Callable[[], None], notify: Callable[[Event], None]) -> None:
         super().start(wake, notify)
@@ -150,7 +159,8 @@ class RowServer(InlineReplica):
             media=self._plan.media,
             max_row_bytes=self._plan.max_row_bytes,
             generation_defaults={**self._model.generation_defaults, **self._plan.answer_defaults},
-            seed=self._plan.config.seed)
+            seed=self._plan.config.seed,
+            has_ladder=self._plan.ladder is not None)
         # Workers prepare the first rows while the model loads.
         are_forked = self._model.processor.transformers_images is not None
         limits = replace(self._plan.limits, are_forked=are_forked)
@@ -163,22 +173,36 @@ class RowServer(InlineReplica):
         super().serve(stamp)
 
     def submit(self, run: RowRun) -> None:
-        self.endpoint.submit(run.rows())
+        self.endpoint.submit(run.rows() if self._attempts is None else self._attempts.start(run.rows()))
 
-    def _finish_row(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow:
-        if error := _error(prepared.form, result):
-            data = error_row(error, custom_id=prepared.name, line=prepared.line)
-            return FinishedRow(prepared.number, Counts.from_failure(error.code), data)
-        assert isinstance(result, RequestOutput), "it has no error"
+    def _recall(self, num_rows: int, *, include_started: bool) -> list[int]:
+        found = super()._recall(num_rows, include_started=include_started)
+        if self._attempts is not None:
+            self._attempts.forget(found)
+        return found
+
+    def _finish_row(self, prepared: Prepared, result: RequestOutput | RequestError) -> FinishedRow | None:
+        result = _error(prepared.form, result) or result
+        counts = _counts(prepared, result)
+        if self._attempts is None:
+            return self._written(prepared, result, counts, prepared.pages)
+        ended = self._attempts.end(prepared, result, counts)
+        if ended is None:
+            return None
+        more = {name: value for name, value in ((ATTEMPTS, ended.later), (BEST_OF, ended.best_of)) if value}
+        return self._written(ended.prepared, ended.result, ended.counts, ended.pages, more)
+
+    def _written(self, prepared: Prepared, result: RequestOutput | RequestError, counts: Counts,
+                 pages: list[PageFacts], more: Mapping[str, Any] = {}) -> FinishedRow:
+        if isinstance(result, RequestError):
+            data = error_row(result, custom_id=prepared.name, line=prepared.line, more=more)
+            return FinishedRow(prepared.number, counts, data)
         assert self._stamp is not None, "no row is answered before the job begins"
         assert prepared.name is not None, "only a row that cannot be served has no name"
-        rule = getattr(prepared.params, "structured_outputs", None)
-        has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
-        form: AnswerForm = prepared.form
-        counts = Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
-        data = answer_row(result, custom_id=prepared.name, form=form, stamp=self._stamp,
-                          is_unparsed=bool(counts.num_unparsed), pages=prepared.pages)
-        return FinishedRow(prepared.number, counts, data, prepared.renderer)
+        data = answer_row(result, custom_id=prepared.name, form=prepared.form, stamp=self._stamp,
+                          is_unparsed=bool(counts.num_unparsed), pages=pages, more=more)
+        renderer = next((page.renderer for page in pages if page.renderer is not None), None)
+        return FinishedRow(prepared.number, counts, data, renderer)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:
         """All rows of `book`, in the order in which the workers are done, once the server was started."""
@@ -221,7 +245,17 @@ class RowServer(InlineReplica):
             **{f"prompts.{name}": value for name, value in self._model.processor.identity().items()},
             **{f"generation_defaults.{name}": value for name, value in self._model.generation_defaults.items()},
             **{f"answers.{name}": value for name, value in shown_settings(self._plan.answer_defaults).items()},
+            **({} if (ladder := self._plan.ladder) is None else {"answers.ladder": ladder.to_json()}),
         }
+
+
+def _counts(prepared: Prepared, result: RequestOutput | RequestError) -> Counts:
+    if isinstance(result, RequestError):
+        return Counts.from_failure(result.code)
+    rule = getattr(prepared.params, "structured_outputs", None)
+    has_json_rule = isinstance(rule, StructuredOutputsParams) and rule.kind in JSON_KINDS
+    form: AnswerForm = prepared.form
+    return Counts.from_answer(result, form.compared_text(result), form.expected, has_json_rule=has_json_rule)
 
 
 def _error(form: AnswerForm | None, result: RequestOutput | RequestError) -> RequestError | None:
@@ -245,11 +279,12 @@ def all_refused(plan: ServerPlan, book: RowBook, check: Callable[[Mapping[str, A
             server.start(lambda: None, lambda event: None)
             check(server.known_settings())
             for prepared in server.prepare(book):
-                if prepared.error is None:
+                row = None if prepared.error is None else server.endpoint.finish(prepared, prepared.error)
+                if row is None:  # it is served, or a step of the ladder fits its error
                     break
                 with late_file_errors(f"error rows in {tempfile.gettempdir()}", was_tried=False):
-                    pickle.dump(server.endpoint.finish(prepared, prepared.error), file)
-            is_one_fit = prepared.error is None
+                    pickle.dump(row, file)
+            is_one_fit = row is None
         file.seek(0)
         yield None if is_one_fit else (pickle.load(file) for _ in range(book.num_rows))
 

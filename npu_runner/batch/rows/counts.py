@@ -37,6 +37,17 @@ class Counts:
     num_expected: int = 0
     """Answered rows whose metadata holds the expected answer."""
     num_as_expected: int = 0
+    num_retried: int = 0
+    """Rows with more than one attempt."""
+    num_attempts: int = 0
+    """Attempts after the first ones."""
+    num_best_of: int = 0
+    """Rows whose attempts all had a fault, and one of them counts."""
+    attempts_by_reason: dict[str, int] = field(default_factory=dict)
+    num_attempt_prompt_tokens: int = 0
+    """Tokens of attempts that do not count; those above are of the others."""
+    num_attempt_cached_tokens: int = 0
+    num_attempt_completion_tokens: int = 0
 
     @classmethod
     def from_failure(cls, code: str) -> Counts:
@@ -79,11 +90,13 @@ class Counts:
         mine, others = vars(self), vars(other)
         for name in _NUMBERS:
             mine[name] += others[name]
-        for code, count in other.failures_by_code.items():
-            self.failures_by_code[code] = self.failures_by_code.get(code, 0) + count
+        for name in _BY_KIND:
+            for kind, count in others[name].items():
+                mine[name][kind] = mine[name].get(kind, 0) + count
 
     def __add__(self, other: Counts) -> Counts:
-        total = replace(self, failures_by_code=dict(self.failures_by_code))
+        total = replace(self, failures_by_code=dict(self.failures_by_code),
+                        attempts_by_reason=dict(self.attempts_by_reason))
         total.add(other)
         return total
 
@@ -95,7 +108,14 @@ class Counts:
         return {
             "answered": self.num_answered, "failed": self.num_failed, "cut_off": self.num_cut_off,
             "repetition": self.num_repetition, "unparsed": self.num_unparsed, "whole": self.num_whole,
-            "failures_by_code": dict(sorted(self.failures_by_code.items()))}
+            "failures_by_code": dict(sorted(self.failures_by_code.items())),
+            **({"attempts": self.attempts_json()} if self.num_retried else {})}
+
+    def attempts_json(self) -> dict[str, Any]:
+        return {"rows": self.num_retried, "more": self.num_attempts, "best_of": self.num_best_of,
+                "by_reason": dict(sorted(self.attempts_by_reason.items())),
+                "prompt_tokens": self.num_attempt_prompt_tokens, "cached_tokens": self.num_attempt_cached_tokens,
+                "completion_tokens": self.num_attempt_completion_tokens}
 
     def tokens_json(self) -> dict[str, int]:
         return {"prompt": self.num_prompt_tokens, "cached": self.num_cached_tokens,
@@ -121,7 +141,8 @@ class Counts:
         """
         if not num_left or not self.num_answered:
             return None
-        tokens_in_flight = max(0, stats.num_decode_tokens - self.num_completion_tokens)
+        tokens_in_flight = max(0, stats.num_decode_tokens - self.num_completion_tokens
+                               - self.num_attempt_completion_tokens)
         tokens_of_a_row = self.num_completion_tokens / self.num_answered
         partly = min(stats.num_running / 2, tokens_in_flight / tokens_of_a_row) if tokens_of_a_row else 0.0
         return num_left * seconds / (self.num_done + min(partly, num_left))
@@ -129,5 +150,17 @@ class Counts:
 
 _NAMES = {each.name for each in fields(Counts)}
 _NUMBERS = tuple(name for name in _NAMES if name.startswith("num_"))
+_BY_KIND = ("failures_by_code", "attempts_by_reason")
 ROWS = ("num_answered", "num_not_whole", "num_cut_off", "num_repetition", "num_unparsed", "failures_by_code")
 """The fields that an output shows."""
+
+
+def attempts_lines(rows: Mapping[str, Any]) -> list[str]:
+    """The line about the attempts in `rows_json`; none, if no row has had several."""
+    found: Mapping[str, Any] = rows.get("attempts") or {}
+    if not found:
+        return []
+    reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(found["by_reason"]).most_common())
+    return [f"attempts  {found['more']} more of {found['rows']} rows ({reasons}), {found['best_of']} best_of; "
+            f"those that do not count: {found['prompt_tokens']} prompt tokens ({found['cached_tokens']} from the "
+            f"prefix cache), {found['completion_tokens']} completion tokens"]

@@ -210,6 +210,8 @@ class AnswerForm:
     """The row's name of the model."""
     expected: str | None = None
     """The right answer, where the row knows it."""
+    label: str = ""
+    """The label of the block of a page that the row shows, as its metadata has it."""
     places: tuple[str, ...] = ()
     """The field of each prompt, where a row has several; () where errors need no such name."""
 

@@ -66,9 +66,9 @@ def placed(error: RequestError, form: AnswerForm | None, index: int | None) -> R
 
 
 def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp: JobStamp,
-               is_unparsed: bool = False, pages: Sequence[PageFacts] = ()) -> bytes:
+               is_unparsed: bool = False, pages: Sequence[PageFacts] = (), more: Mapping[str, Any] = {}) -> bytes:
     """The result row of a request that was answered. `form`: how its endpoint writes a completion. `is_unparsed`: a
-    rule asked for JSON, and a completion is none. `pages`: the pages that it shows."""
+    rule asked for JSON, and a completion is none. `pages`: the pages that it shows. `more`: members beside its name."""
     digest = row_digest(custom_id)
     head = {"id": form.id_prefix and f"{form.id_prefix}{digest}", "object": form.object,
             "created": stamp.created if form.has_created else None, "model": form.model or stamp.model_name}
@@ -80,7 +80,7 @@ def answer_row(output: RequestOutput, *, custom_id: str, form: AnswerForm, stamp
     # Written piece by piece: with log probabilities a row is many megabytes, of which this holds one copy.
     row = AnswerRow(out=io.BytesIO(), digest=digest, logprobs_json=LogprobsJson(),
                     splits_reasoning=stamp.splits_reasoning, prompt_logprobs=output.prompt_logprobs)
-    names: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": custom_id}
+    names: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": custom_id, **more}
     if pages:
         names[PAGE] = pages[0].to_json() if len(pages) == 1 else [page.to_json() for page in pages]
     row.write(opened(names, "response"))
@@ -161,14 +161,15 @@ def is_as_expected(answer: str, expected: str) -> bool:
     return answer.strip().removesuffix(".").casefold() == expected.strip().removesuffix(".").casefold()
 
 
-def error_row(error: RequestError, *, custom_id: str | None, line: int) -> bytes:
-    """The result row of a request without an answer. `line`: where it stands in the input, from 1."""
+def error_row(error: RequestError, *, custom_id: str | None, line: int, more: Mapping[str, Any] = {}) -> bytes:
+    """The result row of a request without an answer. `line`: where it stands in the input, from 1. `more`: as of
+    `answer_row`."""
     digest = row_digest(custom_id if custom_id is not None else f"\0line {line}")
     kind = "invalid_request_error" if error.status_code == 400 else "server_error"
     details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     response = {"status_code": error.status_code, "request_id": f"req_{digest}", "body": {"error": details}}
     summary = {"code": error.code, "message": error.message, "param": error.param, "line": line}
-    row = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": summary}
+    row = {"id": f"batch_req_{digest}", "custom_id": custom_id, **more, "response": response, "error": summary}
     return encoded(to_json(row) + "\n")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,12 @@ from tokenizers import Tokenizer
 from npu_runner.checkpoint.files import read_json
 from npu_runner.errors import ConfigError, ModelError, RequestError
 from npu_runner.prompts.media.image_settings import LOW_DETAIL_PIXELS
+from npu_runner.prompts.media.largest_size import LargestSize
 from npu_runner.prompts.media.processor_kwargs import FIELD
 from npu_runner.request.limits import field_error
 from npu_runner.request.prompt_inputs import ImageInput, PixelScaling
+
+logger = logging.getLogger(__name__)
 
 # Results of a processor that are about its text alone.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -35,9 +39,6 @@ _NO_PIXELS = np.zeros((0, 0, 3), dtype=np.uint8)
 # decided on these, and whether several images may stand in a prompt on the first two.
 _SAMPLE_SIZES = ((97, 61), (61, 173), (403, 1201), (701, 203))
 _TOLERANCE = 1e-6
-# Of images for profiling: long sides in pixels, and shapes, which choose the number of tiles.
-_SIDES = (3072, 2048, 1344, 896, 448, 224, 112)
-_SHAPES = ((1, 1), (4, 3), (3, 2), (2, 1), (3, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class TransformersImages:
                  rules: ImageRules | None = None):
         self.max_pixels = max_pixels
         self._folder = folder
-        self._tokens_of_sizes: dict[tuple[int, int], int] = {}
+        self._largest_size = LargestSize(self._measure)
         # Where positions have three axes, some networks look for these two around an image.
         ids = [config.get(f"vision_{side}_token_id") for side in ("start", "end")]
         self._around = ["" if token_id is None else tokenizer.id_to_token(token_id) or "" for token_id in ids]
@@ -128,25 +129,20 @@ class TransformersImages:
         return {} if most is None else {"max_pixels": most}
 
     def largest(self, max_tokens: int) -> ImageInput:
-        """A grey image with the most tokens, up to `max_tokens`, among shapes and sizes that processors distinguish. If
-        none has so few, that with the fewest."""
-        size = (_SIDES[-1], _SIDES[-1])
-        tried = (size, (_SIDES[0], _SIDES[0]), (_SIDES[0] // 3, _SIDES[0]))
-        is_fixed = len({self._num_tokens(each) for each in tried}) == 1
-        for side in () if is_fixed else _SIDES:
-            sizes = {size for long, short in _SHAPES
-                     for size in ((side * short // long, side), (side, side * short // long))}
-            fitting = [size for size in sorted(sizes) if self._num_tokens(size) <= max_tokens]
-            size = max(fitting, key=self._num_tokens) if fitting else min(sorted(sizes), key=self._num_tokens)
-            if fitting:
-                break
-        return self.prepare(Image.new("RGB", size, (128, 128, 128)))
+        """A grey image with the largest arrays that has up to `max_tokens`, among shapes and sizes that processors
+        distinguish. If no size fits, the one with the fewest."""
+        return self.prepare(_grey(self._largest_size.find(max_tokens)))
 
-    def _num_tokens(self, size: tuple[int, int]) -> int:
-        """Tokens of a grey image, width and height; a start asks several times."""
-        if size not in self._tokens_of_sizes:
-            self._tokens_of_sizes[size] = self.prepare(Image.new("RGB", size, (128, 128, 128))).num_tokens
-        return self._tokens_of_sizes[size]
+    def _measure(self, size: tuple[int, int]) -> tuple[int, int] | None:
+        options = {} if self.rules.scaling is None else {"do_rescale": False, "do_normalize": False}
+        try:
+            ids, arrays = self._ids_and_arrays(_grey(size), 1, **options)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `prepare`, where it fails the image's row
+            logger.debug("the processor refuses a grey image of %dx%d pixels: %r", *size, error)
+            return None
+        return len(ids), sum(array.size for array in arrays.values())
 
     def sample(self) -> tuple[dict[str, np.ndarray], ImageInput]:
         """A prompt of text and one image as transformers' model takes it, and the image as `prepare` makes it."""
@@ -254,7 +250,10 @@ class TransformersImages:
             mean, std = (0.0,), (1.0,)
         try:
             whole = [self._ids_and_arrays(image, 1, do_rescale=False, do_normalize=False)[1] for image in images]
-        except Exception:  # noqa: BLE001 - not every processor has these options; then it scales by itself
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - not every processor has these options; then it scales by itself
+            logger.debug("the processor scales pixels by itself, as it gives no whole numbers: %r", error)
             return None
         names = tuple(sorted(name for name, array in expected[0].items()
                              if array.dtype.kind == "f" and array.ndim > 1 and name in whole[0]))
@@ -299,7 +298,8 @@ class TransformersImages:
 
     def _refusal(self, reason: str) -> ModelError:
         return ModelError(f"{self._folder}: {type(self._processor).__mro__[1].__name__} of transformers "
-                          f"{version('transformers')} does not serve here: {reason}")
+                          f"{version('transformers')} does not serve here: {reason}; take a checkpoint of another "
+                          "family")
 
 
 def _shrunk(image: Image.Image, max_pixels: int | None) -> Image.Image:
@@ -315,6 +315,10 @@ def _shrunk(image: Image.Image, max_pixels: int | None) -> Image.Image:
 def _noise(width: int, height: int) -> Image.Image:
     values = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
+
+
+def _grey(size: tuple[int, int]) -> Image.Image:
+    return Image.new("RGB", size, (128, 128, 128))
 
 
 def _channels(values: Any) -> tuple[float, ...]:

@@ -88,11 +88,16 @@ class InlineReplica(Replica):
         self.endpoint.submit(run)
 
     def recall(self, num_rows: int, *, include_started: bool = False) -> None:
+        found = self._recall(num_rows, include_started=include_started)
+        # The figures do not contain them.
+        self._events += [Returned(found), Progressed(self.stats())]
+
+    def _recall(self, num_rows: int, *, include_started: bool) -> list[int]:
+        """Drop at most `num_rows` rows. Returns their numbers."""
         found = self.endpoint.recall(num_rows, include_started=include_started)
         if self._is_serving and len(found) < num_rows:
             found += self._recall_prepared(num_rows - len(found), include_started=include_started)
-        # The figures do not contain them.
-        self._events += [Returned(found), Progressed(self.stats())]
+        return found
 
     def hear(self, outcome: PageOutcome) -> None:
         self.endpoint.documents.hear(outcome)
@@ -162,7 +167,7 @@ class InlineReplica(Replica):
             except RequestError as refused:
                 error = refused
         if error is not None:
-            self._finished.append(self.endpoint.finish(prepared, error))
+            self._conclude(prepared, error)
             return 0
         assert name is not None, "only a request that cannot be served has no name"
         self._in_flight[name] = prepared
@@ -184,7 +189,11 @@ class InlineReplica(Replica):
         if is_aborted and name in self._returned:
             self._returned.remove(name)
         else:
-            self._finished.append(self.endpoint.finish(self._in_flight.pop(name), output))
+            self._conclude(self._in_flight.pop(name), output)
+
+    def _conclude(self, prepared: Prepared, result: RequestOutput | RequestError) -> None:
+        if (row := self.endpoint.finish(prepared, result)) is not None:
+            self._finished.append(row)
 
     def _recall_prepared(self, num_rows: int, *, include_started: bool) -> list[int]:
         """Abort at most `num_rows` rows that are prepared or wait in the engine, with `include_started` also running
@@ -194,7 +203,7 @@ class InlineReplica(Replica):
             if prepared.error is None:
                 dropped.append(prepared.number)
             else:
-                self._finished.append(self.endpoint.finish(prepared, prepared.error))
+                self._conclude(prepared, prepared.error)
         num_waiting = self._engine.num_waiting
         for name, prepared in reversed(list(self._in_flight.items())):
             num_waiting -= prepared.num_sequences
