@@ -45,7 +45,7 @@ def test_a_prompt_that_parts_within_a_block_copies_what_an_earlier_step_has_comp
 
 
 def test_a_source_is_held_until_its_copy_is_launched() -> None:
-    """Its owner ends with the step that computes it. With the next step the copy is launched, and the source is free."""
+    """Its owner ends with the step that computes it. The next step launches the copy, and the source is free."""
     world = make_world(8)
     first, copy = (world.add_prompt(PromptInputs(list(range(20))), 38) for _ in range(2))
     batch = world.scheduler.schedule()
