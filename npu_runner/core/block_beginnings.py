@@ -71,13 +71,13 @@ class BlockBeginnings:
         self._new.add(block)
         return True
 
-    def find(self, parent: bytes, wanted: Beginning, most: int) -> Found | None:
-        """The block with the most of the first `most` tokens of `wanted`, which has one more if that ends its prompt.
-        """
+    def find(self, parent: bytes, wanted: Beginning, most: int, *, can_be_new: bool) -> Found | None:
+        """The block with the most of the first `most` tokens of `wanted`. `can_be_new`: only the token behind these is
+        left of the sequence."""
         best = None
         for block, known in self._of_parent.get(parent, {}).items():
             num, is_new = known.num_common(wanted), block in self._new
-            if is_new and (num <= most or len(wanted.tokens) != most + 1):
+            if is_new and not (can_be_new and num > most):
                 continue
             if num and (best is None or min(num, most) > best.num_tokens):
                 best = Found(block, min(num, most), is_new)

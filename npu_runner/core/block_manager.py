@@ -185,7 +185,8 @@ class BlockManager:
         if most <= 0:
             return
         wanted = Beginning.from_sequence(seq, start, min(start + self.block_size, seq.num_tokens))
-        found = beginnings.find(self._parent(seq, start // self.block_size), wanted, most)
+        found = beginnings.find(self._parent(seq, start // self.block_size), wanted, most,
+                                can_be_new=start + most + 1 == seq.num_tokens)
         if found is not None:
             self._reference(found.block)
             seq.copy_source, seq.borrowed_block = found.block, found.block if found.is_new else 0

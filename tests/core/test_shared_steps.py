@@ -95,6 +95,21 @@ def test_a_source_that_is_the_last_free_block_is_not_copied() -> None:
     assert (world.num_copies, second.num_preemptions) == (0, 0)
 
 
+def test_a_row_with_more_than_one_token_left_reads_no_block_of_its_step_in_part() -> None:
+    """A label behind the prompt writes its tokens. A step later the prompt's last block is copied."""
+    world = make_world()
+    for number in range(3):
+        seq = Sequence(number, number, str(number), 0, PromptInputs(list(range(20))), SamplingParams(), 0,
+                       scored_ends=(1,), output_token_ids=[30 + number, 40])
+        world.scheduler.add(seq)
+        if number:
+            batch = world.scheduler.schedule()
+            assert batch is not None
+            assert batch.borrowed_rows == []
+            assert batch.query_lens_B.tolist() == ([22, 6] if number == 1 else [3])
+    assert len(batch.copies) == 1
+
+
 def test_nothing_is_copied_into_the_null_block_or_from_it() -> None:
     world = make_world(4, window=1)
     assert planned(world, *[list(range(20))] * 3) == [[4, 1, 1]]
