@@ -22,7 +22,7 @@ def test_a_copy_has_the_bytes_of_its_source_and_no_other_block_changes(dtype: to
     monkeypatch.setattr(block_copies, "_PIECE_BYTES", piece_bytes)
     copies = [(1, 2), (1, 6), (7, 3)]
     caches = [torch.randint(256, (3, 9, 4, 2, 8 * dtype.itemsize), dtype=torch.uint8) for _ in range(2)]
-    on_device = [cache.to(device).view(dtype) for cache in caches]
+    on_device = [cache.clone().to(device).view(dtype) for cache in caches]
     copy_blocks(on_device, platform.memory, copies)
     for cache, copied in zip(caches, on_device, strict=True):
         for source, target in copies:
