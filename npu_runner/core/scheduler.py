@@ -5,7 +5,9 @@ drafter (drafts.py) the latter also has drafts of the next tokens. First come, f
 may be cut into chunks, and the latest arrival is preempted first, by recompute. Prefills are gathered (joining.py).
 
 Rows of one prefill step share what that step computes: each row's full blocks are offered before the next row is
-chosen. A step writes the keys and values of all its rows, layer by layer, before any row reads them.
+chosen. A step writes the keys and values of all its rows, layer by layer, before any row reads them. A last block that
+is shared in part is copied before the step. If the step writes it, a row with one token left reads it where it is, and
+the copy comes with the step behind.
 
 Steps are planned from counts alone: while one is under way, its tokens are expected and not known. Several steps may be
 under way; one that cannot be planned before their tokens have arrived is not planned.
@@ -91,6 +93,7 @@ class Scheduler(SequenceQueues):
             return None
         self._joining.record_step(is_prefill=True)
         batch = prefill_batch(chunks, self._table, state_saves, uses_mrope=self.limits.uses_mrope)
+        batch.copies = self.block_manager.copies
         self._launch_prefill(chunks)
         return batch
 
@@ -100,6 +103,7 @@ class Scheduler(SequenceQueues):
         It will bring a token to those whose prompt it ends.
         """
         for seq, num in chunks:
+            seq.borrowed_block = 0
             seq.num_computed_tokens += num
             self._offer(seq)
             if not seq.num_uncomputed_tokens:
@@ -222,7 +226,13 @@ class Scheduler(SequenceQueues):
             # Only the head of the queue may be cut, and those that were left out stand before this one. A short one is
             # not worth it: the step for its rest would take it alone while others decode.
             is_short = bool(chunks) and seq.num_uncomputed_tokens * SHORT_SHARE <= self.limits.max_num_batched_tokens
-            if num == 0 or (is_cut and (deferred or is_short)) or not self._allocate_prefill(seq, num):
+            has_room = num > 0 and not (is_cut and (deferred or is_short))
+            if has_room and not self._allocate_prefill(seq, num):
+                if seq.copy_source:
+                    self.block_manager.give_up_copy(seq)
+                    continue
+                has_room = False
+            if not has_room:
                 if not seq.block_table or seq.is_at_its_start:
                     self._release(seq)  # never started: it may not sit on blocks that others wait for
                 break
@@ -243,6 +253,7 @@ class Scheduler(SequenceQueues):
         """`seq` computes `num` tokens in the step that is being put together; the rows behind it find its blocks."""
         if seq.is_at_its_start:
             self.block_manager.count_prefix_use(seq)
+            self.block_manager.start_copy(seq)
         self.block_manager.commit(seq, num)
 
     def _waits_for_a_snapshot(self, seq: Sequence) -> bool:
@@ -299,6 +310,7 @@ class Scheduler(SequenceQueues):
     def _decode(self, running: list[Sequence], drafts: list[list[int]]) -> ScheduledBatch:
         """A decode step, with drafts if there are any."""
         batch = drafted_batch(running, drafts, self._table) if drafts else decode_batch(running, self._table)
+        batch.copies = self.block_manager.copies
         if self.drafter is not None:
             batch.wants_drafts_B = self.drafter.wanted(running, drafts)
             self.drafter.launch(running, drafts)

@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -25,6 +26,7 @@ from npu_runner.platforms import pick_platform
 from npu_runner.request.limits import size
 from npu_runner.runner.assembly import RankAssembly
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
+from npu_runner.runner.block_copies import copy_blocks
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.images import VisionCache
@@ -186,6 +188,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.steps.size_tables(self.max_model_len)
         self.ledger = self.guard.ledger = plan.ledger
         self.bind_cache(self.num_blocks)
+        self.steps.copy_blocks = partial(copy_blocks, (self.k_cache, self.v_cache), self.platform.memory)
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first."""

@@ -9,6 +9,7 @@ B sequences in the step, T tokens in the step, S slots, padding's included, V vo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,6 +140,8 @@ class StepRunner:
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(max_num_seqs + self.most_rows, dtype=torch.int32, device=device)
         self.size_tables(max_model_len)
+        self.copy_blocks: Callable[[list[tuple[int, int]]], None] | None = None
+        """Copies blocks of the KV cache, (source, target) each; None before there is a cache."""
         self._last_number = 0
         self._newest: StepUnderWay | None = None
 
@@ -191,6 +194,9 @@ class StepRunner:
         self.clock.enter("prepare")
         step = self.prepare(batch, number, of_rows)
         self.clock.enter("launch")
+        if batch.copies:
+            assert self.copy_blocks is not None, "blocks are copied within a cache"
+            self.copy_blocks(batch.copies)
         launched = self.launch(step)
         self.clock.enter("sample")
         result = self.make_result(step, launched.last_BX, of_rows)

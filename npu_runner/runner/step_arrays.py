@@ -109,7 +109,11 @@ def slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray) 
     else:
         slots_T, places_T = batch.slots_B, batch.context_lens_B - 1
     blocks_T = tables_SW[slots_T, places_T // block_size]
-    return (blocks_T * block_size + places_T % block_size).astype(np.int32)
+    mapping_T = blocks_T * block_size + places_T % block_size
+    if batch.borrowed_rows:
+        rows = np.array(batch.borrowed_rows)
+        mapping_T[np.cumsum(batch.query_lens_B)[rows] - 1] = rows % block_size
+    return mapping_T.astype(np.int32)
 
 
 def plan_layout(arrays: Mapping[str, np.ndarray]) -> tuple[Layout, int]:

@@ -91,6 +91,7 @@ class World:
         self.steps: deque[Step] = deque()
         self.planned: list[tuple[list[str], list[int]]] = []
         """Requests and query lengths of every step."""
+        self.num_copies = 0
         self.failing = 0.0
         self.unusable = 0.0
         """How often a row brings what is no number, and is computed apart if it had anything of others."""
@@ -195,6 +196,7 @@ class World:
             return
         self._tell_blocks(batch, sequences)
         self._load_states(batch)
+        self._copy_blocks(batch)
         if step.fails:
             sequences = sequences[: self.rng.randint(0, len(sequences))]
         for row, sequence in enumerate(sequences):
@@ -284,6 +286,9 @@ class World:
             needed = first_needed_block(start, self.window, self.block_size)
             for column, block in enumerate(sequence.block_table):
                 told = self.block_tables[int(batch.slots_B[row]), column]
+                if row in batch.borrowed_rows and column == len(sequence.block_table) - 1:
+                    assert told not in (0, block), "its own block has nothing yet"
+                    continue
                 assert told == (0 if column < needed else block or told), "not what the scheduler has"
 
     def _end(self, sequence: Sequence) -> None:
@@ -301,7 +306,10 @@ class World:
         end = int(batch.context_lens_B[row])
         tokens = [*self.tokens_of(sequence, end - len(drafts)), *drafts]
         places = range(end - int(batch.query_lens_B[row]), end)
+        assert row not in batch.borrowed_rows or len(places) == 1, "what another row writes is its last token alone"
         for slot, place in zip(self._slots(batch, row, places), places, strict=True):
+            if row in batch.borrowed_rows:
+                continue
             assert slot >= self.block_size, "the null block is nobody's"
             self.cache[slot] = self._content(sequence, tokens[: place + 1])
         places = self._seen_places(end, int(batch.query_lens_B[row]))
@@ -315,6 +323,16 @@ class World:
     def _load_states(self, batch: ScheduledBatch) -> None:
         assert not batch.state_loads
         assert not batch.state_saves
+
+    def _copy_blocks(self, batch: ScheduledBatch) -> None:
+        sources, targets = ({copy[side] for copy in batch.copies} for side in (0, 1))
+        assert len(targets) == len(batch.copies), "a block is written twice"
+        assert 0 not in sources | targets, "the null block is nobody's"
+        assert not sources & targets, "copies have no order"
+        self.num_copies += len(batch.copies)
+        for source, target in batch.copies:
+            for offset in range(self.block_size):
+                self.cache[target * self.block_size + offset] = self.cache.get(source * self.block_size + offset)
 
     def _seen_places(self, end: int, query_len: int) -> range:
         """What the step's tokens read; before it the table names the null block alone, once blocks were given back."""
@@ -334,6 +352,9 @@ class World:
             assert len(set(held)) == len(held)
             for block in held:
                 counts[block] = counts.get(block, 0) + 1
+        for source, target in (*self.blocks.copies, *self.blocks._later_copies):
+            assert counts[target] == 1, "a copy for nobody"
+            counts[source] = counts.get(source, 0) + 1
         assert counts == {block: n for block, n in enumerate(self.blocks._ref_counts) if n}
         assert set(counts).isdisjoint(self.blocks._free)
         assert len(counts) + len(self.blocks._free) == self.blocks.num_usable

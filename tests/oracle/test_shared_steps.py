@@ -71,14 +71,36 @@ def test_drawn_answers_of_one_prompt_are_those_of_prompts_computed_apart(model_t
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("block_size", "wanted"), [(16, 960), (64, 2304), (128, 4096)])
-def test_eight_answers_of_a_prompt_compute_it_once_but_for_its_last_block(block_size: int, wanted: int,
-                                                                          checkpoint: Any, platform_name: str) -> None:
-    settings = {**SMALL, "max_num_seqs": 32, "max_num_batched_tokens": 512}
-    with LLM(checkpoint("qwen3"), platform=platform_name, block_size=block_size, **settings) as llm:
-        prompts = [PromptInputs([10 + number] * 128) for number in range(4)]
+def test_eight_answers_of_a_prompt_compute_it_once_and_one_token_each(checkpoint: Any, platform_name: str) -> None:
+    settings = {**SMALL, "max_model_len": 640, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    with LLM(checkpoint("qwen3"), platform=platform_name, block_size=64, **settings) as llm:
+        prompts = [PromptInputs([10 + number] * 512) for number in range(32)]
         llm.generate(prompts, SamplingParams(n=8, max_tokens=2, temperature=1.0))
-        assert llm.stats().num_prefill_tokens == wanted
+        assert llm.stats().num_prefill_tokens == 32 * (512 + 7) <= 16700
+
+
+@pytest.mark.parametrize("model_type", ["mistral", *only_full(
+    "blocks without windows; both are in one that stays", "qwen3")])
+@pytest.mark.parametrize("block_size", [16, *only_full("the least and the usual size", 2, 64)])
+def test_answers_that_copy_blocks_are_those_of_prompts_computed_apart(model_type: str, block_size: int,
+                                                                      checkpoint: Any, platform_name: str) -> None:
+    """Three answers in a step of their prompt, then prompts that part from it within a block, or end there."""
+    path: Path = checkpoint(model_type, **MODELS[model_type])
+    found, num_computed = [], []
+    for is_shared in (False, True):
+        with LLM(path, platform=platform_name, block_size=block_size, enable_prefix_caching=is_shared,
+                 max_num_batched_tokens=1024, **SMALL) as llm:
+            prompts, _ = alike(llm, model_type)
+            first, outputs = prompts[0], llm.generate(prompts[:1], DRAWN)
+            for cut in (1, 3, 9):
+                ids = first.token_ids[:-cut]
+                parted = [PromptInputs([*ids, *range(20, 20 + more)]) for more in (0, 2)]
+                outputs += llm.generate(parted, DRAWN)
+            found.append(tokens_of(outputs))
+            num_computed.append(llm.stats().num_prefill_tokens)
+            assert llm.stats().kv_blocks_used == 0
+    assert found[0] == found[1]
+    assert num_computed[1] * 3 < num_computed[0]
 
 
 def test_eight_answers_of_a_hybrid_go_on_from_the_firsts_snapshot(checkpoint: Any, platform_name: str) -> None:

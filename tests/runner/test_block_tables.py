@@ -54,6 +54,8 @@ class Device(World):
             # Blocks that the step itself gives up are still its own.
             expected = [0 if column < needed else block or found[column] for column, block in
                         enumerate(sequence.block_table)]
+            if row in step.batch.borrowed_rows:
+                assert found[len(expected) - 1] not in (0, expected.pop()), "another row's"
             assert found[: len(expected)] == expected
             self.num_compared += 1
         super()._run(step)
@@ -62,6 +64,10 @@ class Device(World):
         self.tables.learn(batch.new_blocks_N3)
         draws = {"uniforms": np.zeros(int(batch.samples_B.sum()), dtype=np.float32)}
         arrays = step_arrays(batch, draws, 1, self.block_size, self.tables.on_host_SW)
+        if batch.is_prefill:
+            rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
+            written = set(rows_T[arrays["slot_mapping"] >= self.block_size].tolist())
+            assert written == set(range(batch.batch_size)) - set(batch.borrowed_rows), "only those write nothing"
         bucket, slots_B = self.bucket, batch.slots_B
         if bucket is None or batch.is_prefill or batch.batch_size > bucket.batch_size:
             news = self.tables.news(batch.new_blocks_N3, slots_B)

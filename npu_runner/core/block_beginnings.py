@@ -1,0 +1,101 @@
+"""Finds a block whose first tokens are the next ones of a prompt, so that they are copied and not computed. Knows no
+scheduling policy, and nothing of which blocks are in use.
+
+A whole block is found by its key (block_manager.py). Here a block is known by the key of the block before it and by its
+tokens, so a prompt may part from them anywhere within the block. Later slots of a block may be written at any time; the
+tokens that it is known by stay.
+
+A block that the step being put together writes cannot be copied before that step. A prompt of which only the last token
+is left may still read it there, if that token is equal as well (`is_new`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from npu_runner.core.sequence import Sequence
+
+# The prompts that part behind one system prompt may be thousands. Any of them has what is common to all.
+_MOST_OF_A_PARENT = 4
+
+
+class Beginning(NamedTuple):
+    """The first tokens of a block, and the images in it: (start, hash, place in time), `start` counted from the block.
+    """
+
+    tokens: list[int]
+    images: frozenset[tuple[int, bytes, int | None]]
+
+    @classmethod
+    def from_sequence(cls, seq: Sequence, start: int, end: int) -> Beginning:
+        """The tokens [start, end) of `seq`, at most a block of them."""
+        images = frozenset((span.start - start, seq.prompt.images[span.image_index].content_hash, span.later)
+                           for span in seq.prompt.spans if span.start < end and span.start + span.num_tokens > start)
+        return cls(seq.tokens(start, end), images)
+
+    def num_common(self, other: Beginning) -> int:
+        """Leading tokens that are equal, with equal images up to there."""
+        most = min(len(self.tokens), len(other.tokens))
+        if self.tokens[:most] != other.tokens[:most]:
+            pairs = zip(self.tokens, other.tokens, strict=False)
+            most = next(place for place, (token, its) in enumerate(pairs) if token != its)
+        return min([most, *(max(0, start) for start, *_ in self.images ^ other.images)])
+
+
+class Found(NamedTuple):
+    """`num_tokens` first tokens of `block`. `is_new`: the step being put together writes them."""
+
+    block: int
+    num_tokens: int
+    is_new: bool
+
+
+class BlockBeginnings:
+    """Blocks by the key of the block before; the latest few of each."""
+
+    def __init__(self) -> None:
+        self._of_parent: dict[bytes, dict[int, Beginning]] = {}
+        self._parent_of: dict[int, bytes] = {}
+        self._new: set[int] = set()
+
+    def offer(self, parent: bytes, block: int, beginning: Beginning) -> bool:
+        """Make `block`, written by the step being put together, known. False if another block begins so."""
+        known = self._of_parent.setdefault(parent, {})
+        if any(other != block and its.num_common(beginning) == len(beginning.tokens) for other, its in known.items()):
+            return False
+        known.pop(block, None)
+        if len(known) == _MOST_OF_A_PARENT:
+            self.withdraw(next(iter(known)))
+        self._of_parent.setdefault(parent, known)[block] = beginning
+        self._parent_of[block] = parent
+        self._new.add(block)
+        return True
+
+    def find(self, parent: bytes, wanted: Beginning, most: int, *, can_be_new: bool) -> Found | None:
+        """The block with the most of the first `most` tokens of `wanted`. `can_be_new`: only the token behind these is
+        left of the sequence."""
+        best = None
+        for block, known in self._of_parent.get(parent, {}).items():
+            num, is_new = known.num_common(wanted), block in self._new
+            if is_new and not (can_be_new and num > most):
+                continue
+            if num and (best is None or min(num, most) > best.num_tokens):
+                best = Found(block, min(num, most), is_new)
+        return best
+
+    def launch(self) -> None:
+        """The step that was put together is under way: those after it may copy what it writes."""
+        self._new.clear()
+
+    def withdraw(self, block: int) -> None:
+        parent = self._parent_of.pop(block, None)
+        if parent is not None:
+            self._new.discard(block)
+            del self._of_parent[parent][block]
+            if not self._of_parent[parent]:
+                del self._of_parent[parent]
+
+    def forget(self, parent: bytes) -> None:
+        """Withdraw all that come behind `parent`."""
+        for block in list(self._of_parent.get(parent, ())):
+            self.withdraw(block)
