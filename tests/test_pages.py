@@ -34,11 +34,13 @@ def small_config() -> Qwen3VLConfig:
 def test_pages_hold_at_most_ten_lines_and_their_glyphs_stand_in_ink() -> None:
     for seed in SEEDS[: 60 // every(6)]:
         page = draw_page(seed)
-        assert page.markdown == draw_page(seed).markdown and page.image.size == (384, 512)
+        assert page.markdown == draw_page(seed).markdown
+        assert page.image.size == (384, 512)
         lines = [line for line in page.markdown.split("\n") if line and "---" not in line.split("| ")[:2][-1]]
         assert 1 <= len(lines) <= MOST_LINES
         assert all(len(line.removeprefix("# ").removeprefix("- ")) <= MOST_CHARACTERS for line in lines)
-        assert page.markdown.isascii() and page.markdown.replace("\n", "").isprintable()
+        assert page.markdown.isascii()
+        assert page.markdown.replace("\n", "").isprintable()
         pixels = np.asarray(page.image).astype(int)
         ground = pixels[0, 0]
         for glyph in page.glyphs[::3]:
@@ -58,6 +60,8 @@ def test_markdown_has_the_blocks_that_were_drawn() -> None:
         set_page([Block("lines", (("x",),) * 11)], "vera", pages.random.Random(0))
     with pytest.raises(ValueError, match="wider than 384 pixels"):
         set_page([Block("lines", (("W" * 40,),))], "vera", pages.random.Random(0))
+    with pytest.raises(ValueError, match="a table is .* pixels wide"):
+        set_page([Block("table", (("12345678",) * 4,))], "vera", pages.random.Random(0))
 
 
 @pytest.mark.parametrize("font", FONTS)
@@ -69,7 +73,8 @@ def test_every_font_has_a_glyph_of_its_own_for_each_character(font: str) -> None
 
 def test_a_manual_is_set_in_lines_that_fit() -> None:
     found = list(manual_pages(["The shell reads a line; then it breaks that line into words and operators."] * 9))
-    assert len(found) == 4 and all(len(page.markdown.split("\n")) <= MOST_LINES for page in found)
+    assert len(found) == 4
+    assert all(len(page.markdown.split("\n")) <= MOST_LINES for page in found)
     assert fit("W" * 30, "vera") == "W" * len(fit("W" * 30, "vera")) != "W" * 24
 
 

@@ -116,16 +116,18 @@ def fit(text: str, font_name: str, *, indented: bool = False) -> str:
 
 
 def random_blocks(rng: random.Random, font: str, count: int) -> list[Block]:
-    """Blocks of `count` lines together: perhaps a heading, then lines, lists and tables, never two alike in a row."""
+    """Blocks of `count` lines together: perhaps a heading, then lines and lists in turn, and at most one table."""
     blocks: list[Block] = []
+    tables = False
     if rng.random() < 0.5:
         blocks.append(Block("heading", ((random_line(rng, font),),)))
         count -= 1
     while count > 0:
         last = blocks[-1].kind if blocks else None
         kinds: list[Kind] = ["lines", "lines", "lines", "list", "table"]
-        kind = rng.choice([kind for kind in kinds if kind != last])
-        num_rows = min(count, rng.randint(2, 4) if kind == "table" else rng.randint(1, 6))
+        kind = rng.choice([kind for kind in kinds if kind not in (last, tables and "table")])
+        tables = tables or kind == "table"
+        num_rows = min(count, rng.randint(2, 4) if kind == "table" else rng.randint(1, rng.choice((3, 10))))
         columns = rng.randint(2, 3)
         blocks.append(Block(kind, tuple(
             tuple(str(rng.randrange(10 ** rng.randint(1, 4))) for _ in range(columns)) if kind == "table"
@@ -190,6 +192,8 @@ def _draw_table(draw: ImageDraw.ImageDraw, rows: Rows, font: ImageFont.FreeTypeF
     left, top, pitch = place
     width = round(max(font.getlength(cell) for row in rows for cell in row)) + 16
     right, bottom = left + width * len(rows[0]), top + pitch * len(rows)
+    if right >= WIDTH:
+        raise ValueError(f"a table is {right - left} pixels wide; a page has {WIDTH - left} from its left edge")
     for x in range(left, right + 1, width):
         draw.line((x, top, x, bottom), fill=ink)
     for y in range(top, bottom + 1, pitch):
