@@ -217,6 +217,7 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
                       "held_out_characters": characters_right(read, [page.markdown for page in held_out])}
             reports.append({name: round(value, 5) for name, value in report.items()})
             print(json.dumps(reports[-1]), flush=True)
+            save_state(folder, both, optimizer, step=step, seconds=trained)
             reported = clock = time.monotonic()
     del loader
     save_state(folder, both, optimizer, step=step, seconds=trained)
