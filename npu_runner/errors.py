@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-CODES = frozenset("""
+_CODES = """
     chat_template_error custom_id_not_found custom_id_too_long document_changed document_given_up duplicate_request_id
     empty_messages empty_prompt forked_llm generation_aborted generation_failed image_aspect_ratio image_broken
     image_count_mismatch image_empty image_mode image_not_measured image_not_recognised image_out_of_memory
@@ -26,7 +26,8 @@ CODES = frozenset("""
     video_empty video_no_stream video_not_recognised video_out_of_memory video_package_missing video_positions
     video_rotation video_size_changes video_too_large video_too_long video_too_many_frames video_truncated
     wrong_endpoint
-""".split())
+"""
+CODES = frozenset(_CODES.split())
 """All codes of failed rows, as docs/errors.md explains them."""
 _MAX_MESSAGE_CHARS = 1000
 _MAX_PARAM_CHARS = 200

@@ -289,6 +289,23 @@ def test_failed_rows_that_a_step_fits_are_not_refused_again_without_a_model(job:
     assert results(job.output)["bad"]["attempts"] == [{"reason": "error:invalid_sampling_parameter", "step": 1}]
 
 
+def test_a_step_that_has_nothing_to_change_in_a_row_is_skipped(job: Job) -> None:
+    """Rows of text beside pages: the steps of images are not there for them, and neither costs nor ends anything."""
+    for_images = [{"when": ["cut_off"], "change": {"longest": 99}}, {"when": ["cut_off"], "change": {"max_pixels": 9}}]
+    both = {"when": ["cut_off"], "change": {"rotate": 90, "temperature": 0.5}}
+    write_rows(job.input, [ROWS["mended"]])
+    job.run(Tried, ladder=ladder(job.folder, [*for_images, both, STEPS[1]]), summary=job.folder / "summary.json")
+    found = results(job.output)["mended"]
+    assert found.pop("attempts") == [{"reason": "cut_off", "step": 3}, {"reason": "cut_off", "step": 4}]
+    assert json.loads((job.folder / "summary.json").read_text())["rows"]["attempts"]["more"] == 2
+    write_rows(job.input, [plain("mended", 2, temperature=0.5, max_tokens=60, no_repeat_ngram_size=5)])
+    job.run(Tried, overwrite=True)
+    assert found == results(job.output)["mended"]
+    write_rows(job.input, [ROWS["mended"]])
+    job.run(Tried, overwrite=True, ladder=ladder(job.folder, for_images))
+    assert not {"attempts", "best_of"} & results(job.output)["mended"].keys()
+
+
 def test_eight_attempts_are_the_most(job: Job) -> None:
     write_rows(job.input, [row("never", LONG, max_tokens=5)])
     steps = [{"when": ["cut_off"], "change": {"temperature": n / 10}} for n in range(1, 12)]
