@@ -18,7 +18,6 @@ from typing import Any
 from npu_runner.errors import ConfigError
 from npu_runner.platforms import check_name
 from npu_runner.request.limits import LIMITS, MIB
-from npu_runner.request.logprobs import LOGPROBS_MODES
 from npu_runner.request.speculative import SpeculativeConfig
 
 GRAPH_MODES = ("auto", "eager", "reduce-overhead", "max-autotune")
@@ -290,7 +289,7 @@ class RunnerConfig:
     """Build the token table of structured_outputs (response_format, guided_*) while the weights load. Without it the
     first such request builds it, and all requests wait for a second or more. npu-runner batch sets it if there is a
     response_schema."""
-    logprobs_mode: str = one_of(*LOGPROBS_MODES)
+    logprobs_mode: str = one_of("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
     """The values of `logprobs`. raw_logprobs: log probabilities of the model's own distribution. raw_logits: its
     logits. processed_logits: the logits that a token is sampled from, after penalties, logit_bias, bans, masks of
     grammars, temperature, top_k, top_p and min_p; minus infinity for tokens that cannot come. Greedy answers skip the

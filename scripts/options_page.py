@@ -34,7 +34,7 @@ _OF = {
     "job": "`npu-runner batch` alone.",
     "replicas": "`npu-runner batch` and `LLM`.",
     "workers": "`npu-runner batch` and `LLM`: the processes that prepare requests.",
-    "model": "`npu-runner batch`, `check`, `generate` and `LLM`; so are the five tables that follow.",
+    "model": "`npu-runner batch`, `check`, `verify`, `generate` and `LLM`; so are the five tables that follow.",
 }
 _SEE = {
     "error_file": "[failed rows](batch.md#failed-rows)",
@@ -54,6 +54,7 @@ process of this host. `{VARIABLE}` does the same, for `LLM` as well. Without eit
 _OF_ALL = {"help", "help_all", "log_level"}
 _WITH_SETTINGS = {
     "check": "Beside those of the model, and those of the job that decide what a row becomes",
+    "verify": "Beside those of the model, and those of the job that decide what a row becomes",
     "generate": "Beside those of the model",
     "doctor": "With `--fits`, beside those of the model that take memory",
     "models": "Beside `--revision`, `--runner` and `--task`",

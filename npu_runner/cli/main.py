@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from npu_runner import __version__
 from npu_runner.batch.files.durable import explain_file_error, has_given_out
-from npu_runner.cli import check, doctor, generate, jobs, models, read, tables
+from npu_runner.cli import check, doctor, generate, jobs, models, read, tables, verify
 from npu_runner.cli.parser import EXAMPLES, Commands, Parser
 from npu_runner.errors import ConfigError, NpuRunnerError, RequestError, TooManyFailuresError
 from npu_runner.processes.log_level import LEVELS, VARIABLE, show_log
 from npu_runner.processes.patient_streams import hold_standard_descriptors, patient_stderr, plain_stdout
 from npu_runner.threads import wait_briefly
 
-_ADD = (tables.add_rows, jobs.add_batch, check.add, tables.add_table, tables.add_merge, read.add, generate.add,
-        jobs.add_status, jobs.add_summary, jobs.add_report, models.add, doctor.add)
+_ADD = (tables.add_rows, jobs.add_batch, check.add, verify.add, tables.add_table, tables.add_merge, read.add,
+        generate.add, jobs.add_status, jobs.add_summary, jobs.add_report, models.add, doctor.add)
 """They add one command each, in the order of --help."""
 
 

@@ -24,6 +24,8 @@ FIRST: dict[str, tuple[str, ...]] = {
               "report", "platform", "data_parallel_size", "tensor_parallel_size", "max_model_len"),
     "check": ("input", "model", "allowed_media_dir", "response_schema", "sample", "device_memory", "platform",
               "input_price", "output_price", "max_model_len", "json"),
+    "verify": ("rows", "num", "max_tokens", "model", "allowed_media_dir", "platform", "tensor_parallel_size",
+               "max_model_len", "json"),
     "generate": ("question", "seen", "model", "system", "max_tokens", "temperature", "platform",
                  "tensor_parallel_size", "max_model_len", "chat_template_kwargs"),
     "doctor": ("platform", "tensor_parallel_size", "graph_mode", "skip_generation", "json", "fits", "device_memory",
@@ -59,6 +61,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("check -i rows.jsonl --model Qwen3-VL-8B --device-memory 64G", "say whether the model fits a device as well"),
         ("check -i rows.jsonl --model Qwen3-VL-8B --sample 512 --output-price 2",
          "answer 512 of the rows, and say how long the job would take and what it would cost"),
+    ),
+    "verify": (
+        ("verify --rows rows.jsonl --model Qwen3-VL-8B --allowed-media-dir photos",
+         "compare 20 answers with transformers on this host"),
+        ("verify --rows rows.jsonl --model Qwen3-8B --num 200 --json found.json", "compare more, for a program"),
+        ("verify --rows rows.jsonl --model Qwen3-8B --dtype float32 --platform cpu", "see how close float32 comes"),
     ),
     "table": (
         ("table answers.jsonl -i rows.jsonl -o table.parquet", "metadata, text, and a column for each field of JSON"),

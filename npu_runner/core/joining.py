@@ -19,6 +19,8 @@ JOIN_SHARE = 8
 STEP_SHARE = 2
 # ... or this many decode steps after the last prefill.
 MAX_WAIT_STEPS = 16
+# A prompt of at most this share of a step is not cut: it waits for the next one.
+SHORT_SHARE = 64
 
 
 class Joining:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from npu_runner.core.batch import RunningTable, ScheduledBatch, decode_batch, drafted_batch, prefill_batch
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.drafts import Drafter
-from npu_runner.core.joining import chunk_length
+from npu_runner.core.joining import SHORT_SHARE, chunk_length
 from npu_runner.core.queues import SequenceQueues
 from npu_runner.core.sequence import Sequence, SequenceStatus
 
@@ -219,8 +219,10 @@ class Scheduler(SequenceQueues):
             num = chunk_length(seq, budget, seen_images, max_image_tokens=self.limits.max_image_tokens,
                                alignment=self.limits.state_alignment)
             is_cut = num < seq.num_uncomputed_tokens
-            # Only the head of the queue may be cut, and those that were left out stand before this one.
-            if num == 0 or (is_cut and deferred) or not self._allocate_prefill(seq, num):
+            # Only the head of the queue may be cut, and those that were left out stand before this one. A short one is
+            # not worth it: the step for its rest would take it alone while others decode.
+            is_short = bool(chunks) and seq.num_uncomputed_tokens * SHORT_SHARE <= self.limits.max_num_batched_tokens
+            if num == 0 or (is_cut and (deferred or is_short)) or not self._allocate_prefill(seq, num):
                 if not seq.block_table or seq.is_at_its_start:
                     self._release(seq)  # never started: it may not sit on blocks that others wait for
                 break

@@ -75,11 +75,16 @@ class LLMEngine:
             self._executor = SharedMemoryExecutor(checkpoint.config, checkpoint.path, progress, fallbacks)
         self.info = info = self._executor.info
         self.max_model_len, self.max_num_seqs = info.max_model_len, info.max_num_seqs
+        self.max_num_batched_tokens = info.max_num_batched_tokens
         has_prefix_cache = self.config.cache.enable_prefix_caching
         self.block_manager = bounds.make_block_manager(info, enable_prefix_caching=has_prefix_cache)
         self._drafter = None if info.speculative is None else Drafter(info.speculative)
         self.scheduler = Scheduler(bounds.scheduler_limits(info), self.block_manager, self._drafter)
         self._under_way: deque[ScheduledBatch] = deque()
+        self._planned: ScheduledBatch | None = None
+        """A step with requests that were in none before: `pop_started` names them before it runs."""
+        self._begun: set[str] = set()
+        self._started: list[str] = []
         self._last_end = 0.0
         """When the last step was collected, or the first of those under way was planned."""
         self._search = CulpritSearch(self.scheduler, self._executor, uses_mrope=info.uses_mrope)
@@ -95,9 +100,10 @@ class LLMEngine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add_request(self, request_id: str, prompt: PromptInputs | SequenceOf[PromptInputs],
-                    params: SamplingParams | PoolingParams) -> None:
+                    params: SamplingParams | PoolingParams) -> list[int]:
         """Queue a prompt, or with PoolingParams one or several. `params`: as `ChatProcessor.resolve_params` made them.
-        Raises RequestError, and queues nothing, when it cannot be served."""
+        Returns of each of its sequences the tokens to compute, less those that the prefix cache has now. Raises
+        RequestError, and queues nothing, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", code="duplicate_request_id")
         prompts = [prompt] if isinstance(prompt, PromptInputs) else list(prompt)
@@ -108,10 +114,18 @@ class LLMEngine:
                 except RequestError as error:
                     raise RequestError(error.message, error.code, error.param, prompt_index=index) from error
             self._add_poolings(request_id, prompts, params)
-            return
-        (only,) = prompts
-        self._check(only, params)
-        self._add_generations(request_id, only, params)
+        else:
+            (only,) = prompts
+            self._check(only, params)
+            self._add_generations(request_id, only, params)
+        return [each.sequence.num_tokens - self.block_manager.num_findable_tokens(each.sequence)
+                for each in self._requests[request_id].generations]
+
+    def pop_started(self) -> list[str]:
+        """The requests of which the next call of `step` runs the first step: that step is planned, and not yet
+        submitted."""
+        started, self._started = self._started, []
+        return started
 
     def _check(self, prompt: PromptInputs, params: SamplingParams | PoolingParams) -> None:
         bounds.check_request(prompt, params, self.processor, self.model_config, self.max_model_len)
@@ -189,7 +203,7 @@ class LLMEngine:
         try:
             self._search.drop_the_aborted()
             self._submit()
-            if self._under_way:
+            if self._under_way and self._planned is None:
                 self._collect()
             if not self._requests:
                 self._drain()
@@ -218,12 +232,23 @@ class LLMEngine:
     def _launch(self) -> None:
         """While a culprit is looked for there is one step at a time."""
         most = 1 if self._search.is_on else self.info.num_steps_under_way
-        while len(self._under_way) < most and (batch := self.scheduler.schedule()) is not None:
+        while len(self._under_way) < most and (batch := self._planned or self.scheduler.schedule()) is not None:
+            if self._planned is None and self._starts_requests(batch):
+                self._planned = batch
+                return
+            self._planned = None
             if not self._under_way:
                 self._last_end = time.perf_counter()
             self._under_way.append(batch)
             batch.new_rules = self._rules.to_ask()
             self._executor.submit(batch)
+
+    def _starts_requests(self, batch: ScheduledBatch) -> bool:
+        """Whether requests of a step were in none before; `pop_started` has them from now on."""
+        if batch.is_prefill:
+            self._started = [name for name in dict.fromkeys(batch.request_ids) if name not in self._begun]
+            self._begun.update(self._started)
+        return batch.is_prefill and bool(self._started)
 
     def _collect(self) -> None:
         """Book what the oldest step under way brings."""
@@ -250,6 +275,8 @@ class LLMEngine:
 
     def _drain(self) -> None:
         """Collect the steps in flight and drop their results."""
+        if self._planned is not None:
+            self._launch()
         while self._under_way:
             self._collect()
 
@@ -355,6 +382,7 @@ class LLMEngine:
             return
         if not any(output.request_id == request.request_id for output in self._ready[-1:]):
             self._ready.append(request.output(completions, self._token_text))
+        self._begun.discard(request.request_id)
         del self._requests[request.request_id]
 
     def _split(self, text: str, sequence: Sequence) -> SplitAnswer:
@@ -424,6 +452,7 @@ class LLMEngine:
     def reset(self) -> None:
         """Forget every request and the prefix cache, whatever state an interrupt has left them in."""
         self._requests, self._generation_of, self._ready = {}, {}, []
+        self._begun.clear()
         self._start_again()
 
     def _start_again(self) -> None:
@@ -431,6 +460,7 @@ class LLMEngine:
         interrupt may come between any two lines."""
         self._executor.rollback()
         self._under_way.clear()
+        self._planned, self._started = None, []
         self._search.reset()
         self._rows.reset()
         self._rules.reset()

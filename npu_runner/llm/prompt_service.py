@@ -42,8 +42,10 @@ from npu_runner.strategies import OpenedCheckpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.2
-# Requests hold the caller's images: no further request is read while the waiting ones are larger together.
+# Requests hold the caller's images: no further request is read while the waiting ones are larger together ...
 MAX_AHEAD_BYTES = 1 << 29
+# ... nor, beyond this number for each sequence of a step, while all unanswered ones are larger.
+_FEW_AHEAD, _FEW_AHEAD_BYTES = 2, 64 << 20
 _EXIT_SECONDS = 30.0
 
 
@@ -70,19 +72,21 @@ class PromptService(Owner):
         Raises the errors of reading, and the error that ended all replicas.
         """
         self._raise_failure()
-        first, unanswered, is_read = self.num_requests, dict[int, int](), False
+        first, unanswered, num_bytes, is_read = self.num_requests, dict[int, int](), 0, False
         while unanswered or not is_read:
             deadline = time.monotonic() + read_seconds
-            while not is_read and self._has_room(unanswered) and time.monotonic() < deadline:
+            while not is_read and self._has_room(len(unanswered), num_bytes) and time.monotonic() < deadline:
                 task = next(tasks, None)
                 if task is None:
                     is_read = True
                     break
                 number = self.num_requests
                 unanswered[number] = self._submit(replace(task, number=number))
-            must_wait = bool(unanswered) and (is_read or not self._has_room(unanswered))
+                num_bytes += unanswered[number]
+            must_wait = bool(unanswered) and (is_read or not self._has_room(len(unanswered), num_bytes))
             for number, answer in self._fetch(_IDLE_SECONDS if must_wait else 0.0):
-                if unanswered.pop(number, None) is not None:
+                if (size := unanswered.pop(number, None)) is not None:
+                    num_bytes -= size
                     yield number - first, unpack_answer(answer, self.processor)
 
     @abstractmethod
@@ -102,8 +106,8 @@ class PromptService(Owner):
         """Queue a task, whose number is `num_requests`. Returns its bytes."""
 
     @abstractmethod
-    def _has_room(self, unanswered: dict[int, int]) -> bool:
-        """Whether one more may be read; `unanswered`: number and bytes of the requests of this call."""
+    def _has_room(self, num_unanswered: int, num_bytes: int) -> bool:
+        """Whether one more may be read beside the unanswered requests of this call, which have `num_bytes`."""
 
     @abstractmethod
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
@@ -223,7 +227,7 @@ class LocalService(PromptService):
     def _submit(self, task: PromptTask) -> int:
         self._requests[task.number] = task
         self.num_requests = task.number + 1
-        return 0
+        return task.num_bytes
 
     def make_run(self, indices: Sequence[int]) -> list[Any]:
         pool = self._server.pool
@@ -233,9 +237,11 @@ class LocalService(PromptService):
             self._requests.update(dict.fromkeys(indices, True))
         return [self._sendable(task) if has_workers and task.is_worth_a_worker else task for task in run]
 
-    def _has_room(self, unanswered: dict[int, int]) -> bool:
+    def _has_room(self, num_unanswered: int, num_bytes: int) -> bool:
         pool = self._server.pool
-        return len(unanswered) < self._max_ahead and (pool is None or pool.pending_bytes < MAX_AHEAD_BYTES)
+        is_one_of_few = num_unanswered < _FEW_AHEAD * self.engine.max_num_seqs or num_bytes < _FEW_AHEAD_BYTES
+        return (is_one_of_few and num_unanswered < self._max_ahead
+                and (pool is None or pool.pending_bytes < MAX_AHEAD_BYTES))
 
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         with self._lock:
@@ -321,8 +327,8 @@ class ReplicaService(PromptService):
         self._fleet.wake()
         return len(data)
 
-    def _has_room(self, unanswered: dict[int, int]) -> bool:
-        return len(unanswered) < self._max_ahead and sum(unanswered.values()) < MAX_AHEAD_BYTES
+    def _has_room(self, num_unanswered: int, num_bytes: int) -> bool:
+        return num_unanswered < self._max_ahead and num_bytes < MAX_AHEAD_BYTES
 
     def _fetch(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         self._raise_failure()

@@ -57,6 +57,7 @@ def _row_families(status: Status) -> Iterator[Family]:
     yield "counter", "rows_failed", "Failed rows in the output, of all runs, by code.", [
         ({"code": code}, count) for code, count in rows.failures_by_code.items()]
     yield "counter", "rows_cut_off", "Answered rows that ended at their limit of tokens.", rows.cut_off
+    yield "counter", "rows_copied", "Answered rows whose answers are copies of equal rows', of all runs.", rows.copied
     yield "counter", "rows_repetition", "Answered rows that were ended because they repeat themselves.", rows.repetition
     yield "counter", "rows_unparsed", "Answered rows that a rule asked for JSON and that are none.", rows.unparsed
     if rows.whole is not None:

@@ -157,6 +157,8 @@ def figures(num_rows: int, found: Survey, runs: Runs) -> list[Figure]:
     shown += [Figure(_LABELS[name], f"{counts[name]:,}", share(counts[name], num_seen), tone)
               for name, tone in ((FAILED, "bad"), (UNKNOWN, "odd"), (CUT_OFF, "odd"), (REPETITION, "odd"),
                                  (UNPARSED, "odd"), (WHOLE, "")) if counts[name]]
+    if num_copied := runs.sums("tally").get("num_copied", 0):
+        shown.append(Figure("copied from equal rows", f"{num_copied:,}"))
     if counts[RETRIED]:
         shown.append(Figure("tried again", f"{counts[RETRIED]:,}",
                             f"{found.reasons.total():,} attempts more, {counts[BEST_OF]:,} best_of"))

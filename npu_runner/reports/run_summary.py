@@ -49,7 +49,7 @@ def run_json(run: JobSummary) -> dict[str, Any]:
 
 def run_lines(run: JobSummary) -> list[str]:
     tally, stats = run.tally, run.stats
-    rows = ", ".join([f"{tally.num_answered} answered", *tally.shortcomings()])
+    rows = ", ".join([tally.answered_shown, *tally.shortcomings()])
     if run.num_resumed:
         failed = f" ({run.kept.num_failed} failed)" if run.kept.num_failed else ""
         rows += f", {run.num_resumed} finished earlier{failed}"

@@ -80,7 +80,8 @@ class JobStatus:
         num_done = rows.answered + rows.failed
         share = f" ({num_done / rows.total:.1%})" if rows.total else ""
         total = "?" if rows.total is None else rows.total
-        return ", ".join([f"{num_done} of {total} done{share}: {rows.answered} answered", *rows.counts.shortcomings()])
+        counts = rows.counts
+        return ", ".join([f"{num_done} of {total} done{share}: {counts.answered_shown}", *counts.shortcomings()])
 
     def _rate(self) -> str:
         pace = self.status.pace

@@ -132,7 +132,7 @@ class Totals:
     @property
     def rows_shown(self) -> str:
         counts = self.counts
-        return ", ".join([f"{counts.num_answered} answered", *counts.shortcomings()])
+        return ", ".join([counts.answered_shown, *counts.shortcomings()])
 
     @property
     def cost(self) -> str:

@@ -13,9 +13,6 @@ from typing import overload
 
 import numpy as np
 
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-"""vLLM's names; `RunnerConfig.logprobs_mode` says what each is."""
-
 Describe = Callable[[int], tuple[str, bytes]]
 """(text, bytes) of a token id."""
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from npu_runner.platforms.ops import AddAt, MaskedSampler, Ops, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
-from npu_runner.request.logprobs import LOGPROBS_MODES
 from npu_runner.request.prompt_inputs import Thinking
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling import sampling_ops as ops
@@ -130,7 +129,7 @@ class Sampler:
                  masked_sampler: MaskedSampler | None = None,
                  download: Callable[[Tensor], Download] = lambda x: Download(x.cpu()),
                  host_buffer: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.int32),
-                 constrained: ConstrainedRows | None = None, logprobs_mode: str = LOGPROBS_MODES[0]):
+                 constrained: ConstrainedRows | None = None, logprobs_mode: str = "raw_logprobs"):
         """sort_ascending, softmax_sampler, samples_greedily, add_at, allow_tokens, masked_sampler: the platform's, see
         Ops; download, host_buffer: likewise, see Platform. constrained: what follows grammars and ends thinking.
         logprobs_mode: RunnerConfig's."""

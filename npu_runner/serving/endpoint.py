@@ -55,6 +55,8 @@ class Prepared:
     form: Any = None
     error: RequestError | None = None
     num_bytes: int = 0
+    may_be_copied: bool = False
+    """An equal request has the same answer."""
 
     @property
     def pages(self) -> list[PageFacts]:

@@ -71,12 +71,13 @@ class RowRun:
 
 class FinishedRow(NamedTuple):
     """A row's bytes for the output. `number`: its index; `outcome`: the job's counts of it, passed on unread;
-    `renderer`: PageFacts' of the PDFs in its answer's prompt."""
+    `renderer`: PageFacts' of the PDFs in its answer's prompt; `may_be_copied`: an equal row has the same answer."""
 
     number: int
     outcome: Any
     data: bytes
     renderer: Mapping[str, str] | None = None
+    may_be_copied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

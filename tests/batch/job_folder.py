@@ -29,6 +29,8 @@ class Job:
         self.model.mkdir(parents=True)
         (self.model / "config.json").write_text("{}")
         self.engines: list[ScriptedEngine] = []
+        self.copies_equal_rows = False
+        """Most tests have many rows of one text, and each of them is to be served."""
 
     def run(
         self,
@@ -44,7 +46,8 @@ class Job:
         def open_model(config: RunnerConfig) -> ScriptedModel:
             return ScriptedModel(config, make, processor or ScriptedProcessor())
 
-        defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off"}
+        defaults = {"input": str(self.input), "output": str(self.output), "preprocessing_workers": 1, "progress": "off",
+                    "copy_equal_rows": self.copies_equal_rows}  # fmt: skip
         config = RunnerConfig(model=str(self.model), seed=seed)
         asked = BatchOptions.from_keywords(**{**defaults, **options})
         return run_batch_and_report(config, asked, open_model=open_model)

@@ -18,5 +18,6 @@ def asks(name: str, **address: Any) -> dict[str, Any]:
 class PageEngine(ScriptedEngine):
     """Answers every prompt with the same word."""
 
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> list[int]:
         self.waiting.append((request_id, "page", params))
+        return [len("page")]

@@ -91,7 +91,10 @@ class ScriptedEngine:
     most_held: int = 0
     waiting: list[tuple[str, str, SamplingParams]] = field(default_factory=list)
     running: dict[str, tuple[int, str, SamplingParams]] = field(default_factory=dict)
+    started: list[str] = field(default_factory=list)
 
+    max_num_batched_tokens: ClassVar[int] = 0
+    """Requests wait as if each were longer than a step: few of them do."""
     ledger = "no memory at all"
     start_seconds: ClassVar[Mapping[str, float]] = {"learning the script": 0.5}
 
@@ -102,12 +105,25 @@ class ScriptedEngine:
     def describe(self) -> dict[str, str]:
         return {"engine": "scripted", "seed": str(self.config.seed)}
 
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> list[int]:
         text = "".join(chr(token) for token in prompt.token_ids)
         if len(text) > 100:
             raise RequestError(f"{len(text)} tokens, 100 are the limit", code="prompt_too_long")
         self.waiting.append((request_id, text, params))
         self.most_held = max(self.most_held, len(self.waiting) + len(self.running))
+        return [len(text)]
+
+    def pop_started(self) -> list[str]:
+        started, self.started = self.started, []
+        return started
+
+    def plan(self) -> bool:
+        """Whether waiting requests are to run from the next step on, as an engine says before it runs them."""
+        while self.waiting and len(self.running) < self.max_running:
+            request_id, text, params = self.waiting.pop(0)
+            self.running[request_id] = (self.latency(text), text, params)
+            self.started.append(request_id)
+        return bool(self.started)
 
     def abort_request(self, request_id: str) -> None:
         self.waiting = [item for item in self.waiting if item[0] != request_id]
@@ -117,11 +133,10 @@ class ScriptedEngine:
         return bool(self.waiting or self.running)
 
     def step(self) -> list[RequestOutput]:
+        if self.plan():
+            return []
         self.num_steps += 1
         self.on_step(self)
-        while self.waiting and len(self.running) < self.max_running:
-            request_id, text, params = self.waiting.pop(0)
-            self.running[request_id] = (self.latency(text), text, params)
         self.running = {name: (left - 1, text, params) for name, (left, text, params) in self.running.items()}
         done = [name for name, (left, _, _) in self.running.items() if left <= 0]
         return [self._output(name, *self.running.pop(name)[1:]) for name in done]
@@ -165,11 +180,10 @@ class OvertakingEngine(ScriptedEngine):
     finished: list[str] = field(default_factory=list)
 
     def step(self) -> list[RequestOutput]:
+        if self.plan():
+            return []
         if len(self.finished) == self.crash_after:
             self.crash()
-        while self.waiting and len(self.running) < self.max_running:
-            request_id, text, params = self.waiting.pop(0)
-            self.running[request_id] = (0, text, params)
         for name, (_, text, params) in self.running.items():
             if not text.endswith("0") or f"{int(text) + 5:03d}" in self.finished:
                 del self.running[name]

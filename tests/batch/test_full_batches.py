@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 
@@ -28,16 +28,22 @@ class SchedulerAlone:
     """The real scheduler without a model: every row gets as many tokens as the next."""
 
     max_num_seqs: int
+    max_num_batched_tokens: ClassVar[int] = 4096
     decode_sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limits = SchedulerLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=4096, max_image_tokens=1)
+        limits = SchedulerLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+                                 max_image_tokens=1)
         self.scheduler = Scheduler(limits, BlockManager(self.max_num_seqs * 5 + 1, 16))
         self.num_added = 0
 
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> list[int]:
         self.num_added += 1
         self.scheduler.add(Sequence(self.num_added, self.num_added, request_id, 0, prompt, params, 0))
+        return [len(prompt.token_ids)]
+
+    def pop_started(self) -> list[str]:
+        return []
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -93,6 +99,8 @@ def test_decode_steps_are_nearly_full_while_there_are_rows(max_num_seqs: int) ->
     replica = Replica(engine, max_num_seqs * 12)
     replica.serve(None)
     while replica.rows_left:
+        replica.poll(0.0)
+    while engine.scheduler.num_waiting:
         replica.poll(0.0)
     steady = engine.decode_sizes[len(engine.decode_sizes) // 4 :]
     assert sum(steady) / len(steady) > 0.85 * max_num_seqs, engine.decode_sizes

@@ -47,7 +47,7 @@ def test_every_row_is_answered_with_a_chat_completion(job: Job) -> None:
     assert written["start_phases"] == {"learning the script": 0.5}
     assert written["rows"] | {"failures_by_code": None} == {
         "total": 30, "resumed": 0, "answered": 30, "cut_off": 0, "repetition": 0, "unparsed": 0, "whole": 30,
-        "failed": 0, "failed_in_output": 0, "unfinished": 0, "failures_by_code": None,
+        "copied": 0, "failed": 0, "failed_in_output": 0, "unfinished": 0, "failures_by_code": None,
     }  # fmt: skip
 
 

@@ -247,13 +247,14 @@ WRITTEN_BY_JOB = [name for name, option in JOB.items() if option.field.metadata.
 
 def test_every_option_that_names_a_file_says_whether_it_is_read_or_written() -> None:
     # The folder of `markdown` may hold files that are read: each file of it is looked at when it is written.
-    some = {"markdown", "model", "reader"}
+    some = {"ladder", "markdown", "model", "reader"}
     for options in (JOB, *map(settings_of, (RowsOptions, TableOptions, MergeOptions))):
         named = {name for name, option in options.items() if option.kind is Path or option.values in ("FILE", "PATH")}
         said = {name for name, option in options.items() if "file" in option.field.metadata}
         assert named - some == said - some
     assert settings_of(RowsOptions)["reader"].field.metadata["file"] == READ
-    assert {"chat_template", "lora", "response_schema", "allowed_media_dir", "input", "model"} < set(READ_BY_JOB)
+    some_read = {"allowed_media_dir", "chat_template", "input", "ladder", "lora", "model", "response_schema"}
+    assert some_read < set(READ_BY_JOB)
     assert {"output", "error_file", "summary", "report", "metrics_file"} == set(WRITTEN_BY_JOB)
 
 
@@ -264,6 +265,7 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
     schema, template, media, adapter = (job.folder / name for name in ("s.json", "t.jinja", "media", "adapter"))
     schema.write_text('{"type": "object"}')
     (passwords := job.folder / "passwords").write_text("{}")
+    (ladder := job.folder / "ladder").write_text('[{"when": ["cut_off"], "change": {"max_tokens": 9}}]')
     template.write_text("{{ messages }}")
     media.mkdir(), adapter.mkdir()
     (media / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(60))
@@ -271,14 +273,14 @@ def test_no_file_that_an_option_reads_is_written_over(job: Job, read: str, writt
     (adapter / "adapter_model.safetensors").write_bytes(bytes(8))
     files = {"input": [job.input], "response_schema": [schema], "chat_template": [template],
              "allowed_media_dir": [media / "a.png"], "model": [job.model / "config.json"],
-             "lora": [*adapter.iterdir()], "pdf_passwords": [passwords]}  # fmt: skip
+             "lora": [*adapter.iterdir()], "pdf_passwords": [passwords], "ladder": [ladder]}  # fmt: skip
     for path in files[read]:
         link = job.folder / "link"
         os.link(path, link)
         before = path.read_bytes()
         for place in (path, link):
             options = {"input": str(job.input), "output": str(job.output), "allowed_media_dir": media,
-                       "response_schema": schema, "pdf_passwords": passwords}
+                       "response_schema": schema, "pdf_passwords": passwords, "ladder": str(ladder)}
             with pytest.raises(ConfigError, match=rf"{written} .*: is (the {read}|an image or a video \(PNG\))"):
                 job_places(BatchOptions.from_keywords(**options | {written: place}), RunnerConfig.from_keywords(
                     model=str(job.model), chat_template=str(template), lora=str(adapter)))  # fmt: skip

@@ -147,10 +147,11 @@ class LosesTheRecord(PageEngine):
 
     record: Path = Path()
 
-    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
-        super().add_request(request_id, prompt, params)
+    def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> list[int]:
+        added = super().add_request(request_id, prompt, params)
         self.record.unlink(missing_ok=True)
         self.record.mkdir()
+        return added
 
 
 def test_the_record_is_on_disk_before_the_answer(job: Job, run: Run) -> None:

@@ -51,9 +51,9 @@ class Recorded(Cutting):
 
     asked: Counter[str]
 
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> list[int]:
         self.asked[request_id] += 1
-        super().add_request(request_id, prompt, params)
+        return super().add_request(request_id, prompt, params)
 
 
 def recorded(asked: Counter[str], **options: Any) -> Any:

@@ -71,7 +71,8 @@ def run(folder: Path, shell: str, *options: str, start: Any = zygote, **environm
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    write_rows(folder / "in.jsonl", [row(text, "bad" if text == "007" else "x") for text in numbered(NUM_ROWS)])
+    rows = [row(text, "bad" if text == "007" else "x", user=text) for text in numbered(NUM_ROWS)]
+    write_rows(folder / "in.jsonl", rows)
     arguments = ["batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "model", "--summary", "s.json",
                  "--preprocessing-workers", "1", "--platform", "cpu", *options]  # fmt: skip
     (folder / "chatty.py").write_text(CHATTY)

@@ -141,8 +141,8 @@ def test_killed_while_it_overwrites_no_run_of_the_old_output_counts_for_the_new_
         job.run()
         done = getattr(owner, moment)
 
-        def vanishing(*arguments: Any, done: Callable[..., None] = done) -> None:
-            done(*arguments)
+        def vanishing(*arguments: Any, done: Callable[..., None] = done, **options: Any) -> None:
+            done(*arguments, **options)
             kill()
 
         with monkeypatch.context() as patched:

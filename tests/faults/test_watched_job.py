@@ -31,7 +31,8 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_rows(tmp_path / "in.jsonl", [row(f"r{n}", "bad" if n % 20 == 0 else "x" * 20) for n in range(NUM_ROWS)])
+    texts = ["bad" if n % 20 == 0 else "x" * 20 for n in range(NUM_ROWS)]
+    write_rows(tmp_path / "in.jsonl", [row(f"r{n}", text, user=f"u{n}") for n, text in enumerate(texts)])
     return tmp_path
 
 

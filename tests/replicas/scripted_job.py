@@ -34,14 +34,13 @@ class StagedEngine(ScriptedEngine):
 
     def step(self) -> list[RequestOutput]:
         time.sleep(STEP_SECONDS)
-        if is_held():
+        if is_held() or self.plan():
             return []
-        texts = [text for _, text, _ in self.waiting] + [text for _, text, _ in self.running.values()]
+        texts = [text for _, text, _ in self.running.values()]
         if any(text.startswith("kill") for text in texts) and strikes():
             die()
         if any(text.startswith("fail") for text in texts) and strikes():
-            names = tuple(name for name, _, _ in self.waiting) + tuple(self.running)
-            raise EngineDeadError("rank 1 failed", request_ids=names, blame="request_failed")
+            raise EngineDeadError("rank 1 failed", request_ids=tuple(self.running), blame="request_failed")
         return super().step()
 
     def describe(self) -> dict[str, str]:

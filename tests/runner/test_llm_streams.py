@@ -11,8 +11,9 @@ import pytest
 from npu_runner import LLM, SamplingParams
 from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, RequestError
+from npu_runner.llm import prompt_service
 from npu_runner.serving.options import PreprocessingOptions
-from npu_runner.serving.replicas.inline_replica import max_waiting_requests
+from npu_runner.serving.replicas.inline_replica import MOST_WAITING, max_ready_requests
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
 
@@ -90,13 +91,20 @@ def test_results_come_as_they_finish(llm: LLM) -> None:
 def test_an_iterator_is_read_as_the_work_goes_on(llm: LLM, has_images: bool) -> None:
     items = CONVERSATIONS if has_images else [[{"role": "user", "content": "which"}]]
     source = Counted(items, 100_000)
-    most_ahead = MAX_NUM_SEQS + 2 * max_waiting_requests(MAX_NUM_SEQS) + 2
+    most_ahead = MAX_NUM_SEQS + MOST_WAITING + max_ready_requests(MAX_NUM_SEQS) + 2
     stream = llm.chat(source, GREEDY, stream_results=True)
     assert source.num_taken == 0, "nothing is read before somebody asks"
     for num_finished, _ in enumerate(itertools.islice(stream, 60), 1):
         # Requests that finish in the same step are handed out one by one.
         assert source.num_taken <= num_finished + MAX_NUM_SEQS + most_ahead
     assert source.num_taken >= 60
+
+
+def test_few_large_requests_are_read_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_service, "_FEW_AHEAD_BYTES", 1)
+    source = Counted(CONVERSATIONS, 100_000)
+    for num_finished, _ in enumerate(itertools.islice(llm.chat(source, GREEDY, stream_results=True), 20), 1):
+        assert source.num_taken <= num_finished + 3 * MAX_NUM_SEQS
 
 
 def test_a_slow_iterator_does_not_keep_what_is_there_waiting(llm: LLM) -> None:

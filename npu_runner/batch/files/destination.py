@@ -114,6 +114,10 @@ class Destination:
         """Which of the input's rows need no work any more."""
         return np.isin(rows.keys, self.rows.keys_A[~self._is_retried])
 
+    def answered(self, keys: np.ndarray) -> np.ndarray:
+        """Which of these rows have an answer that stays."""
+        return np.isin(keys, self.rows.keys_A[~self._is_retried & ~self.rows.failed_A])
+
     def flaws_of(self, key: bytes) -> Flaw | None:
         """The flaws of the row with this key in the files; None: there is no such row."""
         (found,) = np.nonzero(self.rows.keys_A == np.bytes_(key))
@@ -137,8 +141,9 @@ class Destination:
         """The counts of the rows that stay as they are."""
         return self.rows.counts(~self._is_retried)
 
-    def open_writers(self, manifest: Manifest, tally: Counts) -> Delivery:
-        """Leave what is kept, whole, and open the files for more, which are counted in `tally`."""
+    def open_writers(self, manifest: Manifest, tally: Counts, *, keeps_rows: bool = False) -> Delivery:
+        """Leave what is kept, whole, and open the files for more, which are counted in `tally`. `keeps_rows`: `rows`
+        can be read as before."""
         if self.path is None:
             self.state.save(manifest)
             return Delivery(tally, AnswerWriter(os.dup(self._places[0].descriptor), self.name))
@@ -153,7 +158,8 @@ class Destination:
             if self.error_path is not None:
                 # Second: the manifest knows the error file before a row is in it.
                 self._move_failed(self.error_path)
-            self.rows.close()
+            if not keeps_rows:
+                self.rows.close()
             descriptors = list(map(open_for_rows, self.paths))
             for path in self.paths:
                 sync_folder(path.parent)

@@ -27,7 +27,8 @@ import numpy as np
 
 from npu_runner.batch.files.durable import clear_file_errors, late_file_errors
 from npu_runner.batch.files.input_identity import NAME_BYTES, InputIdentity
-from npu_runner.batch.files.row_book import InputScan, RowFile, input_changed, keys_array
+from npu_runner.batch.files.row_book import InputScan, RowFile, equal_rows, input_changed, keys_array
+from npu_runner.batch.rows.equal import MAX_ROW_BYTES, equal_digest
 from npu_runner.batch.rows.shape import CHECKSUM_BYTES, PIECE_BYTES, NameReader, row_key
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.serving.replica import RawRow
@@ -46,6 +47,8 @@ class _Line:
 
     number: int
     start: int
+    pieces: list[bytes] | None = None
+    """All of them, as long as it may equal another line. None: no such line is searched for, or it is too large."""
     size: int = 0
     is_row: bool = False
     has_end: bool = False
@@ -59,6 +62,8 @@ class _Line:
         self.is_row = self.is_row or bool(piece.strip())
         self.has_end = piece.endswith(b"\n")
         self.name.feed(piece)
+        if self.pieces is not None:
+            self.pieces = [*self.pieces, piece] if self.size <= MAX_ROW_BYTES else None
         self.checksum.update(piece)
 
     def record(self, key: bytes, checksum: bytes) -> bytes:
@@ -68,6 +73,10 @@ class _Line:
             whole.update(b"\n")
             checksum = whole.digest()
         return key[:NAME_BYTES] + checksum
+
+    def equal_digest(self, name: str | None, key: bytes) -> bytes:
+        """The key, which no other row has, of a row that equals none."""
+        return key if self.pieces is None or name is None else equal_digest(b"".join(self.pieces)) or key
 
 
 class InputFile:
@@ -96,10 +105,12 @@ class InputFile:
         """Reads this file's rows, here and in processes that inherit `source.descriptor`."""
         return RowFile(self._file.fileno(), self.name, self._is_unpacked)
 
-    def scan(self, earlier: InputIdentity | None = None) -> InputScan:
-        """Read everything once. Raises ConfigError when a custom_id occurs twice."""
+    def scan(self, earlier: InputIdentity | None = None, *, with_equal: bool = False) -> InputScan:
+        """Read everything once, `with_equal` also which rows are equal. Raises ConfigError when a custom_id occurs
+        twice."""
         keys, checksums, records, table = bytearray(), bytearray(), bytearray(), array("Q")
-        digest, line = hashlib.blake2b(digest_size=16), _Line(1, 0)
+        equal, pieces = bytearray(), list[bytes]() if with_equal else None
+        digest, line = hashlib.blake2b(digest_size=16), _Line(1, 0, pieces)
         position, continues_earlier = 0, earlier is None or earlier.num_bytes == 0
         for piece, ends in self._pieces():
             if earlier is not None and ends and not continues_earlier:
@@ -111,15 +122,17 @@ class InputFile:
             position += len(piece)
             line.add(piece)
             if ends and line.is_row:
-                keys += (key := row_key(line.name.name(), line.number))
+                keys += (key := row_key(name := line.name.name(), line.number))
+                equal += line.equal_digest(name, key) if with_equal else b""
                 checksums += (checksum := line.checksum.digest())
                 records += line.record(key, checksum)
                 table.extend((line.number, line.start, line.size))
-            line = _Line(line.number + 1, position) if ends else line
+            line = _Line(line.number + 1, position, pieces) if ends else line
         lines, starts, sizes = np.array(table, dtype=np.uint64).reshape(-1, 3).T.copy()
         self._scan = InputScan(
             keys_array(keys), lines, starts, sizes, np.frombuffer(checksums, dtype=f"S{CHECKSUM_BYTES}"),
-            InputIdentity(position, digest.hexdigest(), bytes(records)), continues_earlier)
+            InputIdentity(position, digest.hexdigest(), bytes(records)), continues_earlier,
+            *(equal_rows(keys_array(equal)) if with_equal else ()))
         self._refuse_duplicates(self._scan)
         return self._scan
 

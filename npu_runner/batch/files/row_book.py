@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,14 @@ from npu_runner.batch.rows.shape import CHECKSUM_BYTES, KEY_BYTES, PIECE_BYTES, 
 from npu_runner.errors import JobError
 from npu_runner.serving.replica import INDEX, LINE, NUM_BYTES, START, RawRow, RowRun
 
+_DIGESTS_AT_ONCE = 1 << 16
 
+
+def _no_places() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+# E rows that equal another one
 @dataclass(frozen=True)
 class InputScan:
     """The result of one pass over the input. `keys`: 16 bytes per row, in order; `lines`: the line of each row, from 1.
@@ -34,6 +41,9 @@ class InputScan:
     identity: InputIdentity
     continues_earlier: bool
     """It begins with the whole of the earlier input, byte for byte."""
+    equal_E: np.ndarray = field(default_factory=_no_places)
+    groups_E: np.ndarray = field(default_factory=_no_places)
+    """Places of rows that have an equal, and the first row of each one's group: group by group, in order."""
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +63,20 @@ class InputScan:
 def keys_array(keys: bytes | bytearray) -> np.ndarray:
     """Concatenated keys as a sortable array."""
     return np.frombuffer(keys, dtype=f"S{KEY_BYTES}")
+
+
+def equal_rows(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """InputScan's `equal_E` and `groups_E`. `digests`: the same ones for equal rows."""
+    order = np.argsort(digests, kind="stable")
+    continues = np.zeros(len(order) + 1, dtype=bool)
+    # In parts: the sorted digests of all rows would be another 16 bytes per row.
+    for start in range(1, len(order), _DIGESTS_AT_ONCE):
+        some = digests[order[start - 1 : start + _DIGESTS_AT_ONCE]]
+        continues[start : start + len(some) - 1] = some[1:] == some[:-1]
+    (places,) = np.nonzero(continues[:-1] | continues[1:])
+    firsts = ~continues[places]
+    equal_E = order[places]
+    return equal_E, equal_E[firsts][np.cumsum(firsts) - 1]
 
 
 @dataclass(frozen=True)
@@ -151,6 +175,23 @@ class RowBook:
     def row(self, index: int) -> RawRow:
         (row,) = self.run([index]).rows()
         return row
+
+    def place(self, index: int) -> int:
+        """The row's place in the order of the input."""
+        return int(self._places[index])
+
+    def has(self, places_R: np.ndarray) -> np.ndarray:
+        """Whether it has the rows at these places."""
+        return np.isin(places_R, self._places)
+
+    def indices(self, places_R: np.ndarray) -> np.ndarray:
+        """The indices of the rows at these places, which the book has."""
+        return np.searchsorted(self._places, places_R)
+
+    def data_at(self, place: int) -> bytes:
+        """The bytes of the row at this place, whether the book has it or not. Raises JobError if they were changed."""
+        (row,) = self._scan.run(np.zeros(1, dtype=np.int64), np.array([place])).rows()
+        return self._source.read(row)
 
     def name(self, index: int) -> str | None:
         """The row's custom_id; None: it is known by its line. Raises JobError when the row was changed."""

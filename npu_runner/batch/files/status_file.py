@@ -76,6 +76,8 @@ class Rows(_Part):
     unparsed: Count = 0
     whole: Count | None = None
     """Answers without a flaw; None: the version that wrote it did not count them."""
+    copied: Count = 0
+    """Answers that runs have copied from equal rows."""
     failures_by_code: dict[Text, Count]
     attempts: dict[Text, Count | dict[Text, Count]] = {}
     """Counts.attempts_json; empty: no row has had several."""
@@ -84,7 +86,7 @@ class Rows(_Part):
     def counts(self) -> Counts:
         return Counts(num_answered=self.answered, num_not_whole=self.answered - (self.whole or 0),
                       num_cut_off=self.cut_off, num_repetition=self.repetition, num_unparsed=self.unparsed,
-                      failures_by_code=self.failures_by_code)
+                      num_copied=self.copied, failures_by_code=self.failures_by_code)
 
 
 class Pace(_Part):

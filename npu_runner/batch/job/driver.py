@@ -13,6 +13,7 @@ from typing import Any
 from npu_runner.batch.files.answer_writer import Delivery
 from npu_runner.batch.files.manifest import Suspicion
 from npu_runner.batch.files.row_book import RowBook
+from npu_runner.batch.job.copies import EqualRows
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.openai_response import error_row
 from npu_runner.errors import EngineDeadError, ReplicaDeadError, ServerError
@@ -23,20 +24,23 @@ from npu_runner.serving.replicas.load_balancer import RowQueue
 from npu_runner.serving.replicas.replica_state import added
 
 _IDLE_SECONDS = 0.2
+_COPIES_AT_ONCE = 256
 
 
 class Driver(Owner):
     """Serves a job's rows. `suspects`: from earlier runs; with `retry_errors` those that were given up are tried again,
     alone. `save_suspects` puts them into the state whenever a row joins them. `say` gets lines for the user. `check` is
     called with the settings that each replica knows before its weights load, `check_renderer` as Owner's, `loading`
-    with the phase of one of them until all are ready. `rows_carry_data`: replicas get rows with their bytes."""
+    with the phase of one of them until all are ready. `rows_carry_data`: replicas get rows with their bytes.
+    `equal`: rows that wait for an equal one."""
 
     def __init__(self, book: RowBook, suspects: Mapping[str, Suspicion], *, retry_errors: bool = False,
                  save_suspects: Callable[[dict[str, Suspicion]], None] = lambda rows: None,
                  say: Callable[[str], None] = lambda line: None,
                  check: Callable[[Mapping[str, Any]], None] = lambda settings: None,
                  check_renderer: Callable[[str, Mapping[str, str]], None] = lambda name, renderer: None,
-                 loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False):
+                 loading: Callable[[str], None] = lambda phase: None, rows_carry_data: bool = False,
+                 equal: EqualRows | None = None):
         self._book = book
         self.suspects = {name: Suspicion() if retry_errors and found.code is not None else found
                          for name, found in suspects.items()}
@@ -47,6 +51,7 @@ class Driver(Owner):
         self._check_renderer = check_renderer
         self._loading = loading
         self._rows_carry_data = rows_carry_data
+        self._equal = EqualRows(book) if equal is None else equal
 
     def run(self, fleet: Fleet, delivery: Delivery, should_stop: Callable[[], bool],
             report: Callable[[], None] = lambda: None) -> None:
@@ -55,26 +60,33 @@ class Driver(Owner):
         `delivery` raise."""
         while not should_stop() and not fleet.is_over:
             try:
-                finished, given_up = fleet.poll(_IDLE_SECONDS)
+                finished, given_up = fleet.poll(0.0 if self._equal.has_ready else _IDLE_SECONDS)
             except EngineDeadError as error:
                 self._record_death(error)
                 raise
-            for row in finished:
+            for row in (*finished, *(_given_up(self._book, lost) for lost in given_up)):
                 delivery.put(row)
-            for lost in given_up:
-                delivery.put(_given_up(self._book, lost))
+                self._equal.record(row)
+            copies = dict(self._equal.copies(_COPIES_AT_ONCE))
+            fleet.release(index for index, copy in copies.items() if copy is None)
+            for copy in filter(None, copies.values()):
+                delivery.put(copy)
+                fleet.count_done(1)
             delivery.count()
             report()
 
     def known_suspects(self, queue: RowQueue) -> list[GivenUp]:
-        """Have rows run alone that earlier runs suspect. Returns those that are given up at once."""
+        """Have rows run alone that earlier runs suspect, and others wait for an equal row. Returns those that are given
+        up at once."""
         given_up = []
         for name, index in self._book.find(list(self.suspects)).items():
             found = self._verdict(name, index)
+            self._equal.leave_out(index)
             if found is None:
                 queue.isolate([index])
             else:
                 given_up.append(found)
+        queue.hold(self._equal.waiting())
         return given_up
 
     def make_run(self, indices: Sequence[int]) -> RowRun:

@@ -185,6 +185,11 @@ class JobHistory:
         return self._earlier.with_runs(self._this_run)
 
     @property
+    def num_copied(self) -> int:
+        """Answers that were copied from equal rows, by all runs."""
+        return int(self._earlier.sums("tally").get("num_copied", 0)) + self._summary.tally.num_copied
+
+    @property
     def has_earlier(self) -> bool:
         """Another run has worked on the output before."""
         return len(self._earlier) > 0 or self._summary.num_resumed > 0

@@ -147,7 +147,7 @@ class Live:
             replicas=[_replica(state, is_over=summary.end is not None) for state in states])
 
     def _rows(self) -> Rows:
-        rows = self._summary.rows
+        rows = replace(self._summary.rows, num_copied=self._history.num_copied)
         codes = {printable(code): count for code, count in rows.failures_by_code.items()}
         return Rows(**{"total": self._summary.num_rows, **replace(rows, failures_by_code=codes).rows_json()})
 

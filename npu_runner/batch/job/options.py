@@ -101,6 +101,9 @@ class BatchOptions:
     them again. Finished rows are kept."""
     cached_tokens: bool = False
     """Report each row's prefix-cache hits in its usage. They depend on timing, so rows are not reproducible then."""
+    copy_equal_rows: bool = True
+    """Serve the first of the rows that are equal but for custom_id and metadata. If it is greedy or has a seed of its
+    own, its answer is written for the others, too."""
     ray: str | None = field(default=None, metadata={"alone": AUTO})
     """Run the replicas as actors of the Ray cluster at HOST:PORT, on every host that has room. auto, or the option
     alone: the cluster that this host belongs to. data_parallel_size is then the most of them; replicas are added and

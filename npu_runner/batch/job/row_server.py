@@ -17,7 +17,7 @@ from typing import Any
 import npu_runner
 from npu_runner.batch.files.durable import late_file_errors
 from npu_runner.batch.files.fingerprint import WeightDigests, fingerprint_model
-from npu_runner.batch.files.row_book import RowBook, RowFile
+from npu_runner.batch.files.row_book import CarriedRows, RowBook, RowFile
 from npu_runner.batch.job.attempts import Attempts
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.rows.attempt import ATTEMPTS, BEST_OF
@@ -40,7 +40,7 @@ from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsP
 from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
-from npu_runner.serving.replicas.inline_replica import InlineReplica, max_waiting_requests
+from npu_runner.serving.replicas.inline_replica import MOST_WAITING, InlineReplica, few_waiting, max_ready_requests
 from npu_runner.serving.workers.pool import PoolLimits
 
 _IDLE_SECONDS = 0.2
@@ -117,7 +117,7 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
             task_timeout_seconds=options.workers.preprocessing_timeout,
             worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
-            max_ready=max_waiting_requests(config.scheduler.max_num_seqs or 0),
+            max_ready=max_ready_requests(config.scheduler.max_num_seqs or 0, are_large=isinstance(source, CarriedRows)),
         ),
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
@@ -202,7 +202,7 @@ class RowServer(InlineReplica):
         data = answer_row(result, custom_id=prepared.name, form=prepared.form, stamp=self._stamp,
                           is_unparsed=bool(counts.num_unparsed), pages=pages, more=more)
         renderer = next((page.renderer for page in pages if page.renderer is not None), None)
-        return FinishedRow(prepared.number, counts, data, renderer)
+        return FinishedRow(prepared.number, counts, data, renderer, prepared.may_be_copied)
 
     def prepare(self, book: RowBook) -> Iterator[Prepared]:
         """All rows of `book`, in the order in which the workers are done, once the server was started."""
@@ -229,11 +229,12 @@ class RowServer(InlineReplica):
             self.endpoint.pool.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
+        most_waiting = few_waiting(max_num_seqs) if isinstance(self._plan.source, CarriedRows) else MOST_WAITING
         return ReplicaFacts(
             version=npu_runner.__version__,
             settings={**self._engine.describe(), **self.known_settings()},
             ledger=self._engine.ledger,
-            max_rows=max_num_seqs + max_waiting_requests(max_num_seqs) + self.num_rows_ahead,
+            max_rows=max_num_seqs + most_waiting + self.num_rows_ahead,
             weights=weights,
             start_seconds=self._engine.start_seconds)
 

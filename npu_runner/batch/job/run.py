@@ -31,6 +31,7 @@ from npu_runner.batch.files.place import Place, find_places, read_by
 from npu_runner.batch.files.row_book import InputScan, RowBook
 from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.job import manifest_check
+from npu_runner.batch.job.copies import EqualRows
 from npu_runner.batch.job.driver import Driver, stats_of
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.live import Live
@@ -131,6 +132,7 @@ class _Job:
     _rows: InputScan
     _book: RowBook
     """The rows to be answered."""
+    _equal: EqualRows
     _model_folder: Path
     _new: Manifest
     """The state if the output had no earlier runs."""
@@ -193,7 +195,7 @@ class _Job:
     def _plan(self) -> None:
         """Everything that can be refused before a model is loaded is refused here."""
         output, file, earlier = self._output, self._file, self._output.earlier
-        self._rows = rows = file.scan(earlier.input if earlier else None)
+        self._rows = rows = file.scan(earlier.input if earlier else None, with_equal=self._options.copy_equal_rows)
         if not rows.num_rows:
             raise ConfigError(f"input {file.name}: it has no row; whatever was to write it has written nothing, or not "
                               "there")
@@ -207,6 +209,10 @@ class _Job:
         manifest_check.refuse_another_model(output, self._new.model_files)
         finished = output.finished(rows)
         self._book = RowBook(rows, ~finished, file.source)
+        is_answered_E = output.answered(rows.keys[rows.equal_E])
+        if earlier is None or earlier.changes or self._options.accept_changed or self._options.retried:
+            is_answered_E[:] = False  # other settings may have made those answers
+        self._equal = EqualRows.from_scan(self._book, rows, is_answered_E, self._options.max_row_bytes)
         self.summary.num_resumed, self.summary.kept = int(finished.sum()), output.kept_counts()
         self.summary.num_rows = rows.num_rows
 
@@ -285,7 +291,7 @@ class _Job:
                             save_suspects=lambda rows: output.state.update(suspects=rows), say=self._progress.say,
                             check=self._check,
                             check_renderer=functools.partial(manifest_check.check_renderer, output.state),
-                            loading=self._report_loading, rows_carry_data=plan.rows_carry_data)
+                            loading=self._report_loading, rows_carry_data=plan.rows_carry_data, equal=self._equal)
             with Fleet(plan.replicas, queue, driver, max_restarts=plan.max_restarts, scale_up=plan.scale_up,
                        given_up=driver.known_suspects(queue)) as fleet:
                 self._live.fleet = fleet
@@ -294,6 +300,9 @@ class _Job:
                 delivery = self._start_writing(replace(manifest, suspects=dict(driver.suspects)))
                 self._hold(lambda: num_present(fleet.states))
                 fleet.serve(self._stamp(manifest))
+                if self._equal.has_earlier:
+                    self._equal.read_earlier(output.rows, self._rows.keys, manifest.settings,
+                                             with_cached_tokens=options.cached_tokens)
                 try:
                     with self._serving(fleet, delivery):
                         driver.run(fleet, delivery, functools.partial(self._should_stop, fleet),
@@ -324,7 +333,8 @@ class _Job:
         # From here on a signal lets the step under way end, and then the job.
         self._signals.defer()
         self._history.is_counted = self._book.num_rows > 0
-        return self._output.open_writers(replace(manifest, runs=self._history.runs), self.summary.tally)
+        return self._output.open_writers(replace(manifest, runs=self._history.runs), self.summary.tally,
+                                         keeps_rows=self._equal.has_earlier)
 
     def _stamp(self, manifest: Manifest) -> JobStamp:
         return JobStamp(

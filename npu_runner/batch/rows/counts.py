@@ -37,6 +37,8 @@ class Counts:
     num_expected: int = 0
     """Answered rows whose metadata holds the expected answer."""
     num_as_expected: int = 0
+    num_copied: int = 0
+    """Answers that were copied from an equal row."""
     num_retried: int = 0
     """Rows with more than one attempt."""
     num_attempts: int = 0
@@ -75,6 +77,11 @@ class Counts:
         return cls(**{name: value for name, value in found.items() if name in _NAMES})
 
     @property
+    def answered_shown(self) -> str:
+        """The answers, for a person."""
+        return f"{self.num_answered} answered" + (f" ({self.num_copied} copied)" if self.num_copied else "")
+
+    @property
     def num_failed(self) -> int:
         return sum(self.failures_by_code.values())
 
@@ -108,7 +115,7 @@ class Counts:
         return {
             "answered": self.num_answered, "failed": self.num_failed, "cut_off": self.num_cut_off,
             "repetition": self.num_repetition, "unparsed": self.num_unparsed, "whole": self.num_whole,
-            "failures_by_code": dict(sorted(self.failures_by_code.items())),
+            "copied": self.num_copied, "failures_by_code": dict(sorted(self.failures_by_code.items())),
             **({"attempts": self.attempts_json()} if self.num_retried else {})}
 
     def attempts_json(self) -> dict[str, Any]:

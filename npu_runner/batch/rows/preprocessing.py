@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npu_runner.batch.rows.attempt import Change, seed_of
-from npu_runner.batch.rows.endpoint import Prompts, RequestParams
+from npu_runner.batch.rows.endpoint import Prompts, RequestParams, RowBody
 from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_half_characters
 from npu_runner.batch.rows.shape import RowSource, name_of
 from npu_runner.errors import RequestError
@@ -18,6 +18,7 @@ from npu_runner.prompts.media.media import MediaRules
 from npu_runner.prompts.media.page_options import pages_in
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.request.limits import LIMITS
+from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.endpoint import Prepared
@@ -83,7 +84,13 @@ class RowPreprocessor:
             each.without_text() for each in made)
         label = str((body.metadata or {}).get("label", ""))
         return Prepared(number=row.number, line=row.line, name=custom_id, prompt=prompt, params=params,
-                        form=replace(form, expected=body.expected, label=label))
+                        form=replace(form, expected=body.expected, label=label),
+                        may_be_copied=has_one_answer(body, params))
+
+
+def has_one_answer(body: RowBody, params: RequestParams) -> bool:
+    """Whether each row with this body has the same answer: it is pooled, greedy, or has a seed of its own."""
+    return isinstance(params, PoolingParams) or params.is_greedy or getattr(body, "seed", None) is not None
 
 
 def _refuse_for_ladder(params: RequestParams, url: str) -> None:

@@ -159,6 +159,14 @@ class Fleet:
             if state.replica is not None and state.facts is not None:
                 state.replica.serve(stamp)
 
+    def release(self, rows: Iterable[int]) -> None:
+        """Have rows served that the queue holds."""
+        self._rows.requeue(rows)
+
+    def count_done(self, num_rows: int) -> None:
+        """This number of rows that the queue holds is done without a replica."""
+        self._num_done += num_rows
+
     @property
     def is_over(self) -> bool:
         return self._num_done == self._rows.num_rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -31,17 +31,47 @@ from npu_runner.serving.replica import (
     Started,
 )
 
-# Enough that a prefill step never lacks prompts, few enough that their pixels fit ...
-_LEAST_WAITING_REQUESTS = 64
-# ... and this share of max_num_seqs, since an eighth of it must be able to join before a prefill interrupts others.
+# Sequences may wait in the engine while they are fewer than this ...
+_FEW_WAITING = 64
+# ... or than this share of max_num_seqs, an eighth of which must be able to join before a prefill interrupts others ...
 _WAITING_SHARE = 4
+# ... or while they are short: a prefill step never lacks prompts where the waiting ones fill this number of steps.
+_WAITING_STEPS = 2
+MOST_WAITING = 4096
 _MAX_WAITING_BYTES = 1 << 29
+_MOST_READY = 1024
 _REPORT_SECONDS = 0.25
 
 
-def max_waiting_requests(max_num_seqs: int) -> int:
-    """Most requests that wait in the engine, and most that wait, prepared, for it."""
-    return max(_LEAST_WAITING_REQUESTS, max_num_seqs // _WAITING_SHARE)
+def few_waiting(max_num_seqs: int) -> int:
+    """Sequences that may wait in the engine whatever their lengths."""
+    return max(_FEW_WAITING, max_num_seqs // _WAITING_SHARE)
+
+
+def max_ready_requests(max_num_seqs: int, *, are_large: bool = False) -> int:
+    """Most requests that wait, prepared, for the engine. `are_large`: they come with the bytes of their images."""
+    return few_waiting(max_num_seqs) if are_large else max(_MOST_READY, few_waiting(max_num_seqs))
+
+
+class _Waiting:
+    """The sizes of the sequences that wait in the engine: it serves them in order, so they are the last that were
+    added. Preempted ones, which wait again, count no more."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[tuple[int, int]] = deque()
+        self.num_tokens = self.num_bytes = 0
+
+    def add(self, num_tokens: int, num_bytes: int) -> None:
+        self._sizes.append((num_tokens, num_bytes))
+        self.num_tokens += num_tokens
+        self.num_bytes += num_bytes
+
+    def keep_last(self, num_sequences: int) -> None:
+        """No more than `num_sequences` still wait."""
+        while len(self._sizes) > num_sequences:
+            num_tokens, num_bytes = self._sizes.popleft()
+            self.num_tokens -= num_tokens
+            self.num_bytes -= num_bytes
 
 
 class InlineReplica(Replica):
@@ -63,9 +93,7 @@ class InlineReplica(Replica):
         self._in_flight: dict[str, Prepared] = {}
         """The requests of the engine, by name."""
         self._returned: set[str] = set()
-        self._sizes: deque[int] = deque()
-        """Bytes of the last requests added to the engine. It serves them in order, so the waiting ones are the last."""
-        self._must_step = False
+        self._waiting = _Waiting()
         self._wait_seconds = 0.0
         self._events: list[Event] = []
         self._started: list[int] = []
@@ -81,8 +109,9 @@ class InlineReplica(Replica):
 
     def serve(self, stamp: Any) -> None:
         self._is_serving = True
-        self._max_waiting = max_waiting_requests(self._engine.max_num_seqs)
-        self._sizes = deque(maxlen=self._max_waiting)
+        self._few_waiting = few_waiting(self._engine.max_num_seqs)
+        self._most_tokens = _WAITING_STEPS * self._engine.max_num_batched_tokens
+        self._waiting = _Waiting()
 
     def submit(self, run: Any) -> None:
         self.endpoint.submit(run)
@@ -111,18 +140,17 @@ class InlineReplica(Replica):
             self.endpoint.pool.raise_failure()
         else:
             try:
-                if not self._must_step:
-                    self._admit()
-                # The driver is notified of rows before they are under way: they may end this process.
-                self._must_step = bool(self._started)
-                if not self._must_step and self._engine.has_unfinished_requests():
+                self._admit()
+                if self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         self._finish(output)
-                elif not (self._must_step or self._finished):
+                    # The driver is notified of rows before they are under way: they may end this process.
+                    self._started = self._numbers_of(self._engine.pop_started())
+                elif not self._finished:
                     self._wait(0.0 if self._events else timeout_seconds)
             except EngineDeadError as error:
                 self._failure = ReplicaDeadError(str(error), request_ids=error.request_ids, blame=error.blame,
-                                                 rows=self._numbers_of(error.request_ids))
+                                                 rows=tuple(self._numbers_of(error.request_ids)) or None)
                 self._failure.__cause__ = error
             except NpuRunnerError as error:
                 self._failure = error
@@ -154,16 +182,18 @@ class InlineReplica(Replica):
             num_waiting += self._add(prepared)
 
     def _has_room(self, num_waiting: int) -> bool:
-        if num_waiting >= self._max_waiting:
-            return False
-        return not num_waiting or sum(list(self._sizes)[-num_waiting:]) < _MAX_WAITING_BYTES
+        waiting = self._waiting
+        waiting.keep_last(num_waiting)
+        is_short = num_waiting < MOST_WAITING and waiting.num_tokens < self._most_tokens
+        return (num_waiting < self._few_waiting or is_short) and waiting.num_bytes < _MAX_WAITING_BYTES
 
     def _add(self, prepared: Prepared) -> int:
         """Add it to the engine, or write its error. Returns the number of its sequences."""
         name, error = prepared.name, prepared.error
+        sizes: Sequence[int] = ()
         if error is None:
             try:
-                self._engine.add_request(name, prepared.prompt, prepared.params)
+                sizes = self._engine.add_request(name, prepared.prompt, prepared.params)
             except RequestError as refused:
                 error = refused
         if error is not None:
@@ -171,9 +201,9 @@ class InlineReplica(Replica):
             return 0
         assert name is not None, "only a request that cannot be served has no name"
         self._in_flight[name] = prepared
-        self._sizes.append(prepared.num_bytes)
-        self._started.append(prepared.number)
-        return prepared.num_sequences
+        for index, num_tokens in enumerate(sizes):
+            self._waiting.add(num_tokens, 0 if index else prepared.num_bytes)
+        return len(sizes)
 
     def _wait(self, seconds: float) -> None:
         started = time.monotonic()
@@ -215,10 +245,9 @@ class InlineReplica(Replica):
             dropped.append(prepared.number)
         return dropped
 
-    def _numbers_of(self, request_ids: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The numbers of the requests that are under way; None if there are none."""
-        found = tuple(self._in_flight[name].number for name in request_ids if name in self._in_flight)
-        return found or None
+    def _numbers_of(self, request_ids: Sequence[str]) -> list[int]:
+        """The numbers of the requests that the engine has."""
+        return [self._in_flight[name].number for name in request_ids if name in self._in_flight]
 
     def _add_events(self) -> None:
         if self._started:

@@ -27,6 +27,7 @@ class RowQueue:
         self._again: deque[int] = deque()
         self._alone: deque[int] = deque()
         self._are_alone: set[int] = set()
+        self._waits = b""
         self._num_deaths: Counter[int] = Counter()
 
     def allow(self, limit: int) -> None:
@@ -55,9 +56,10 @@ class RowQueue:
         if self._again:
             return [self._again.popleft() for _ in range(min(num_rows, len(self._again)))]
         first, self._next = self._next, max(self._next, min(self._next + num_rows, self._limit))
-        if not self._are_alone:
-            return range(first, self._next)
-        return [row for row in range(first, self._next) if row not in self._are_alone]
+        rows = range(first, self._next)
+        if not self._are_alone and not self._waits:
+            return rows
+        return [row for row in rows if row not in self._are_alone and not (self._waits and self._waits[row])]
 
     def pop_suspect(self) -> int:
         return self._alone.popleft()
@@ -73,6 +75,10 @@ class RowQueue:
             if row not in self._are_alone:
                 self._are_alone.add(row)
                 self._alone.append(row)
+
+    def hold(self, waits: bytes) -> None:
+        """A row whose byte is 1 is assigned once `requeue` names it. Call it before rows are assigned."""
+        self._waits = waits
 
     def drop(self, rows: Iterable[int]) -> None:
         """Never assign these rows. Call it before they are assigned."""
