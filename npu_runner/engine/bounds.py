@@ -20,7 +20,6 @@ from npu_runner.platforms import AUTO, find_platform, pick_platform, platform_of
 from npu_runner.platforms.platform import Platform
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.tokenizer import check_prompt_length, check_sampling_ids
-from npu_runner.request.limits import field_error
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams, check_hidden_states
@@ -158,9 +157,9 @@ def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, 
             num_tokens = min(max_model_len, len(prompt.token_ids) + (params.max_tokens or max_model_len)) - 1
             check_hidden_states(len(model_config.hidden_state_layers), model_config.hidden_size, num_tokens)
     elif params.labels is not None and not processor.end_token_ids(model_config):
-        raise field_error("labels", "no file of the checkpoint names an end token, and a label's likelihood contains "
-                          "that of an end behind it; write eos_token_id into its generation_config.json",
-                          "unsupported_parameter")
+        raise RequestError("labels: no file of the checkpoint names an end token, and a label's likelihood contains "
+                           "that of an end behind it; write eos_token_id into its generation_config.json",
+                           "unsupported_parameter", "labels")
 
 
 def check_images(prompt: PromptInputs, info: RunnerInfo) -> None:

@@ -105,9 +105,8 @@ class Attempts:
         else:
             climb.add(attempt)
             climb.last, (climb.reasons, climb.rotation) = attempt, self._reasons(attempt)
-        has_room = len(climb.later) + 1 < MOST_ATTEMPTS
-        step = self._ladder.next_step(climb.reasons, climb.used, climb.rotation) if has_room else None
-        if step is not None and number in self._rows:
+        step = self._ladder.next_step(climb.reasons, climb.used, climb.rotation)
+        if step is not None and number in self._rows and len(climb.later) + 1 < MOST_ATTEMPTS:
             climb.used.add(step.number)
             climb.later.append({"reason": step.reason, "step": step.number})
             climb.before, climb.change = climb.change, climb.change.plus(step.fields)

@@ -71,8 +71,8 @@ class Change:
         bounds = {name: self.fields[name] for name in _OF_PROCESSOR if media and name in self.fields}
         if bounds and isinstance(given := body.get("mm_processor_kwargs") or {}, dict):
             body["mm_processor_kwargs"] = {**given, **bounds}
-        if changes := {name: self.fields[name] for name in _OF_IMAGES if name in self.fields}:
-            body = _with_images(body, changes)
+        if "image_url" in media:
+            body = _with_images(body, {name: self.fields[name] for name in _OF_IMAGES if name in self.fields})
         if _APPEND in self.fields and (appended := _with_text(body, self.fields[_APPEND])) is not None:
             body = appended
             places.add(_APPEND)
@@ -84,9 +84,9 @@ class Change:
 def _media_in(body: Mapping[str, Any]) -> set[str]:
     """The types of media that the messages show."""
     messages = found if isinstance(found := body.get("messages"), list) else []
-    parts = (part for each in messages if isinstance(each, dict) and isinstance(each.get("content"), list)
-             for part in each["content"] if isinstance(part, dict))
-    return {name for part in parts for name in ("image_url", "video_url") if name in part}
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    return {name for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)
+            for name in ("image_url", "video_url") if name in part}
 
 
 def _with_images(body: dict[str, Any], changes: Mapping[str, int]) -> dict[str, Any]:
@@ -95,12 +95,10 @@ def _with_images(body: dict[str, Any], changes: Mapping[str, int]) -> dict[str, 
             return part
         return {**part, "image_url": _address(part["image_url"], changes)}
 
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return body
     return {**body, "messages": [
         {**each, "content": list(map(changed, each["content"]))}
-        if isinstance(each, dict) and isinstance(each.get("content"), list) else each for each in messages]}
+        if isinstance(each, dict) and isinstance(each.get("content"), list) else each
+        for each in body["messages"]]}
 
 
 def _address(given: Mapping[str, Any], changes: Mapping[str, int]) -> dict[str, Any]:

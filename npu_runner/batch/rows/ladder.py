@@ -142,10 +142,9 @@ def _read_step(given: Any, where: str) -> LadderStep:
         step = LadderStep.model_validate(given)
         if not step.change.model_dump(exclude_none=True) or step.change.append_prompt == "":
             raise ConfigError(f"{where}: changes nothing; {', '.join(LadderChange.model_fields)} can be changed")
-        for reason, code in ((each, each.partition(":")[2]) for each in step.when):
-            if code and code not in CODES:
-                near = ", ".join(difflib.get_close_matches(code, CODES)) or "docs/errors.md lists all"
-                raise ConfigError(f"{where}: when: {reason}: no row fails with this code; {near}")
+        for code in {each.partition(":")[2] for each in step.when} - {"", *CODES}:
+            near = ", ".join(difflib.get_close_matches(code, CODES)) or "docs/errors.md lists all"
+            raise ConfigError(f"{where}: when: error:{code}: no row fails with this code; {near}")
         least, most = step.change.min_pixels, step.change.max_pixels
         if least is not None and most is not None and least > most:
             raise ConfigError(f"{where}: min_pixels {least} is more than max_pixels {most}; lower it, or leave one out")
