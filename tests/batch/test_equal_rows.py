@@ -51,9 +51,9 @@ class Listening(ScriptedEngine):
         super().__init__(config, **settings)
         self.names: list[str] = []
 
-    def add_request(self, request_id: str, *arguments: Any) -> None:
-        super().add_request(request_id, *arguments)
+    def add_request(self, request_id: str, *arguments: Any) -> list[int]:
         self.names.append(request_id)
+        return super().add_request(request_id, *arguments)
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {"id": "call_1"}}</tool_call>'
@@ -136,8 +136,8 @@ def test_an_answered_row_leads_wherever_it_stands_and_a_failed_one_does_not(job:
     write_rows(job.input, [row("a", "again"), row("b", "again"), *(row(name, "engine error") for name in "xyz")])
 
     class Mended(Listening):
-        def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> None:
-            super().add_request(request_id, PromptInputs(list(map(ord, "mended"))), params)
+        def add_request(self, request_id: str, prompt: PromptInputs, params: SamplingParams) -> list[int]:
+            return super().add_request(request_id, PromptInputs(list(map(ord, "mended"))), params)
 
     summary = job.run(Mended)
     assert served(job) == ["y"]
