@@ -8,6 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+_CODES = """
+    chat_template_error custom_id_not_found custom_id_too_long document_changed document_given_up duplicate_request_id
+    empty_messages empty_prompt forked_llm generation_aborted generation_failed image_aspect_ratio image_broken
+    image_count_mismatch image_empty image_mode image_not_measured image_not_recognised image_out_of_memory
+    image_refused image_role image_several_pages image_too_large image_truncated internal_error
+    invalid_pooling_parameter invalid_request invalid_role invalid_sampling_parameter invalid_structured_outputs
+    invalid_token_id invalid_type invalid_unicode invalid_value limit_exceeded llm_busy media_bad_data_url
+    media_missing media_not_allowed media_scheme media_too_large media_unreadable missing_field
+    missing_required_parameter model_has_no_chat_template model_has_no_video model_has_no_vision nested_call
+    nested_too_deep no_token_left no_user_text not_an_object not_json not_pooled not_unicode not_utf8 out_of_memory
+    pdf_broken pdf_font_missing pdf_page_broken pdf_page_missing pdf_password preprocessing_crashed
+    preprocessing_out_of_memory preprocessing_timeout prompt_not_truncated prompt_too_long reasoning_open
+    request_failed results_ended row_too_long several_images special_token_in_text too_many_hidden_states
+    too_many_images too_many_json_values too_many_logprobs unknown_parameter unknown_part unsupported_field
+    unsupported_parameter unsupported_part unsupported_value video_aspect_ratio video_broken video_count_mismatch
+    video_empty video_no_stream video_not_recognised video_out_of_memory video_package_missing video_positions
+    video_rotation video_size_changes video_too_large video_too_long video_too_many_frames video_truncated
+    wrong_endpoint
+"""
+CODES = frozenset(_CODES.split())
+"""All codes of failed rows, as docs/errors.md explains them."""
 _MAX_MESSAGE_CHARS = 1000
 _MAX_PARAM_CHARS = 200
 

@@ -156,6 +156,10 @@ def check_request(prompt: PromptInputs, params: SamplingParams | PoolingParams, 
         if params.return_hidden_states:
             num_tokens = min(max_model_len, len(prompt.token_ids) + (params.max_tokens or max_model_len)) - 1
             check_hidden_states(len(model_config.hidden_state_layers), model_config.hidden_size, num_tokens)
+    elif params.labels is not None and not processor.end_token_ids(model_config):
+        raise RequestError("labels: no file of the checkpoint names an end token, and a label's likelihood contains "
+                           "that of an end behind it; write eos_token_id into its generation_config.json",
+                           "unsupported_parameter", "labels")
 
 
 def check_images(prompt: PromptInputs, info: RunnerInfo) -> None:

@@ -307,12 +307,14 @@ class LLM:
         given = checked_options("classify", options, ChatOptions)
         rules = self._media_rules(given.pop("allowed_media_dir", None))
         task, classes = CLASSIFY, None
+        if labels is None and isinstance(pooling_params, PoolingParams):
+            labels = pooling_params.labels
         if labels is not None:
             pooling_params = with_fields(pooling_params, labels=labels)
             task, classes = LABELS, Classes(labels=tuple(labels), activation=SOFTMAX)
         self.processor.check_task(task)
         wrap = partial(ClassificationRequestOutput.from_output, classes=classes or self.processor.classes)
-        parse = prompt_or_chat_parser(self.processor, rules, given, add_generation_prompt=labels is not None)
+        parse = prompt_or_chat_parser(self.processor, rules, given, add_generation_prompt=None if labels else False)
         return self._pool(prompts, pooling_params, task, wrap, use_tqdm, stream_results, return_errors, parse)
 
     @overload

@@ -180,9 +180,9 @@ def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwa
 
 
 def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: Mapping[str, Any], *,
-                          add_generation_prompt: bool = False) -> Parse:
+                          add_generation_prompt: bool | None = False) -> Parse:
     """Parses raw prompts and conversations in any order. Where `options` do not say `add_generation_prompt`, the prompt
-    of a conversation ends behind its last message, as in vLLM."""
+    of a conversation ends behind its last message, as in vLLM; with None as in `chat`."""
     chat = chat_parser(processor, rules, **{"add_generation_prompt": add_generation_prompt, **options})
 
     def parse(item: Any) -> PromptTask:

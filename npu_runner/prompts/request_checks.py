@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 from tokenizers import Tokenizer
@@ -154,13 +154,18 @@ class RequestChecks(ABC):
             raise field_error("max_thinking_tokens", "this model has no end-of-thinking token, or reasoning_parser is "
                               "none; leave it out", "unsupported_parameter")
 
-    def _label_ids(self, numbered: tuple[int, str]) -> tuple[int, ...]:
-        """The tokens of a label by itself. Raises RequestError if it has none."""
-        number, label = numbered
-        token_ids = self.encode_plainly(label)
-        if not token_ids:
-            raise field_error(f"labels[{number}]", f"{shown(label)} has no token of this model", "invalid_value")
-        return tuple(token_ids)
+    def _different_labels(self, labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each label by itself. Raises RequestError if one has none, or those of another one: a
+        tokenizer may normalise texts."""
+        seen: dict[tuple[int, ...], int] = {}
+        for number, label in enumerate(labels):
+            name, token_ids = f"labels[{number}]", tuple(self.encode_plainly(label))
+            if not token_ids:
+                raise field_error(name, f"{shown(label)} has no token of this model", "invalid_value")
+            if (first := seen.setdefault(token_ids, number)) != number:
+                raise field_error(name, f"{shown(label)} has the same tokens as labels[{first}], so nothing tells them "
+                                  "apart; leave one of them out", "invalid_value")
+        return tuple(seen)
 
     @abstractmethod
     def encode_plainly(self, text: str) -> list[int]:
@@ -218,7 +223,7 @@ class RequestChecks(ABC):
             check_pooling_params(params, self.pooling, self.hidden_size)
             if params.labels is None:
                 return params
-            return params.replace(label_token_ids=tuple(map(self._label_ids, enumerate(params.labels))))
+            return params.replace(label_token_ids=self._different_labels(params.labels))
         self.check_task(GENERATE)
         check_logprobs(params.n, params.max_tokens or self.max_model_len, self._num_top(params.logprobs),
                        self.max_logprobs)

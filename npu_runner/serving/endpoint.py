@@ -68,7 +68,7 @@ class Prepared:
     def num_sequences(self) -> int:
         """The engine makes this number of sequences of it."""
         if isinstance(self.prompt, tuple):
-            return len(self.prompt)
+            return len(self.prompt) * len(getattr(self.params, "label_token_ids", None) or (0,))
         return 0 if self.params is None else self.params.n
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.oracle.classifiers import make_classifier
 from tests.oracle.thinking_checkpoints import make_thinking
 
 LABELS = ["red", "red circle", "blue"]
+BEGUN = [{"role": "user", "content": "Which colour is it?"}, {"role": "assistant", "content": "It is "}]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,8 @@ def answers(model: Path, folder: Path, results: list[Any]) -> dict[str, dict[str
         classify_row("one", input="a red circle", labels=["red"]),
         classify_row("twice", input="a red circle", labels=["red", "red"]),
         classify_row("empty", input="a red circle", labels=["red", ""]),
+        classify_row("continued", messages=BEGUN, labels=LABELS, continue_final_message=True),
+        classify_row("behind it", messages=BEGUN, labels=LABELS),
         completion_row("text beside", max_tokens=2),
     ]
     return job(folder, model, rows, "--summary", str(folder / "summary.json"))
@@ -67,6 +71,15 @@ def test_rows_have_the_labels_of_llm_classify(answers: dict[str, dict[str, Any]]
         for item in response(answers[name]).data:
             assert item.num_classes == len(LABELS)
             assert item.label == LABELS[int(np.argmax(item.probs))]
+
+
+def test_labels_follow_the_begun_answer(answers: dict[str, dict[str, Any]], model: Path) -> None:
+    with LLM(model, platform="cpu", max_model_len=512, kv_cache_bytes=1 << 26) as llm:
+        (result,) = llm.classify(BEGUN, labels=LABELS, continue_final_message=True)
+        (behind,) = llm.classify(BEGUN, PoolingParams(labels=LABELS))
+    np.testing.assert_allclose(probs(answers["continued"]), [result.probs], atol=1e-5)
+    np.testing.assert_allclose(probs(answers["behind it"]), [behind.probs], atol=1e-5)
+    assert result.num_prompt_tokens < behind.num_prompt_tokens
 
 
 def test_tokens_of_the_prompt_count_once(answers: dict[str, dict[str, Any]], results: list[Any]) -> None:
@@ -96,6 +109,23 @@ def test_models_that_choose_from_no_labels(checkpoint: Callable[..., Path], tmp_
     found = job(other, checkpoint("qwen3"), rows, "--runner", "pooling")
     assert found["labels"]["error"]["code"] == "wrong_endpoint"
     assert found["vector"]["error"] is None
+
+
+def test_a_model_without_an_end_and_labels_that_are_alike_to_it(checkpoint: Callable[..., Path],
+                                                                tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({key: value for key, value in values.items() if "eos" not in key}))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "normalizer": {"type": "NFC"}}))
+    found = job(tmp_path, model, [classify_row("end", input="a", labels=LABELS),
+                                  classify_row("alike", input="a", labels=["a", "\u00e9", "e\u0301"])])
+    end, alike = (found[name]["error"] for name in ("end", "alike"))
+    assert (end["code"], end["param"]) == ("unsupported_parameter", "labels")
+    assert "eos_token_id" in end["message"]
+    assert (alike["code"], alike["param"]) == ("invalid_value", "labels[2]")
+    assert "same tokens as labels[1]" in alike["message"]
 
 
 def test_a_prompt_that_leaves_reasoning_open_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -281,12 +281,29 @@ def test_the_ladder_is_a_setting_of_the_job(done: Job, job: Job) -> None:
 
 def test_failed_rows_that_a_step_fits_are_not_refused_again_without_a_model(job: Job) -> None:
     """Without a ladder no model is loaded for them."""
-    write_rows(job.input, [row("bad", "bad"), b"not json", row("good")])
-    steps = ladder(job.folder, [{"when": ["error:scripted_bad"], "change": {"temperature": 0.1}}])
+    write_rows(job.input, [row("bad", top_p=5), b"not json", row("good")])
+    steps = ladder(job.folder, [{"when": ["error:invalid_sampling_parameter"], "change": {"temperature": 0.1}}])
     job.run(Tried, ladder=steps)
     job.run(Tried, ladder=steps, retry_errors=True)
     assert len(job.engines) == 2
-    assert results(job.output)["bad"]["attempts"] == [{"reason": "error:scripted_bad", "step": 1}]
+    assert results(job.output)["bad"]["attempts"] == [{"reason": "error:invalid_sampling_parameter", "step": 1}]
+
+
+def test_a_step_that_has_nothing_to_change_in_a_row_is_skipped(job: Job) -> None:
+    """Rows of text beside pages: the steps of images are not there for them, and neither costs nor ends anything."""
+    for_images = [{"when": ["cut_off"], "change": {"longest": 99}}, {"when": ["cut_off"], "change": {"max_pixels": 9}}]
+    both = {"when": ["cut_off"], "change": {"rotate": 90, "temperature": 0.5}}
+    write_rows(job.input, [ROWS["mended"]])
+    job.run(Tried, ladder=ladder(job.folder, [*for_images, both, STEPS[1]]), summary=job.folder / "summary.json")
+    found = results(job.output)["mended"]
+    assert found.pop("attempts") == [{"reason": "cut_off", "step": 3}, {"reason": "cut_off", "step": 4}]
+    assert json.loads((job.folder / "summary.json").read_text())["rows"]["attempts"]["more"] == 2
+    write_rows(job.input, [plain("mended", 2, temperature=0.5, max_tokens=60, no_repeat_ngram_size=5)])
+    job.run(Tried, overwrite=True)
+    assert found == results(job.output)["mended"]
+    write_rows(job.input, [ROWS["mended"]])
+    job.run(Tried, overwrite=True, ladder=ladder(job.folder, for_images))
+    assert not {"attempts", "best_of"} & results(job.output)["mended"].keys()
 
 
 def test_eight_attempts_are_the_most(job: Job) -> None:
@@ -322,6 +339,12 @@ def test_rows_with_several_answers_or_none_of_text_are_refused(job: Job, request
     ([{"when": ["empty"], "change": {"append_prompt": "\ud800"}}], "step 1: .* half a surrogate pair"),
     ([{"when": ["empty"], "change": {"rotate": "as_said"}}], "step 1: rotated and as_said .* --ladder-reader"),
     ([{"when": ["rotated"], "change": {"top_p": 0.5}}], "step 1: rotated and as_said"),
+    ([{"when": ["empty", "error:prompt_to_long"], "change": {"top_p": 0.5}}],
+     "step 1: when: error:prompt_to_long: no row fails with this code; prompt_too_long"),
+    ([{"when": ["error:zzz"], "change": {"top_p": 0.5}}], "error:zzz: .*; docs/errors.md lists all"),
+    ([{"when": ["empty"], "change": {"append_prompt": ""}}], "step 1: changes nothing"),
+    ([{"when": ["empty"], "change": {"min_pixels": 900, "max_pixels": 100}}],
+     "step 1: min_pixels 900 is more than max_pixels 100; lower it"),
     ([], "it has no step"), ("[{", "cannot be read as JSON"), ("{}", "steps.json': name: Field required"),
 ])  # fmt: skip
 def test_a_wrong_step_is_refused_when_the_file_is_read(steps: Any, said: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from npu_runner import LLM, PoolingParams
 from npu_runner.errors import RequestError
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.serving.endpoint import Prepared
 from tests.full_set import every
 from tests.oracle import reference
 from tests.oracle.image_prompts import make_prompts
@@ -103,6 +104,16 @@ def test_the_prompt_is_computed_once(checkpoint: Make, platform_name: str) -> No
         assert llm.stats().num_prefill_tokens <= most
         assert llm.stats().num_decode_tokens == 0
     assert sum(result.probs) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_replica_counts_each_label_as_a_sequence_that_waits(checkpoint: Make) -> None:
+    """Else it takes hundreds of rows more than it has room for, and believes those to wait that run."""
+    with LLM(checkpoint("qwen3"), platform="cpu", **SMALL) as llm:
+        params = llm.processor.resolve_params(PoolingParams(labels=LABELS))
+        prepared = Prepared(number=0, name="a", prompt=tuple(texts(llm)[:2]), params=params)
+        llm.engine.add_request("a", prepared.prompt, params)
+        assert llm.engine.num_waiting == prepared.num_sequences == 2 * len(LABELS)
+        llm.engine.reset()
 
 
 def test_what_is_refused(checkpoint: Make) -> None:

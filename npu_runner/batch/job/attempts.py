@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from npu_runner.batch.rows.attempt import Change
+from npu_runner.batch.rows.attempt import Change, NoPlaceError
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.ladder import EMPTY, MOST_ATTEMPTS, ROTATED, UNPARSED, Ladder
@@ -43,7 +43,14 @@ class _Climb:
 
     first: Attempt
     """The first one without an error, else the first one."""
+    last: Attempt
+    reasons: set[str] = field(default_factory=set)
+    rotation: int = 0
+    used: set[int] = field(default_factory=set)
+    """Steps, also those that had nothing to change in this row."""
     change: Change = field(default_factory=lambda: Change(0, {}))
+    before: Change = field(default_factory=lambda: Change(0, {}))
+    """The change of the last attempt."""
     later: list[dict[str, Any]] = field(default_factory=list)
     work: Counts = field(default_factory=Counts)
     """The tokens of all attempts."""
@@ -91,20 +98,24 @@ class Attempts:
         """An attempt has ended. Returns the one that counts; None: the row was submitted again."""
         number = prepared.number
         attempt = Attempt(prepared=replace(prepared, prompt=()), pages=prepared.pages, result=result, counts=counts)
-        climb = self._climbs.setdefault(number, _Climb(attempt))
-        climb.add(attempt)
-        reasons, rotation = self._reasons(attempt)
-        used = {each["step"] for each in climb.later}
-        step = self._ladder.next_step(reasons, used, rotation) if len(climb.later) + 1 < MOST_ATTEMPTS else None
-        if step is not None and number in self._rows:
+        climb = self._climbs.setdefault(number, _Climb(attempt, attempt))
+        if isinstance(result, NoPlaceError):  # as if the step were not there
+            climb.later.pop()
+            climb.change = climb.before
+        else:
+            climb.add(attempt)
+            climb.last, (climb.reasons, climb.rotation) = attempt, self._reasons(attempt)
+        step = self._ladder.next_step(climb.reasons, climb.used, climb.rotation)
+        if step is not None and number in self._rows and len(climb.later) + 1 < MOST_ATTEMPTS:
+            climb.used.add(step.number)
             climb.later.append({"reason": step.reason, "step": step.number})
-            climb.change = climb.change.plus(step.fields)
+            climb.before, climb.change = climb.change, climb.change.plus(step.fields)
             self._submit(self._rows[number]._replace(change=climb.change))
             return None
         self.forget([number])
         # An error never counts instead of an answer, whether a step names it or not.
-        is_good = not (isinstance(result, RequestError) or self._ladder.wants_another(reasons))
-        return climb.ended(attempt, is_good=is_good)
+        is_good = not (isinstance(climb.last.result, RequestError) or self._ladder.wants_another(climb.reasons))
+        return climb.ended(climb.last, is_good=is_good)
 
     def _reasons(self, attempt: Attempt) -> tuple[set[str], int]:
         """The reasons for another attempt, and the clockwise rotation that the answer asks for."""

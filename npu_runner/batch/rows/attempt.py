@@ -34,13 +34,19 @@ def seed_of(job_seed: int, custom_id: str, attempt: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 2  # seed + index of each of n completions stays within 64 bits
 
 
+class NoPlaceError(RequestError):
+    """A step has nothing to change in a row."""
+
+
 @dataclass(frozen=True)
 class Change:
     """Attempt `number`, from 1. `fields`: those of the row's body, fields of images, min_pixels, max_pixels, `turn`
-    (degrees, clockwise, added to the rotation of each image) and append_prompt. Picklable."""
+    (degrees, clockwise, added to the rotation of each image) and append_prompt. `latest`: those of the last step.
+    Picklable."""
 
     number: int
     fields: Mapping[str, Any]
+    latest: tuple[str, ...] = ()
 
     def plus(self, fields: Mapping[str, Any]) -> Change:
         """The next attempt, with these fields as well."""
@@ -49,10 +55,10 @@ class Change:
             found.pop("turn", None)
         elif "turn" in fields:
             found["turn"] = (self.fields.get("turn", 0) + fields["turn"]) % 360
-        return Change(self.number + 1, found)
+        return Change(self.number + 1, found, tuple(fields))
 
     def applied(self, row: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-        """The row's JSON with the changes. Raises RequestError if there is nothing to change in it."""
+        """The row's JSON with the changes that have a place in it. Raises NoPlaceError if none of `latest` has."""
         if not isinstance(row.get("body"), dict):
             return dict(row)  # the row is refused for it
         fields = {name: value for name, value in self.fields.items() if name not in (*_OF_IMAGES, *_OF_PROCESSOR,
@@ -60,34 +66,39 @@ class Change:
         body = {**row["body"], **fields, "seed": seed}
         if "max_tokens" in fields:
             body.pop("max_completion_tokens", None)
-        bounds = {name: self.fields[name] for name in _OF_PROCESSOR if name in self.fields}
+        media, places = _media_in(body), set(fields)
+        places.update(_OF_IMAGES if "image_url" in media else (), _OF_PROCESSOR if media else ())
+        bounds = {name: self.fields[name] for name in _OF_PROCESSOR if media and name in self.fields}
         if bounds and isinstance(given := body.get("mm_processor_kwargs") or {}, dict):
             body["mm_processor_kwargs"] = {**given, **bounds}
-        if changes := {name: self.fields[name] for name in _OF_IMAGES if name in self.fields}:
-            body = _with_images(body, changes)
-        if _APPEND in self.fields:
-            body = _with_text(body, self.fields[_APPEND])
+        if "image_url" in media:
+            body = _with_images(body, {name: self.fields[name] for name in _OF_IMAGES if name in self.fields})
+        if _APPEND in self.fields and (appended := _with_text(body, self.fields[_APPEND])) is not None:
+            body = appended
+            places.add(_APPEND)
+        if self.latest and places.isdisjoint(self.latest):
+            raise NoPlaceError(f"{', '.join(self.latest)}: the row shows no image and has no text that it could change")
         return {**row, "body": body}
 
 
-def _with_images(body: dict[str, Any], changes: Mapping[str, int]) -> dict[str, Any]:
-    num_changed = 0
+def _media_in(body: Mapping[str, Any]) -> set[str]:
+    """The types of media that the messages show."""
+    messages = found if isinstance(found := body.get("messages"), list) else []
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    return {name for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)
+            for name in ("image_url", "video_url") if name in part}
 
+
+def _with_images(body: dict[str, Any], changes: Mapping[str, int]) -> dict[str, Any]:
     def changed(part: Any) -> Any:
-        nonlocal num_changed
         if not isinstance(part, dict) or not isinstance(part.get("image_url"), dict):
             return part
-        num_changed += 1
         return {**part, "image_url": _address(part["image_url"], changes)}
 
-    messages = body.get("messages")
-    new = [{**each, "content": list(map(changed, each["content"]))}
-           if isinstance(each, dict) and isinstance(each.get("content"), list) else each
-           for each in (messages if isinstance(messages, list) else [])]
-    if not num_changed:
-        name = next(iter(changes)).replace("turn", "rotate")
-        raise RequestError(f"{name}: the ladder changes images, and the row shows none", "invalid_value", name)
-    return {**body, "messages": new}
+    return {**body, "messages": [
+        {**each, "content": list(map(changed, each["content"]))}
+        if isinstance(each, dict) and isinstance(each.get("content"), list) else each
+        for each in body["messages"]]}
 
 
 def _address(given: Mapping[str, Any], changes: Mapping[str, int]) -> dict[str, Any]:
@@ -105,8 +116,8 @@ def _address(given: Mapping[str, Any], changes: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def _with_text(body: dict[str, Any], text: str) -> dict[str, Any]:
-    """`text` behind the prompt, or behind the last text of the last user message."""
+def _with_text(body: dict[str, Any], text: str) -> dict[str, Any] | None:
+    """`text` behind the prompt, or behind the last text of the last user message; None: there is neither."""
     if isinstance(prompt := body.get("prompt"), str):
         return {**body, "prompt": prompt + text}
     messages = list(found) if isinstance(found := body.get("messages"), list) else []
@@ -124,5 +135,4 @@ def _with_text(body: dict[str, Any], text: str) -> dict[str, Any]:
                 *content[:last], {**content[last], "text": content[last]["text"] + text}, *content[last + 1:]]
         messages[place] = {**message, "content": content}
         return {**body, "messages": messages}
-    raise RequestError(f"{_APPEND}: the ladder appends text, and the row has none to append to", "invalid_value",
-                       _APPEND)
+    return None

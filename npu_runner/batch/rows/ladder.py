@@ -5,6 +5,7 @@ A step is {"when": [...], "change": {...}}. The changes of the steps of one row 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from npu_runner.batch.rows.attempt import Change
 from npu_runner.batch.rows.endpoint import Strict
 from npu_runner.batch.rows.flaw import Flaw
 from npu_runner.batch.rows.openai_format import parse_row, refuse_half_characters
-from npu_runner.errors import ConfigError, RequestError
+from npu_runner.errors import CODES, ConfigError, RequestError
 from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.prompts.media.processor_kwargs import checked_kwargs
 from npu_runner.readers.answers.html_tags import require
@@ -139,8 +140,14 @@ def _steps_in(path: Path) -> list[Any] | None:
 def _read_step(given: Any, where: str) -> LadderStep:
     try:
         step = LadderStep.model_validate(given)
-        if not step.change.model_dump(exclude_none=True):
+        if not step.change.model_dump(exclude_none=True) or step.change.append_prompt == "":
             raise ConfigError(f"{where}: changes nothing; {', '.join(LadderChange.model_fields)} can be changed")
+        for code in {each.partition(":")[2] for each in step.when} - {"", *CODES}:
+            near = ", ".join(difflib.get_close_matches(code, CODES)) or "docs/errors.md lists all"
+            raise ConfigError(f"{where}: when: error:{code}: no row fails with this code; {near}")
+        least, most = step.change.min_pixels, step.change.max_pixels
+        if least is not None and most is not None and least > most:
+            raise ConfigError(f"{where}: min_pixels {least} is more than max_pixels {most}; lower it, or leave one out")
         fields = step.fields(90)
         row = Change(1, fields).applied(_ROW, seed=0)
         parse_row(row).to_params({}, 0)

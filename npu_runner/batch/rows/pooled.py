@@ -83,8 +83,8 @@ class PooledBody(ConversationBody):
         return tuple(f"input[{number}]" for number in range(len(self.inputs))) if len(self.inputs) > 1 else ()
 
     @property
-    def adds_generation_prompt(self) -> bool:
-        """vLLM's default here is False: a conversation is pooled, not answered."""
+    def adds_generation_prompt(self) -> bool | None:
+        """vLLM's default here is False: a conversation is pooled, not answered. None: as the processor's default."""
         return bool(self.add_generation_prompt)
 
     @abstractmethod
@@ -213,9 +213,9 @@ class ClassifyBody(PooledBody):
         return super().to_params(defaults, fallback_seed).replace(labels=self.labels)
 
     @property
-    def adds_generation_prompt(self) -> bool:
+    def adds_generation_prompt(self) -> bool | None:
         """A label stands where an answer would."""
-        return super().adds_generation_prompt if self.labels is None else self.add_generation_prompt is not False
+        return super().adds_generation_prompt if self.labels is None else self.add_generation_prompt
 
     def form(self, processor: ChatProcessor) -> AnswerForm:
         classes = processor.classes if self.labels is None else Classes(labels=tuple(self.labels), activation=SOFTMAX)
