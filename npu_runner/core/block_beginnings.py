@@ -17,6 +17,9 @@ from npu_runner.core.sequence import Sequence
 
 # The prompts that part behind one system prompt may be thousands. Any of them has what is common to all.
 _MOST_OF_A_PARENT = 4
+# To copy a block costs as much whatever is shared of it: fewer tokens than this share of a block are computed, unless
+# they are all that is left. Most chats have the first words of a template in common.
+_LEAST_SHARE = 4
 
 
 class Beginning(NamedTuple):
@@ -53,7 +56,8 @@ class Found(NamedTuple):
 class BlockBeginnings:
     """Blocks by the key of the block before; the latest few of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._least = max(1, block_size // _LEAST_SHARE)
         self._of_parent: dict[bytes, dict[int, Beginning]] = {}
         self._parent_of: dict[int, bytes] = {}
         self._new: set[int] = set()
@@ -79,7 +83,7 @@ class BlockBeginnings:
             num, is_new = known.num_common(wanted), block in self._new
             if is_new and not (can_be_new and num > most):
                 continue
-            if num and (best is None or min(num, most) > best.num_tokens):
+            if num >= min(self._least, most) > 0 and (best is None or min(num, most) > best.num_tokens):
                 best = Found(block, min(num, most), is_new)
         return best
 

@@ -116,7 +116,7 @@ class BlockManager:
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
         can_copy = self.enable_prefix_caching and self.snapshots is None and not self._num_ahead
-        self._beginnings = BlockBeginnings() if can_copy else None
+        self._beginnings = BlockBeginnings(self.block_size) if can_copy else None
         self.copies: list[tuple[int, int]] = []
         """(source, target) blocks of the step being put together, copied before its forward."""
         self._later_copies: list[tuple[int, int]] = []

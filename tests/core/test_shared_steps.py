@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from npu_runner.core.block_beginnings import Beginning, BlockBeginnings, Found
 from npu_runner.core.block_manager import BlockManager
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sequence import Sequence
@@ -228,3 +229,13 @@ def test_a_row_that_fails_leaves_what_others_had_computed() -> None:
     again = world.add_prompt(PromptInputs([*range(20), 1, 2, 3, 4, 5]), 38)
     world.run_to_the_end()
     assert again.num_cached_tokens == 20
+
+
+def test_few_tokens_of_a_block_are_computed_unless_they_are_all_that_is_left() -> None:
+    beginnings = BlockBeginnings(64)
+    assert beginnings.offer(b"parent", 7, Beginning(list(range(64)), frozenset()))
+    beginnings.launch()
+    for num_equal, most, found in ((15, 63, None), (16, 63, 16), (15, 15, 15), (3, 3, 3), (2, 3, None)):
+        wanted = Beginning([*range(num_equal), *[99] * (64 - num_equal)], frozenset())
+        place = beginnings.find(b"parent", wanted, most, can_be_new=False)
+        assert place == (None if found is None else Found(7, found, is_new=False)), (num_equal, most)

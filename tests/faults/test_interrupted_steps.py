@@ -131,7 +131,7 @@ def test_images_that_were_under_way_are_seen_as_before() -> None:
             (runner.strategy, "encode_images"), (runner.vision_cache, "put"), (runner.vision_cache, "pin_only"),
             (runner.model, "compute_logits"))]
         for owner, name, after in some_of(places, 3):
-            llm.engine._executor.rollback()  # nothing is cached: the tower has work
+            llm.engine.reset()  # nothing is cached: the tower has work
             with raising(owner, name, 1, after=after), pytest.raises(Injected):
                 llm.chat(conversations, greedy(3))
             assert [output.token_ids for output in llm.chat(conversations, greedy(3))] == expected

@@ -130,7 +130,7 @@ def test_a_row_without_numbers_spoils_nobody_who_shares_what_it_computed(place: 
         if place == "in what is shared":
             spoilt = [with_last_token(spoilt[0], bad + 1)] * 3
         expected = tokens_of(llm.generate(spoilt, params))
-    with LLM(path, platform=platform_name, block_size=4, **SMALL) as llm:
+    with LLM(path, platform=platform_name, block_size=4, enforce_eager=True, **SMALL) as llm:
         model: Any = runner_of(llm).model
         embed = model.embed
 

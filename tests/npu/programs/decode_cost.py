@@ -59,7 +59,7 @@ def begin(llm: LLM, batch_size: int, params: SamplingParams) -> None:
     """A full batch that decodes, and has settled what is lazy."""
     for index in range(batch_size):
         llm.engine.add_request(str(index), llm.engine.processor.from_text("which picture " * (index + 1)), params)
-    for _ in range(4):
+    for _ in range(5):
         llm.engine.step()
 
 
@@ -74,8 +74,8 @@ def of_steps_with_news(llm: LLM, batch_size: int) -> dict[str, Counts]:
     found: dict[str, Counts] = {}
     while llm.engine.has_unfinished_requests() and len(found) < 2:
         counts = of_a_step(llm)
-        before, now = ([None, *batches])[-2:]
-        if before is None or before.is_prefill or now.is_prefill:
+        before, now = ([None, None, *batches])[-2:]
+        if before is None or now is None or before.is_prefill or now.is_prefill:
             continue
         if before.request_ids != now.request_ids:
             found.setdefault("leaves", counts)

@@ -32,6 +32,7 @@ def of_a_step(llm: LLM, count: int) -> dict[str, Any]:
     """Counters over the prefill of a prompt that shows `count` images that nobody has seen."""
     llm.engine.add_request(str(count), prompt_with(llm, count, seed=count),
                            SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    llm.engine.step()  # it is planned
     torch.npu.synchronize()
     reset_counters()
     llm.engine.step()
