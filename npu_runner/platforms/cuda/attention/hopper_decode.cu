@@ -7,12 +7,22 @@
 // float16, which holds it exactly. A row that lies in several ranges has partial accumulators from each. The last warp
 // to finish adds them in the order of the ranges.
 //
+// Blocks that begin the tables of several rows are read once for a team of warps, which have different rows. They read
+// at about the same time, so that all but the first find keys and values in the L1 cache.
+//
 // Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
 // PROGRAMS on a multiprocessor.
 
 __device__ __forceinline__ uint4 read(const u8 *from) {
   uint4 piece;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+  return piece;
+}
+// The same, kept in the L1 cache for the other warps of a team.
+__device__ __forceinline__ uint4 read_shared_by_team(const u8 *from) {
+  uint4 piece;
+  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
   return piece;
 }
@@ -63,13 +73,18 @@ __device__ __forceinline__ float sum_of_rows(float x) {
   return x;
 }
 
-struct Attention {
+// What a warp computes for a suffix or for a prefix (Kind): a column of `scores` and `acc` is a query head of a row.
+template <class Kind> struct Attention {
+  static constexpr int TILES_OF = Kind::TILES_OF, PLACES = Kind::PLACES, COLUMNS = Kind::COLUMNS;
+  using Cursor = ::Cursor<Kind>;
+
   const Params &params;
   const int head, lane, group, member;  // kv head; thread = 4 * group + member
-  u32 queries[16];
-  uint4 keys[TILES][2][KEY_PIECES], values[TILES][4][VALUE_PIECES];
-  float acc[8][4], row_max[2], row_sum[2];
-  float factor;
+  u32 queries[COLUMNS][16];
+  uint4 keys[TILES_OF][2][KEY_PIECES], values[TILES_OF][4][VALUE_PIECES];
+  float acc[COLUMNS][8][4], row_max[COLUMNS][2], row_sum[COLUMNS][2];
+  float factors[COLUMNS][2];
+  int first_member, num_rows;  // of the warp
 
   __device__ Attention(const Params &params, int head)
       : params(params), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
@@ -78,18 +93,20 @@ struct Attention {
   __device__ static i64 tile_at(const i64 (&places)[PLACES], int i) {
     return PLACES == 1 ? places[0] + i * TILE * ROW_BYTES : places[i % PLACES];
   }
-  // Reads tokens `group` and 8 behind it of each tile; 0 where the row has none.
+  template <bool IS_WHOLE> __device__ static uint4 read_piece(bool is_there, const u8 *at) {
+    return !IS_WHOLE ? read_if(is_there, at) : Kind::IS_PREFIX ? read_shared_by_team(at) : read(at);
+  }
+  // Reads tokens `group` and 8 behind it of each tile; 0 where the segment has none.
   template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    for (int i = 0; i < TILES_OF; ++i) {
       const u8 *from = params.k_cache + tile_at(places, i) + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int piece = 0; piece < KEY_PIECES; ++piece) {
-          const u8 *at = from + 8 * t * ROW_BYTES + 64 * piece;
-          keys[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + group + 8 * t), at);
-        }
+        for (int piece = 0; piece < KEY_PIECES; ++piece)
+          keys[i][t][piece] = read_piece<IS_WHOLE>(cursor.has(i * TILE + group + 8 * t),
+                                                   from + 8 * t * ROW_BYTES + 64 * piece);
     }
   }
   __device__ void read_keys(const Cursor &cursor, const i64 (&places)[PLACES]) {
@@ -98,62 +115,83 @@ struct Attention {
   // Reads tokens 2 * member, the next, and those 8 behind them of each tile.
   template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    for (int i = 0; i < TILES_OF; ++i) {
       const u8 *from = params.v_cache + tile_at(places, i) + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
 #pragma unroll
       for (int t = 0; t < 4; ++t)
 #pragma unroll
         for (int piece = 0; piece < VALUE_PIECES; ++piece) {
           const int behind = t % 2 + t / 2 * 8;
-          const u8 *at = from + behind * ROW_BYTES + 128 * piece;
-          values[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + 2 * member + behind), at);
+          values[i][t][piece] = read_piece<IS_WHOLE>(cursor.has(i * TILE + 2 * member + behind),
+                                                     from + behind * ROW_BYTES + 128 * piece);
         }
     }
   }
   __device__ void read_values(const Cursor &cursor, const i64 (&places)[PLACES]) {
     if (cursor.is_whole()) read_values_of<true>(cursor, places); else read_values_of<false>(cursor, places);
   }
-  // Loads the queries of head `group`: the dims that this thread has of keys. For e4m3 they are divided by the power of
-  // 2 that scales the largest to between 1 and 2.
-  __device__ void start_row(int row) {
-    constexpr int A_PIECE = 16 / ITEM;  // dims
-    const u16 *from = params.q + (i64)row * params.stride_q + (head * QUERY_HEADS + group) * DIMS;
-#pragma unroll
-    for (int piece = 0; piece < KEY_PIECES; ++piece)
-#pragma unroll
-      for (int i = 0; i < A_PIECE / 8; ++i) {
-        const uint4 eight = read_if(group < QUERY_HEADS, reinterpret_cast<const u8 *>(
-                                        from + (member + 4 * piece) * A_PIECE + 8 * i));
-#pragma unroll
-        for (int w = 0; w < 4; ++w) queries[piece * A_PIECE / 2 + 4 * i + w] = word(eight, w);
-      }
-    factor = params.factor;
-    if (params.scales) factor *= params.scales[0];
-    if (IS_FP8) {
-      float most = 0;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) most = fmaxf(most, fmaxf(fabsf(low_of(queries[i])), fabsf(high_of(queries[i]))));
-      for (int apart = 1; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-      // The exponent's bits are the power of 2. Values without one, or with the highest one, stay as they are.
-      const u32 exponent = __float_as_uint(most) & 0x7F800000;
-      const bool is_usual = exponent > (2u << 23) && exponent < (252u << 23);
-      const float unit = is_usual ? __uint_as_float(exponent) : 1, inverse = 1 / unit;
-#pragma unroll
-      for (int i = 0; i < 16; ++i)
-        queries[i] = as_operand(low_of(queries[i]) * inverse, high_of(queries[i]) * inverse);
-      factor *= unit;
-    }
-#pragma unroll
-    for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] = 0;
-    row_max[0] = row_max[1] = -INFINITE;
-    row_sum[0] = row_sum[1] = 0;
+  // The row of the warp that has column `column`, and whether there is one.
+  __device__ static int member_of(int column) { return Kind::IS_PREFIX ? column / QUERY_HEADS : 0; }
+  __device__ bool has_column(int column) const {
+    return Kind::IS_PREFIX ? column < num_rows * QUERY_HEADS : column < QUERY_HEADS;
   }
-  // Element 2 * t + i of a tile's scores belongs to token group + 8 * t and head 2 * member + i.
-  __device__ void multiply_keys(float (&scores)[TILES][4]) {
+  // Loads the queries of each column `group`: the dims that this thread has of keys. For e4m3 those of a column are
+  // divided by the power of 2 that scales the largest to between 1 and 2.
+  __device__ void start(const Cursor &cursor, int tile) {
+    constexpr int A_PIECE = 16 / ITEM;  // dims
+    int row = cursor.index;
+    if (Kind::IS_PREFIX) {
+      const Plan plan(params.plan, params.num_ranges, params.num_rows);
+      const Team team = plan.teams[cursor.index - params.num_rows];
+      first_member = team.first_member + tile * Kind::ROWS;
+      num_rows = max(0, min(Kind::ROWS, team.num_rows - tile * Kind::ROWS));
+      row = lane < num_rows ? plan.members[first_member + lane] : 0;
+    }
+    float factor = params.factor;
+    if (params.scales) factor *= params.scales[0];
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = 8 * n + group;
+      const int its_row = Kind::IS_PREFIX ? __shfl_sync(~0u, row, member_of(column)) : row;
+      const u16 *from = params.q + (i64)its_row * params.stride_q + (head * QUERY_HEADS + column % QUERY_HEADS) * DIMS;
+#pragma unroll
+      for (int piece = 0; piece < KEY_PIECES; ++piece)
+#pragma unroll
+        for (int i = 0; i < A_PIECE / 8; ++i) {
+          const uint4 eight = read_if(has_column(column), reinterpret_cast<const u8 *>(
+                                          from + (member + 4 * piece) * A_PIECE + 8 * i));
+#pragma unroll
+          for (int w = 0; w < 4; ++w) queries[n][piece * A_PIECE / 2 + 4 * i + w] = word(eight, w);
+        }
+      factors[n][0] = factors[n][1] = factor;
+      if (IS_FP8) {
+        float most = 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          most = fmaxf(most, fmaxf(fabsf(low_of(queries[n][i])), fabsf(high_of(queries[n][i]))));
+        most = max_of_four_lanes(most);
+        // The exponent's bits are the power of 2. Values without one, or with the highest one, stay as they are.
+        const u32 exponent = __float_as_uint(most) & 0x7F800000;
+        const bool is_usual = exponent > (2u << 23) && exponent < (252u << 23);
+        const float unit = is_usual ? __uint_as_float(exponent) : 1, inverse = 1 / unit;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          queries[n][i] = as_operand(low_of(queries[n][i]) * inverse, high_of(queries[n][i]) * inverse);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) factors[n][i] *= __shfl_sync(~0u, unit, 4 * (2 * member + i));
+      }
+#pragma unroll
+      for (int i = 0; i < 32; ++i) acc[n][i / 4][i % 4] = 0;
+      row_max[n][0] = row_max[n][1] = -INFINITE;
+      row_sum[n][0] = row_sum[n][1] = 0;
+    }
+  }
+  // Element 2 * t + i of a tile's scores belongs to token group + 8 * t and column 2 * member + i.
+  __device__ void multiply_keys(float (&scores)[COLUMNS][TILES_OF][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES_OF; ++i) {
       const auto &tile = keys[i];
-      float chains[2][4] = {};
+      float chains[COLUMNS][2][4] = {};
 #pragma unroll
       for (int piece = 0; piece < KEY_PIECES; ++piece)
 #pragma unroll
@@ -169,49 +207,62 @@ struct Attention {
             left[2] = word(tile[0][piece], w + 1);
             left[3] = word(tile[1][piece], w + 1);
           }
-          mma(chains[first / 2 % 2], left, queries[first], queries[first + 1]);
+#pragma unroll
+          for (int n = 0; n < COLUMNS; ++n)
+            mma(chains[n][first / 2 % 2], left, queries[n][first], queries[n][first + 1]);
         }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[i][e] = chains[0][e] + chains[1][e];
+      for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][i][e] = chains[n][0][e] + chains[n][1][e];
     }
   }
   // Turns scores into weights.
-  __device__ void weigh(float (&scores)[TILES][4], const Cursor &cursor) {
-    if (!cursor.is_whole()) {
+  __device__ void weigh(float (&all_scores)[COLUMNS][TILES_OF][4], const Cursor &cursor) {
 #pragma unroll
-      for (int e = 0; e < 4 * TILES; ++e)
-        if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
-    }
-    float rescale[2];
+    for (int n = 0; n < COLUMNS; ++n) {
+      auto &scores = all_scores[n];
+      if (!cursor.is_whole()) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float top = scores[0][i];
-#pragma unroll
-      for (int e = 1; e < 2 * TILES; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
-      top = fmaxf(row_max[i], max_of_rows(top));
-      const float base = top == -INFINITE ? 0 : top * factor;
-      rescale[i] = fast_exp2(row_max[i] * factor - base);
-      row_max[i] = top;
-      float sum = 0;
-#pragma unroll
-      for (int e = 0; e < 2 * TILES; ++e) {
-        float &score = scores[e / 2][e % 2 * 2 + i];
-        score = fast_exp2(score * factor - base);
-        sum += score;
+        for (int e = 0; e < 4 * TILES_OF; ++e)
+          if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
       }
-      row_sum[i] = row_sum[i] * rescale[i] + sum;
-    }
-    if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
+      float rescale[2];
 #pragma unroll
-      for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] *= rescale[i % 2];
+      for (int i = 0; i < 2; ++i) {
+        const float factor = factors[n][i];
+        float top = scores[0][i];
+#pragma unroll
+        for (int e = 1; e < 2 * TILES_OF; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
+        top = fmaxf(row_max[n][i], max_of_rows(top));
+        const float base = top == -INFINITE ? 0 : top * factor;
+        rescale[i] = fast_exp2(row_max[n][i] * factor - base);
+        row_max[n][i] = top;
+        float sum = 0;
+#pragma unroll
+        for (int e = 0; e < 2 * TILES_OF; ++e) {
+          float &score = scores[e / 2][e % 2 * 2 + i];
+          score = fast_exp2(score * factor - base);
+          sum += score;
+        }
+        row_sum[n][i] = row_sum[n][i] * rescale[i] + sum;
+      }
+      if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) acc[n][i / 4][i % 4] *= rescale[i % 2];
+      }
     }
   }
-  __device__ void multiply_values(const float (&weights)[TILES][4]) {
+  __device__ void multiply_values(const float (&weights)[COLUMNS][TILES_OF][4]) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    for (int i = 0; i < TILES_OF; ++i) {
       const auto &tile = values[i];
-      const u32 right_0 = transpose(as_operand(weights[i][0], weights[i][1]));
-      const u32 right_1 = transpose(as_operand(weights[i][2], weights[i][3]));
+      u32 right[COLUMNS][2];
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        right[n][0] = transpose(as_operand(weights[n][i][0], weights[n][i][1]));
+        right[n][1] = transpose(as_operand(weights[n][i][2], weights[n][i][3]));
+      }
 #pragma unroll
       for (int d = 0; d < 8; ++d) {
         u32 left[4];
@@ -228,11 +279,12 @@ struct Attention {
             left[2 * k + 1] = __byte_perm(first, second, 0x7632);
           }
         }
-        mma(acc[d], left, right_0, right_1);
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) mma(acc[n][d], left, right[n][0], right[n][1]);
       }
     }
   }
-  // The first of two dims: element 2 * r + i of acc[tile] is r behind it, of head 2 * member + i.
+  // The first of two dims: element 2 * r + i of acc[n][tile] is r behind it, of column 8 * n + 2 * member + i.
   __device__ int dim_of(int tile) const {
     return IS_FP8 ? 16 * group + 2 * tile : 8 * group + tile / 4 * 64 + tile % 4 * 2;
   }
@@ -241,45 +293,50 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int member_head = 2 * member + i;
-      const float share = row_sum[i] > 0 || row_sum[i] != row_sum[i] ? scale / row_sum[i] : 0;
+      const float share = row_sum[0][i] > 0 || row_sum[0][i] != row_sum[0][i] ? scale / row_sum[0][i] : 0;
       if (member_head >= QUERY_HEADS) continue;
       u16 *to = params.out + (((i64)row * KV_HEADS + head) * QUERY_HEADS + member_head) * DIMS;
 #pragma unroll
       for (int tile = 0; tile < 8; tile += 4) {
         u32 piece[4];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) piece[t] = pack(acc[tile + t][i] * share, acc[tile + t][2 + i] * share);
+        for (int t = 0; t < 4; ++t) piece[t] = pack(acc[0][tile + t][i] * share, acc[0][tile + t][2 + i] * share);
         *reinterpret_cast<uint4 *>(to + dim_of(tile)) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
       }
     }
   }
-  __device__ float *partial_at(int range, bool begins_before) const {
-    return params.partials + ((i64)(2 * range + !begins_before) * KV_HEADS + head) * PARTIAL;
-  }
-  __device__ void store_partial(float *partial) {
+  // Partial accumulators `index` of a row.
+  __device__ float *partial_at(int index) const { return params.partials + ((i64)index * KV_HEADS + head) * PARTIAL; }
+  // `index`: that of the partial accumulators of the warp's only row, or in thread m of its row m.
+  __device__ void store_partial(int index) {
     const float scale = params.scales ? params.scales[1] : 1;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int member_head = 2 * member + i;
-      if (member_head >= QUERY_HEADS) continue;
-      float *to = partial + member_head * DIMS;
+    for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-      for (int tile = 0; tile < 8; tile += 2)
-        *reinterpret_cast<float4 *>(to + dim_of(tile)) =
-            make_float4(acc[tile][i] * scale, acc[tile][2 + i] * scale, acc[tile + 1][i] * scale,
-                        acc[tile + 1][2 + i] * scale);
-      if (group == 0)
-        *reinterpret_cast<float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head) =
-            make_float2(row_max[i] * factor, row_sum[i]);
-    }
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * n + 2 * member + i, member_head = column % QUERY_HEADS;
+        float *partial = partial_at(Kind::IS_PREFIX ? __shfl_sync(~0u, index, member_of(column)) : index);
+        if (!has_column(column)) continue;
+        float *to = partial + member_head * DIMS;
+#pragma unroll
+        for (int tile = 0; tile < 8; tile += 2)
+          *reinterpret_cast<float4 *>(to + dim_of(tile)) =
+              make_float4(acc[n][tile][i] * scale, acc[n][tile][2 + i] * scale, acc[n][tile + 1][i] * scale,
+                          acc[n][tile + 1][2 + i] * scale);
+        if (group == 0)
+          *reinterpret_cast<float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head) =
+              make_float2(row_max[n][i] * factors[n][i], row_sum[n][i]);
+      }
+    __syncwarp();
   }
-  // Adds all partial accumulators, from range `from` to `to`. A thread has 16 dims of a head.
-  __device__ void combine(int row, int start, int a_range, int from, int to) {
+  // Adds a row's `count` partial accumulators in their order: the first, and those `skipped` and more behind it. A
+  // thread has 16 dims of a head.
+  __device__ void combine(int row, int first, int skipped, int count) {
     for (int member_head = lane / 8; member_head < QUERY_HEADS; member_head += 4) {
       float top = -INFINITE, all = 0, sum[16] = {};
 #pragma unroll 4
-      for (int range = from; range <= to; ++range) {
-        const float *partial = partial_at(range, range * a_range > start);
+      for (int piece = 0; piece < count; ++piece) {
+        const float *partial = partial_at(first + piece + (piece ? skipped : 0));
         const float2 weight = __ldcg(reinterpret_cast<const float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head));
         float4 four[4];
 #pragma unroll
@@ -306,59 +363,101 @@ struct Attention {
                        pack(sum[4 * i + 2] * inverse, sum[4 * i + 3] * inverse));
     }
   }
-  // Ends the row that `cursor` is in, after its last step in this range.
-  __device__ void end_row(const Cursor &cursor, int range) {
+  // Ends the segment that `cursor` is in, after its last step in range `range` of the `a_range` long ones.
+  __device__ void end(const Cursor &cursor, int range, int a_range) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) row_sum[i] = sum_of_rows(row_sum[i]);
-    const int a_range = cursor.a_range, from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
-    if (from == to) {
-      store(cursor.row);
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) row_sum[n][i] = sum_of_rows(row_sum[n][i]);
+    const int from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
+    const Plan plan(params.plan, params.num_ranges, params.num_rows);
+    if (Kind::IS_PREFIX) {
+      const int row = lane < num_rows ? plan.members[first_member + lane] : 0;
+      const int4 pieces = *reinterpret_cast<const int4 *>(plan.pieces + row);
+      store_partial(pieces.x + range - from);
+      u32 *counter = params.counters + row * KV_HEADS + head;
+      const bool is_last = lane < num_rows && count_up(counter) + 1 == pieces.z;
+      if (is_last) *counter = 0;
+      for (u32 left = __ballot_sync(~0u, is_last); left; left &= left - 1) {
+        const int source = __ffs(left) - 1;
+        combine(__shfl_sync(~0u, row, source), __shfl_sync(~0u, pieces.x, source), 0,
+                __shfl_sync(~0u, pieces.z, source));
+      }
       return;
     }
-    store_partial(partial_at(range, range * a_range > cursor.start));
-    __syncwarp();
-    u32 *counter = params.counters + cursor.row * KV_HEADS + head;
-    if (__shfl_sync(~0u, lane == 0 ? count_up(counter) : 0, 0) != to - from) return;
+    const bool is_shared = cursor.first > 0 && params.window == 0;
+    if (from == to && !is_shared) {
+      store(cursor.index);
+      return;
+    }
+    // Of a row without a group: what a range has of the row that begins in it, and of the one that began before.
+    int first = from, skipped = params.num_ranges, count = to - from + 1, index = range + (range > from ? skipped : 0);
+    if (is_shared) {
+      const int4 pieces = *reinterpret_cast<const int4 *>(plan.pieces + cursor.index);
+      first = pieces.x;
+      skipped = 0;
+      count = pieces.z;
+      index = pieces.x + pieces.y + range - from;
+    }
+    store_partial(index);
+    u32 *counter = params.counters + cursor.index * KV_HEADS + head;
+    if (__shfl_sync(~0u, lane == 0 ? count_up(counter) : 0, 0) + 1 != count) return;
     if (lane == 0) *counter = 0;
-    combine(cursor.row, cursor.start, a_range, from, to);
+    combine(cursor.index, first, skipped, count);
   }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
-attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *partials, const int *tables,
-              const int *lens, int *plan, u32 *counters, const float *scales, float factor, int stride_q,
-              int stride_table, int num_blocks, int num_rows, int num_ranges, int window) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  const Params params{q, k_cache, v_cache, out, partials, tables, lens, plan, counters, scales, factor, stride_q,
-                  stride_table, num_rows, num_ranges, window};
-  const int warp = blockIdx.x * WARPS + threadIdx.x / 32, range = warp / KV_HEADS;
-  if (range >= num_ranges) return;
-  prefetch(params, range, warp % KV_HEADS, num_blocks);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  Cursor next(params, range);
+template <class Kind>
+__device__ __forceinline__ void attend(const Params &params, const Warp &warp, int range, int a_range) {
+  Cursor<Kind> next(params, warp.range);
   if (next.is_done()) return;
-  Attention attention(params, warp % KV_HEADS);
-  i64 places[PLACES];
+  Attention<Kind> attention(params, warp.head);
+  i64 places[Kind::PLACES];
   next.find(places);
   attention.read_keys(next, places);
   attention.read_values(next, places);
-  attention.start_row(next.row);
+  attention.start(next, warp.tile);
   // Loads keys and values of the next step while this one is computed.
   while (true) {
-    const Cursor now = next;
+    const Cursor<Kind> now = next;
     next.next();
     const bool has_more = !next.is_done();
     if (has_more) next.find(places);
-    float scores[TILES][4];
+    float scores[Kind::COLUMNS][Kind::TILES_OF][4];
     attention.multiply_keys(scores);
     if (has_more) attention.read_keys(next, places);
     attention.weigh(scores, now);
     attention.multiply_values(scores);
     if (has_more) attention.read_values(next, places);
-    if (!has_more || next.row != now.row) {
-      attention.end_row(now, range);
+    if (!has_more || next.index != now.index) {
+      attention.end(now, range, a_range);
       if (!has_more) break;
-      attention.start_row(next.row);
+      attention.start(next, warp.tile);
     }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
+attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *partials, const int *tables,
+              int *plan, u32 *counters, const float *scales, float factor, int stride_q, int stride_table,
+              int num_blocks, int num_rows, int num_ranges, int window) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const Params params{q, k_cache, v_cache, out, partials, tables, plan, counters, scales, factor, stride_q,
+                  stride_table, num_rows, num_ranges, window};
+  const int index = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (index / KV_HEADS >= num_ranges) return;
+  prefetch(params, index, num_blocks);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const Plan planned(plan, num_ranges, num_rows);
+  const int4 ends = __ldcg(reinterpret_cast<const int4 *>(planned.header));
+  const int2 lengths = __ldcg(reinterpret_cast<const int2 *>(planned.lengths));
+  const Header header{ends.x, ends.y, ends.z, ends.w};
+  const Warp warp(header, index);
+  if (warp.range >= header.end) return;
+  if (warp.team == 0) {
+    attend<Suffix>(params, warp, warp.range - header.end_of_1, lengths.x);
+  } else {
+    const int before = warp.team == 4 ? 0 : warp.team == 2 ? header.end_of_4 : header.end_of_2;
+    attend<Prefix>(params, warp, (warp.range - before) / warp.team, lengths.y);
   }
 }

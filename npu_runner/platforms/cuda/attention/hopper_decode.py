@@ -27,18 +27,23 @@ FP8 = torch.float8_e4m3fn
 
 class Shape(NamedTuple):
     """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
-    and steps that a warp has at least."""
+    and steps that a warp has at least. `prefix_tiles` and `prefix_columns` (8 query heads each) of a warp where several
+    rows have the same blocks."""
 
     tiles: int
     warps: int
     programs: int
     least_steps: int
+    prefix_tiles: int
+    prefix_columns: int
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
 # rows at which the kernel is faster than Triton's, which has more programs for small batches.
-SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
+SHAPES = {True: Shape(4, 4, 2, 1, 2, 2), False: Shape(2, 4, 2, 2, 1, 2)}
 LEAST_ROWS = {True: 12, False: 32}
+# The most rows of a step whose shared blocks are read once: a thread of the plan has one row.
+_MOST_GROUPED_ROWS = 1024
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -83,7 +88,8 @@ class DecodeAttention:
                scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:
         """(B, N, H). Queries: 16-byte addresses and strides, heads one behind the other. `scale` above 0.
 
-        `scales_2` as in `AttentionBackend.with_kv_scales`. A context of no token gives 0.
+        `scales_2` as in `AttentionBackend.with_kv_scales`. A context of no token gives 0. Without a window, blocks that
+        the tables of several rows begin with are read once for them.
         """
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         if is_ahead():
@@ -99,15 +105,18 @@ class DecodeAttention:
         # All layers of a step with this window share the plan.
         key = "decode_attention", window, num_rows, num_ranges, shape
         if key not in metadata.derived:
-            plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
+            plan = torch.empty(8 + 40 * num_ranges + 15 * num_rows, dtype=torch.int32, device=q_BNH.device)
             kernel.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
                                is_dependent=is_dependent())
             metadata.derived[key] = plan
         # A range may have accumulators of two rows that it shares with others; those of a kv head start at 16 bytes.
-        part = -(-self._group * (_DIMS + 2) // 4) * 4
-        parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
+        part, num_parts = -(-self._group * (_DIMS + 2) // 4) * 4, 2 * num_ranges
+        if not window and num_rows <= _MOST_GROUPED_ROWS:
+            # A row of a group has two at least, and one more for each range that ends within its blocks.
+            num_parts += 2 * num_rows + num_ranges * (1 + 8 * shape.prefix_columns // self._group)
+        parts = torch.empty((num_parts, num_heads, part), dtype=torch.float32, device=q_BNH.device)
         kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
-            q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
+            q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, metadata.derived[key],
             make_counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
             ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table,
             ctypes.c_int(len(k_cache)), *counts], is_dependent=is_dependent())
