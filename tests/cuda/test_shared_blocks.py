@@ -197,10 +197,10 @@ def test_an_empty_row_and_nan_beside_a_group(device: torch.device, cache_dtype: 
 def test_a_graph_follows_groups_that_split_and_join(device: torch.device, cache_dtype: torch.dtype | None) -> None:
     """Captured over padded rows, replayed over groups, over none, over others; each replay repeats its bits."""
     works = [make_work([500 + 9 * row for row in range(64)], cache_dtype=cache_dtype) for _ in range(4)]
-    for work, names in zip(works, ([[row // 8] * 7 for row in range(64)], [[row] for row in range(64)],
-                                   [["all"] * 2 + [row % 5] * 4 for row in range(64)], [["all"] * 7] * 64), strict=True):
-        share(work, names)
-    pad(works[0], [])
+    names = [[[row // 8] * 7 for row in range(64)], [[row] for row in range(64)],
+             [["all"] * 2 + [row % 5] * 4 for row in range(64)], [["all"] * 7] * 64]
+    for work, its_names in zip(works, names, strict=True):
+        share(work, its_names)
     backend, one = works[0].backend(), works[0]
     q_BNH, k_cache, v_cache = (x.contiguous().to(device) for x in (one.q_TNH, one.k_cache, one.v_cache))
     lens_B = torch.ones(64, dtype=torch.int32, device=device)
