@@ -61,7 +61,7 @@ def pad(work: PagedWork, rows: Sequence[int]) -> None:
 def prefix_ranges(metadata: AttentionMetadata) -> int:
     """How many of the plan's ranges read blocks of a group."""
     (plan,) = metadata.derived.values()
-    return int(plan[2])
+    return int(plan[0])
 
 
 def check(work: PagedWork, device: torch.device, *, is_grouped: bool | None = True,

@@ -7,22 +7,15 @@
 // float16, which holds it exactly. A row that lies in several ranges has partial accumulators from each. The last warp
 // to finish adds them in the order of the ranges.
 //
-// Blocks that begin the tables of several rows are read once for a team of warps, which have different rows. They read
-// at about the same time, so that all but the first find keys and values in the L1 cache.
+// Blocks with which the tables of several rows begin are read once for a team of rows, by a program whose warps have
+// different rows. They come to shared memory by asynchronous copies, STAGES steps deep.
 //
-// Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), WARPS of a program,
-// PROGRAMS on a multiprocessor.
+// Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), PROGRAMS on a
+// multiprocessor, STAGES.
 
 __device__ __forceinline__ uint4 read(const u8 *from) {
   uint4 piece;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
-  return piece;
-}
-// The same, kept in the L1 cache for the other warps of a team.
-__device__ __forceinline__ uint4 read_shared_by_team(const u8 *from) {
-  uint4 piece;
-  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
   return piece;
 }
@@ -72,19 +65,40 @@ __device__ __forceinline__ float sum_of_rows(float x) {
   for (int apart = 4; apart < 32; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
   return x;
 }
+__device__ __forceinline__ u32 shared_memory() {
+  extern __shared__ unsigned char memory[];
+  return (u32)__cvta_generic_to_shared(memory);
+}
+// Copies 16 bytes to shared memory; 0 where `is_there` is false.
+__device__ __forceinline__ void copy_async(u32 to, const u8 *from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for this thread's copies, but for its MOST newest groups.
+template <int MOST> __device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
+}
 
-// What a warp computes for a suffix or for a prefix (Kind): a column of `scores` and `acc` is a query head of a row.
-template <class Kind> struct Attention {
-  static constexpr int TILES_OF = Kind::TILES_OF, PLACES = Kind::PLACES, COLUMNS = Kind::COLUMNS;
-  using Cursor = ::Cursor<Kind>;
+// A stage of shared memory: the keys of a step and its values, a row for each token. With these strides a warp's reads
+// have no bank conflicts.
+constexpr u32 KEY_STRIDE = HEAD_BYTES + 64, VALUE_STRIDE = HEAD_BYTES + 16;
+constexpr u32 VALUES_AT = STEP * KEY_STRIDE, STAGE_BYTES = VALUES_AT + STEP * VALUE_STRIDE;
+
+// What a warp computes: attention of a row to its suffix, or of some rows to a prefix. A column of `scores` and `acc` is
+// a query head of one of the rows.
+template <bool IS_PREFIX> struct Attention {
+  static constexpr int COLUMNS = IS_PREFIX ? PREFIX_COLUMNS : 1;
+  using Cursor = ::Cursor<IS_PREFIX>;
 
   const Params &params;
   const int head, lane, group, member;  // kv head; thread = 4 * group + member
+  u32 stage;  // of a prefix: where its step lies
   u32 queries[COLUMNS][16];
-  uint4 keys[TILES_OF][2][KEY_PIECES], values[TILES_OF][4][VALUE_PIECES];
-  float acc[COLUMNS][8][4], row_max[COLUMNS][2], row_sum[COLUMNS][2];
-  float factors[COLUMNS][2];
-  int first_member, num_rows;  // of the warp
+  uint4 keys[TILES][2][KEY_PIECES], values[TILES][4][VALUE_PIECES];  // of a suffix
+  float acc[COLUMNS][8][4], row_max[COLUMNS][2], row_sum[COLUMNS][2], factors[COLUMNS][2];
+  int num_rows;  // of the warp
+  int4 mine;     // in thread m: Member m of the warp
 
   __device__ Attention(const Params &params, int head)
       : params(params), head(head), lane(threadIdx.x % 32), group(lane / 4), member(lane % 4) {}
@@ -93,20 +107,18 @@ template <class Kind> struct Attention {
   __device__ static i64 tile_at(const i64 (&places)[PLACES], int i) {
     return PLACES == 1 ? places[0] + i * TILE * ROW_BYTES : places[i % PLACES];
   }
-  template <bool IS_WHOLE> __device__ static uint4 read_piece(bool is_there, const u8 *at) {
-    return !IS_WHOLE ? read_if(is_there, at) : Kind::IS_PREFIX ? read_shared_by_team(at) : read(at);
-  }
-  // Reads tokens `group` and 8 behind it of each tile; 0 where the segment has none.
+  // Reads tokens `group` and 8 behind it of each tile; 0 where the row has none.
   template <bool IS_WHOLE> __device__ void read_keys_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
-    for (int i = 0; i < TILES_OF; ++i) {
+    for (int i = 0; i < TILES; ++i) {
       const u8 *from = params.k_cache + tile_at(places, i) + head * HEAD_BYTES + group * ROW_BYTES + member * 16;
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int piece = 0; piece < KEY_PIECES; ++piece)
-          keys[i][t][piece] = read_piece<IS_WHOLE>(cursor.has(i * TILE + group + 8 * t),
-                                                   from + 8 * t * ROW_BYTES + 64 * piece);
+        for (int piece = 0; piece < KEY_PIECES; ++piece) {
+          const u8 *at = from + 8 * t * ROW_BYTES + 64 * piece;
+          keys[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + group + 8 * t), at);
+        }
     }
   }
   __device__ void read_keys(const Cursor &cursor, const i64 (&places)[PLACES]) {
@@ -115,45 +127,60 @@ template <class Kind> struct Attention {
   // Reads tokens 2 * member, the next, and those 8 behind them of each tile.
   template <bool IS_WHOLE> __device__ void read_values_of(const Cursor &cursor, const i64 (&places)[PLACES]) {
 #pragma unroll
-    for (int i = 0; i < TILES_OF; ++i) {
+    for (int i = 0; i < TILES; ++i) {
       const u8 *from = params.v_cache + tile_at(places, i) + head * HEAD_BYTES + 2 * member * ROW_BYTES + group * 16;
 #pragma unroll
       for (int t = 0; t < 4; ++t)
 #pragma unroll
         for (int piece = 0; piece < VALUE_PIECES; ++piece) {
           const int behind = t % 2 + t / 2 * 8;
-          values[i][t][piece] = read_piece<IS_WHOLE>(cursor.has(i * TILE + 2 * member + behind),
-                                                     from + behind * ROW_BYTES + 128 * piece);
+          const u8 *at = from + behind * ROW_BYTES + 128 * piece;
+          values[i][t][piece] = IS_WHOLE ? read(at) : read_if(cursor.has(i * TILE + 2 * member + behind), at);
         }
     }
   }
   __device__ void read_values(const Cursor &cursor, const i64 (&places)[PLACES]) {
     if (cursor.is_whole()) read_values_of<true>(cursor, places); else read_values_of<false>(cursor, places);
   }
-  // The row of the warp that has column `column`, and whether there is one.
-  __device__ static int member_of(int column) { return Kind::IS_PREFIX ? column / QUERY_HEADS : 0; }
-  __device__ bool has_column(int column) const {
-    return Kind::IS_PREFIX ? column < num_rows * QUERY_HEADS : column < QUERY_HEADS;
-  }
-  // Loads the queries of each column `group`: the dims that this thread has of keys. For e4m3 those of a column are
-  // divided by the power of 2 that scales the largest to between 1 and 2.
-  __device__ void start(const Cursor &cursor, int tile) {
-    constexpr int A_PIECE = 16 / ITEM;  // dims
-    int row = cursor.index;
-    if (Kind::IS_PREFIX) {
-      const Plan plan(params.plan, params.num_ranges, params.num_rows);
-      const Team team = plan.teams[cursor.index - params.num_rows];
-      first_member = team.first_member + tile * Kind::ROWS;
-      num_rows = max(0, min(Kind::ROWS, team.num_rows - tile * Kind::ROWS));
-      row = lane < num_rows ? plan.members[first_member + lane] : 0;
+  // Copies a step of a prefix to a stage, with all threads of the program.
+  __device__ void copy_step(u32 to, const Cursor &cursor, const i64 (&places)[PLACES]) {
+    constexpr int PIECES = HEAD_BYTES / 16, TOKENS = 32 * WARPS / PIECES;
+    const int token = threadIdx.x / PIECES, piece = threadIdx.x % PIECES * 16;
+#pragma unroll
+    for (int i = 0; i < STEP / TOKENS; ++i) {
+      const int at = i * TOKENS + token;
+      const i64 from = tile_at(places, i * TOKENS / TILE) + (i * TOKENS % TILE + token) * ROW_BYTES + head * HEAD_BYTES;
+      const bool is_there = cursor.has(at);
+      copy_async(to + at * KEY_STRIDE + piece, params.k_cache + from + piece, is_there);
+      copy_async(to + VALUES_AT + at * VALUE_STRIDE + piece, params.v_cache + from + piece, is_there);
     }
+  }
+  // The row of the warp that has a column, and whether there is one.
+  __device__ static int member_of(int column) { return IS_PREFIX ? column / QUERY_HEADS : 0; }
+  __device__ bool has_column(int column) const { return column < (IS_PREFIX ? num_rows : 1) * QUERY_HEADS; }
+  __device__ bool has_columns(int n) const { return !IS_PREFIX || n == 0 || has_column(8 * n); }
+  // Finds the warp's rows of a team, and loads their queries.
+  __device__ void start_team(const Cursor &cursor) {
+    const Plan plan(params.plan, params.num_ranges, params.num_rows);
+    const Team team = plan.teams[cursor.index - params.num_rows];
+    const int most = divide_up(team.num_rows, WARPS), first = threadIdx.x / 32 * most;
+    num_rows = max(0, min(most, team.num_rows - first));
+    mine = make_int4(0, 0, 0, 0);
+    if (lane < num_rows) mine = reinterpret_cast<const int4 *>(plan.members)[team.first_member + first + lane];
+    start(mine.x);
+  }
+  // Loads the queries of each column `group`: the dims that this thread has of keys. `row`: that of a suffix, or in
+  // thread m row m of the warp. For e4m3 a column is divided by the power of 2 that scales the largest to between 1
+  // and 2.
+  __device__ void start(int row) {
+    constexpr int A_PIECE = 16 / ITEM;  // dims
     float factor = params.factor;
     if (params.scales) factor *= params.scales[0];
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int column = 8 * n + group;
-      const int its_row = Kind::IS_PREFIX ? __shfl_sync(~0u, row, member_of(column)) : row;
-      const u16 *from = params.q + (i64)its_row * params.stride_q + (head * QUERY_HEADS + column % QUERY_HEADS) * DIMS;
+      const int column = 8 * n + group, its_row = IS_PREFIX ? __shfl_sync(~0u, row, member_of(column)) : row;
+      const u16 *from = params.q + (i64)its_row * params.stride_q +
+                        (head * QUERY_HEADS + (IS_PREFIX ? column % QUERY_HEADS : column)) * DIMS;
 #pragma unroll
       for (int piece = 0; piece < KEY_PIECES; ++piece)
 #pragma unroll
@@ -187,10 +214,16 @@ template <class Kind> struct Attention {
     }
   }
   // Element 2 * t + i of a tile's scores belongs to token group + 8 * t and column 2 * member + i.
-  __device__ void multiply_keys(float (&scores)[COLUMNS][TILES_OF][4]) {
+  __device__ void multiply_keys(float (&scores)[COLUMNS][TILES][4]) {
 #pragma unroll
-    for (int i = 0; i < TILES_OF; ++i) {
-      const auto &tile = keys[i];
+    for (int i = 0; i < TILES; ++i) {
+      uint4 tile[2][KEY_PIECES];
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+#pragma unroll
+        for (int piece = 0; piece < KEY_PIECES; ++piece)
+          tile[t][piece] = !IS_PREFIX ? keys[i][t][piece] : read_shared(
+              stage + (i * TILE + group + 8 * t) * KEY_STRIDE + member * 16 + 64 * piece);
       float chains[COLUMNS][2][4] = {};
 #pragma unroll
       for (int piece = 0; piece < KEY_PIECES; ++piece)
@@ -209,7 +242,7 @@ template <class Kind> struct Attention {
           }
 #pragma unroll
           for (int n = 0; n < COLUMNS; ++n)
-            mma(chains[n][first / 2 % 2], left, queries[n][first], queries[n][first + 1]);
+            if (has_columns(n)) mma(chains[n][first / 2 % 2], left, queries[n][first], queries[n][first + 1]);
         }
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n)
@@ -218,13 +251,14 @@ template <class Kind> struct Attention {
     }
   }
   // Turns scores into weights.
-  __device__ void weigh(float (&all_scores)[COLUMNS][TILES_OF][4], const Cursor &cursor) {
+  __device__ void weigh(float (&all_scores)[COLUMNS][TILES][4], const Cursor &cursor) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
+      if (!has_columns(n)) continue;
       auto &scores = all_scores[n];
       if (!cursor.is_whole()) {
 #pragma unroll
-        for (int e = 0; e < 4 * TILES_OF; ++e)
+        for (int e = 0; e < 4 * TILES; ++e)
           if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
       }
       float rescale[2];
@@ -233,14 +267,14 @@ template <class Kind> struct Attention {
         const float factor = factors[n][i];
         float top = scores[0][i];
 #pragma unroll
-        for (int e = 1; e < 2 * TILES_OF; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
+        for (int e = 1; e < 2 * TILES; ++e) top = fmaxf(top, scores[e / 2][e % 2 * 2 + i]);
         top = fmaxf(row_max[n][i], max_of_rows(top));
         const float base = top == -INFINITE ? 0 : top * factor;
         rescale[i] = fast_exp2(row_max[n][i] * factor - base);
         row_max[n][i] = top;
         float sum = 0;
 #pragma unroll
-        for (int e = 0; e < 2 * TILES_OF; ++e) {
+        for (int e = 0; e < 2 * TILES; ++e) {
           float &score = scores[e / 2][e % 2 * 2 + i];
           score = fast_exp2(score * factor - base);
           sum += score;
@@ -253,16 +287,22 @@ template <class Kind> struct Attention {
       }
     }
   }
-  __device__ void multiply_values(const float (&weights)[COLUMNS][TILES_OF][4]) {
+  __device__ void multiply_values(const float (&weights)[COLUMNS][TILES][4]) {
 #pragma unroll
-    for (int i = 0; i < TILES_OF; ++i) {
-      const auto &tile = values[i];
+    for (int i = 0; i < TILES; ++i) {
+      uint4 tile[4][VALUE_PIECES];
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+#pragma unroll
+        for (int piece = 0; piece < VALUE_PIECES; ++piece)
+          tile[t][piece] = !IS_PREFIX ? values[i][t][piece] : read_shared(
+              stage + VALUES_AT + (i * TILE + 2 * member + t % 2 + t / 2 * 8) * VALUE_STRIDE + group * 16 + 128 * piece);
       u32 right[COLUMNS][2];
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        right[n][0] = transpose(as_operand(weights[n][i][0], weights[n][i][1]));
-        right[n][1] = transpose(as_operand(weights[n][i][2], weights[n][i][3]));
-      }
+      for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          right[n][k] = transpose(as_operand(weights[n][i][2 * k], weights[n][i][2 * k + 1]));
 #pragma unroll
       for (int d = 0; d < 8; ++d) {
         u32 left[4];
@@ -280,7 +320,8 @@ template <class Kind> struct Attention {
           }
         }
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) mma(acc[n][d], left, right[n][0], right[n][1]);
+        for (int n = 0; n < COLUMNS; ++n)
+          if (has_columns(n)) mma(acc[n][d], left, right[n][0], right[n][1]);
       }
     }
   }
@@ -305,17 +346,16 @@ template <class Kind> struct Attention {
       }
     }
   }
-  // Partial accumulators `index` of a row.
   __device__ float *partial_at(int index) const { return params.partials + ((i64)index * KV_HEADS + head) * PARTIAL; }
-  // `index`: that of the partial accumulators of the warp's only row, or in thread m of its row m.
-  __device__ void store_partial(int index) {
+  // `index`: of the partial accumulators of a suffix, or in thread m of row m of the warp.
+  __device__ void store_partials(int index) {
     const float scale = params.scales ? params.scales[1] : 1;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = 8 * n + 2 * member + i, member_head = column % QUERY_HEADS;
-        float *partial = partial_at(Kind::IS_PREFIX ? __shfl_sync(~0u, index, member_of(column)) : index);
+        const int column = 8 * n + 2 * member + i, member_head = IS_PREFIX ? column % QUERY_HEADS : column;
+        float *partial = partial_at(IS_PREFIX ? __shfl_sync(~0u, index, member_of(column)) : index);
         if (!has_column(column)) continue;
         float *to = partial + member_head * DIMS;
 #pragma unroll
@@ -335,8 +375,8 @@ template <class Kind> struct Attention {
     for (int member_head = lane / 8; member_head < QUERY_HEADS; member_head += 4) {
       float top = -INFINITE, all = 0, sum[16] = {};
 #pragma unroll 4
-      for (int piece = 0; piece < count; ++piece) {
-        const float *partial = partial_at(first + piece + (piece ? skipped : 0));
+      for (int i = 0; i < count; ++i) {
+        const float *partial = partial_at(first + i + (i ? skipped : 0));
         const float2 weight = __ldcg(reinterpret_cast<const float2 *>(partial + QUERY_HEADS * DIMS + 2 * member_head));
         float4 four[4];
 #pragma unroll
@@ -363,43 +403,40 @@ template <class Kind> struct Attention {
                        pack(sum[4 * i + 2] * inverse, sum[4 * i + 3] * inverse));
     }
   }
-  // Ends the segment that `cursor` is in, after its last step in range `range` of the `a_range` long ones.
-  __device__ void end(const Cursor &cursor, int range, int a_range) {
+  __device__ void end_sums() {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) row_sum[n][i] = sum_of_rows(row_sum[n][i]);
-    const int from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
-    const Plan plan(params.plan, params.num_ranges, params.num_rows);
-    if (Kind::IS_PREFIX) {
-      const int row = lane < num_rows ? plan.members[first_member + lane] : 0;
-      const int4 pieces = *reinterpret_cast<const int4 *>(plan.pieces + row);
-      store_partial(pieces.x + range - from);
-      u32 *counter = params.counters + row * KV_HEADS + head;
-      const bool is_last = lane < num_rows && count_up(counter) + 1 == pieces.z;
-      if (is_last) *counter = 0;
-      for (u32 left = __ballot_sync(~0u, is_last); left; left &= left - 1) {
-        const int source = __ffs(left) - 1;
-        combine(__shfl_sync(~0u, row, source), __shfl_sync(~0u, pieces.x, source), 0,
-                __shfl_sync(~0u, pieces.z, source));
-      }
-      return;
+  }
+  // Ends the team that `cursor` is in, after its last step in range `range` of `a_range` steps.
+  __device__ void end_team(const Cursor &cursor, int range, int a_range) {
+    end_sums();
+    store_partials(mine.y + range - cursor.start / a_range);
+    u32 *counter = params.counters + mine.x * KV_HEADS + head;
+    const bool is_last = lane < num_rows && count_up(counter) + 1 == mine.z;
+    if (is_last) *counter = 0;
+    for (u32 left = __ballot_sync(~0u, is_last); left; left &= left - 1) {
+      const int m = __ffs(left) - 1;
+      combine(__shfl_sync(~0u, mine.x, m), __shfl_sync(~0u, mine.w, m), 0, __shfl_sync(~0u, mine.z, m));
     }
-    const bool is_shared = cursor.first > 0 && params.window == 0;
-    if (from == to && !is_shared) {
+  }
+  // Ends the row that `cursor` is in, likewise.
+  __device__ void end_row(const Cursor &cursor, int range, int a_range) {
+    end_sums();
+    const int from = cursor.start / a_range, to = (cursor.after - 1) / a_range;
+    if (from == to && cursor.more == 0) {
       store(cursor.index);
       return;
     }
-    // Of a row without a group: what a range has of the row that begins in it, and of the one that began before.
-    int first = from, skipped = params.num_ranges, count = to - from + 1, index = range + (range > from ? skipped : 0);
-    if (is_shared) {
-      const int4 pieces = *reinterpret_cast<const int4 *>(plan.pieces + cursor.index);
-      first = pieces.x;
+    // Without a group, a range has the partials of a row that begins in it, and those of one that began before.
+    int first = from, skipped = params.num_ranges, count = to - from + 1;
+    if (cursor.more) {
+      first = cursor.more & 0xFFFFFF;
       skipped = 0;
-      count = pieces.z;
-      index = pieces.x + pieces.y + range - from;
+      count = cursor.more >> 24;
     }
-    store_partial(index);
+    store_partials(first + range - from + (range > from ? skipped : 0));
     u32 *counter = params.counters + cursor.index * KV_HEADS + head;
     if (__shfl_sync(~0u, lane == 0 ? count_up(counter) : 0, 0) + 1 != count) return;
     if (lane == 0) *counter = 0;
@@ -407,33 +444,72 @@ template <class Kind> struct Attention {
   }
 };
 
-template <class Kind>
-__device__ __forceinline__ void attend(const Params &params, const Warp &warp, int range, int a_range) {
-  Cursor<Kind> next(params, warp.range);
-  if (next.is_done()) return;
-  Attention<Kind> attention(params, warp.head);
-  i64 places[Kind::PLACES];
+// Loads keys and values of the next step while this one is computed.
+__device__ __forceinline__ void attend_suffixes(const Params &params, int warp, const Header &header) {
+  const int index = warp / KV_HEADS, range = index - WARPS * header.num_prefixes;
+  Cursor<false> next(params, index);
+  Attention<false> attention(params, warp % KV_HEADS);
+  i64 places[PLACES];
   next.find(places);
   attention.read_keys(next, places);
   attention.read_values(next, places);
-  attention.start(next, warp.tile);
-  // Loads keys and values of the next step while this one is computed.
+  attention.start(next.index);
   while (true) {
-    const Cursor<Kind> now = next;
+    const Cursor<false> now = next;
     next.next();
     const bool has_more = !next.is_done();
     if (has_more) next.find(places);
-    float scores[Kind::COLUMNS][Kind::TILES_OF][4];
+    float scores[1][TILES][4];
     attention.multiply_keys(scores);
     if (has_more) attention.read_keys(next, places);
     attention.weigh(scores, now);
     attention.multiply_values(scores);
     if (has_more) attention.read_values(next, places);
     if (!has_more || next.index != now.index) {
-      attention.end(now, range, a_range);
+      attention.end_row(now, range, header.suffix_steps);
       if (!has_more) break;
-      attention.start(next, warp.tile);
+      attention.start(next.index);
     }
+  }
+}
+
+// Copies the steps that follow while one is computed.
+__device__ __forceinline__ void attend_prefixes(const Params &params, int program, const Header &header) {
+  const int range = program / KV_HEADS;
+  const u32 memory = shared_memory();
+  Cursor<true> now(params, WARPS * range), next = now;
+  Attention<true> attention(params, program % KV_HEADS);
+  u32 to = 0, from = 0;
+  auto copy = [&] {
+    if (!next.is_done()) {
+      i64 places[PLACES];
+      next.find(places);
+      attention.copy_step(memory + to * STAGE_BYTES, next, places);
+      next.next();
+    }
+    commit_copies();
+    to = to + 1 == STAGES ? 0 : to + 1;
+  };
+  for (int i = 0; i < STAGES - 1; ++i) copy();
+  attention.start_team(now);
+  while (true) {
+    await_copies<STAGES - 2>();
+    __syncthreads();  // the step is there, and all warps are done with the one before, whose stage comes next
+    copy();
+    if (attention.num_rows) {
+      attention.stage = memory + from * STAGE_BYTES;
+      float scores[PREFIX_COLUMNS][TILES][4];
+      attention.multiply_keys(scores);
+      attention.weigh(scores, now);
+      attention.multiply_values(scores);
+    }
+    from = from + 1 == STAGES ? 0 : from + 1;
+    const bool is_last = now.at + 1 == now.end;
+    if (is_last || now.at + 1 == now.after) attention.end_team(now, range, header.prefix_steps);
+    if (is_last) break;
+    const int index = now.index;
+    now.next();
+    if (now.index != index) attention.start_team(now);
   }
 }
 
@@ -444,20 +520,13 @@ attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, floa
   asm volatile("griddepcontrol.launch_dependents;");
   const Params params{q, k_cache, v_cache, out, partials, tables, plan, counters, scales, factor, stride_q,
                   stride_table, num_rows, num_ranges, window};
-  const int index = blockIdx.x * WARPS + threadIdx.x / 32;
-  if (index / KV_HEADS >= num_ranges) return;
-  prefetch(params, index, num_blocks);
+  const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (warp / KV_HEADS >= num_ranges) return;
+  prefetch(params, warp, num_blocks);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const Plan planned(plan, num_ranges, num_rows);
-  const int4 ends = __ldcg(reinterpret_cast<const int4 *>(planned.header));
-  const int2 lengths = __ldcg(reinterpret_cast<const int2 *>(planned.lengths));
-  const Header header{ends.x, ends.y, ends.z, ends.w};
-  const Warp warp(header, index);
-  if (warp.range >= header.end) return;
-  if (warp.team == 0) {
-    attend<Suffix>(params, warp, warp.range - header.end_of_1, lengths.x);
-  } else {
-    const int before = warp.team == 4 ? 0 : warp.team == 2 ? header.end_of_4 : header.end_of_2;
-    attend<Prefix>(params, warp, (warp.range - before) / warp.team, lengths.y);
-  }
+  const int4 found = __ldcg(reinterpret_cast<const int4 *>(Plan(plan, num_ranges, num_rows).header));
+  const Header header{found.x, found.y, found.z, found.w};
+  if (warp / KV_HEADS >= header.end) return;
+  if (warp / KV_HEADS < WARPS * header.num_prefixes) attend_prefixes(params, blockIdx.x, header);
+  else attend_suffixes(params, warp, header);
 }

@@ -27,23 +27,27 @@ FP8 = torch.float8_e4m3fn
 
 class Shape(NamedTuple):
     """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
-    and steps that a warp has at least. `prefix_tiles` and `prefix_columns` (8 query heads each) of a warp where several
-    rows have the same blocks."""
+    and steps that a warp has at least. The steps that shared memory has room for, where rows share blocks."""
 
     tiles: int
     warps: int
     programs: int
     least_steps: int
-    prefix_tiles: int
-    prefix_columns: int
+    stages: int
+
+    def shared_bytes(self, item: int) -> int:
+        """Of the stages: for each token keys and values of a kv head, each in a row of its own stride."""
+        return self.stages * self.tiles * _TILE * (2 * _DIMS * item + 80)
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
 # rows at which the kernel is faster than Triton's, which has more programs for small batches.
-SHAPES = {True: Shape(4, 4, 2, 1, 2, 2), False: Shape(2, 4, 2, 2, 1, 2)}
+SHAPES = {True: Shape(4, 4, 2, 1, 3), False: Shape(2, 4, 2, 2, 3)}
 LEAST_ROWS = {True: 12, False: 32}
 # The most rows of a step whose shared blocks are read once: a thread of the plan has one row.
 _MOST_GROUPED_ROWS = 1024
+# Query heads that a warp computes at once, where rows share blocks.
+_PREFIX_COLUMNS = 16
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -73,8 +77,8 @@ class DecodeAttention:
                          "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
                          **{name.upper(): value for name, value in shape._asdict().items()}}
             self._kernels[is_fp8] = _DecodeKernel(
-                CompiledSource(_SOURCES, constants), "attend_decode", 0, fallback="attention of decode steps: triton",
-                found="attention of decode steps: hopper_decode.cu")
+                CompiledSource(_SOURCES, constants), "attend_decode", shape.shared_bytes(1 if is_fp8 else 2),
+                fallback="attention of decode steps: triton", found="attention of decode steps: hopper_decode.cu")
 
     def accepts(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
         """Whether the kernel is the fastest for a step. The first call waits until it is compiled."""
@@ -105,7 +109,7 @@ class DecodeAttention:
         # All layers of a step with this window share the plan.
         key = "decode_attention", window, num_rows, num_ranges, shape
         if key not in metadata.derived:
-            plan = torch.empty(8 + 40 * num_ranges + 15 * num_rows, dtype=torch.int32, device=q_BNH.device)
+            plan = torch.empty(4 + 40 * num_ranges + 14 * num_rows, dtype=torch.int32, device=q_BNH.device)
             kernel.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
                                is_dependent=is_dependent())
             metadata.derived[key] = plan
@@ -113,7 +117,7 @@ class DecodeAttention:
         part, num_parts = -(-self._group * (_DIMS + 2) // 4) * 4, 2 * num_ranges
         if not window and num_rows <= _MOST_GROUPED_ROWS:
             # A row of a group has two at least, and one more for each range that ends within its blocks.
-            num_parts += 2 * num_rows + num_ranges * (1 + 8 * shape.prefix_columns // self._group)
+            num_parts += 2 * num_rows + num_ranges * (1 + _PREFIX_COLUMNS // self._group)
         parts = torch.empty((num_parts, num_heads, part), dtype=torch.float32, device=q_BNH.device)
         kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
             q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, metadata.derived[key],
