@@ -80,10 +80,15 @@ template <int MOST> __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
 }
 
-// A stage of shared memory: the keys of a step and its values, a row for each token. With these strides a warp's reads
-// have no bank conflicts.
-constexpr u32 KEY_STRIDE = HEAD_BYTES + 64, VALUE_STRIDE = HEAD_BYTES + 16;
-constexpr u32 VALUES_AT = STEP * KEY_STRIDE, STAGE_BYTES = VALUES_AT + STEP * VALUE_STRIDE;
+// A stage of shared memory: the keys of a step, then its values, a row for each token. Its pieces of 16 bytes are
+// swizzled so that a warp's reads have no bank conflicts.
+constexpr u32 VALUES_AT = STEP * HEAD_BYTES, STAGE_BYTES = 2 * VALUES_AT;
+__device__ __forceinline__ u32 key_at(int token, int piece) {
+  return token * HEAD_BYTES + (piece ^ token % 2 * 4) * 16;
+}
+__device__ __forceinline__ u32 value_at(int token, int piece) {
+  return VALUES_AT + token * HEAD_BYTES + (piece ^ token / 2 % 4 * 2) * 16;
+}
 
 // What a warp computes: attention of a row to its suffix, or of some rows to a prefix. A column of `scores` and `acc` is
 // a query head of one of the rows.
@@ -145,20 +150,20 @@ template <bool IS_PREFIX> struct Attention {
   // Copies a step of a prefix to a stage, with all threads of the program.
   __device__ void copy_step(u32 to, const Cursor &cursor, const i64 (&places)[PLACES]) {
     constexpr int PIECES = HEAD_BYTES / 16, TOKENS = 32 * WARPS / PIECES;
-    const int token = threadIdx.x / PIECES, piece = threadIdx.x % PIECES * 16;
+    const int token = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
 #pragma unroll
     for (int i = 0; i < STEP / TOKENS; ++i) {
       const int at = i * TOKENS + token;
-      const i64 from = tile_at(places, i * TOKENS / TILE) + (i * TOKENS % TILE + token) * ROW_BYTES + head * HEAD_BYTES;
+      const i64 from = tile_at(places, i * TOKENS / TILE) + (i * TOKENS % TILE + token) * ROW_BYTES + head * HEAD_BYTES +
+                       piece * 16;
       const bool is_there = cursor.has(at);
-      copy_async(to + at * KEY_STRIDE + piece, params.k_cache + from + piece, is_there);
-      copy_async(to + VALUES_AT + at * VALUE_STRIDE + piece, params.v_cache + from + piece, is_there);
+      copy_async(to + key_at(at, piece), params.k_cache + from, is_there);
+      copy_async(to + value_at(at, piece), params.v_cache + from, is_there);
     }
   }
   // The row of the warp that has a column, and whether there is one.
   __device__ static int member_of(int column) { return IS_PREFIX ? column / QUERY_HEADS : 0; }
   __device__ bool has_column(int column) const { return column < (IS_PREFIX ? num_rows : 1) * QUERY_HEADS; }
-  __device__ bool has_columns(int n) const { return !IS_PREFIX || n == 0 || has_column(8 * n); }
   // Finds the warp's rows of a team, and loads their queries.
   __device__ void start_team(const Cursor &cursor) {
     const Plan plan(params.plan, params.num_ranges, params.num_rows);
@@ -214,7 +219,7 @@ template <bool IS_PREFIX> struct Attention {
     }
   }
   // Element 2 * t + i of a tile's scores belongs to token group + 8 * t and column 2 * member + i.
-  __device__ void multiply_keys(float (&scores)[COLUMNS][TILES][4]) {
+  template <int COLUMNS> __device__ void multiply_keys(float (&scores)[COLUMNS][TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       uint4 tile[2][KEY_PIECES];
@@ -222,8 +227,8 @@ template <bool IS_PREFIX> struct Attention {
       for (int t = 0; t < 2; ++t)
 #pragma unroll
         for (int piece = 0; piece < KEY_PIECES; ++piece)
-          tile[t][piece] = !IS_PREFIX ? keys[i][t][piece] : read_shared(
-              stage + (i * TILE + group + 8 * t) * KEY_STRIDE + member * 16 + 64 * piece);
+          tile[t][piece] = IS_PREFIX ? read_shared(stage + key_at(i * TILE + group + 8 * t, member + 4 * piece))
+                                     : keys[i][t][piece];
       float chains[COLUMNS][2][4] = {};
 #pragma unroll
       for (int piece = 0; piece < KEY_PIECES; ++piece)
@@ -242,7 +247,7 @@ template <bool IS_PREFIX> struct Attention {
           }
 #pragma unroll
           for (int n = 0; n < COLUMNS; ++n)
-            if (has_columns(n)) mma(chains[n][first / 2 % 2], left, queries[n][first], queries[n][first + 1]);
+            mma(chains[n][first / 2 % 2], left, queries[n][first], queries[n][first + 1]);
         }
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n)
@@ -251,10 +256,9 @@ template <bool IS_PREFIX> struct Attention {
     }
   }
   // Turns scores into weights.
-  __device__ void weigh(float (&all_scores)[COLUMNS][TILES][4], const Cursor &cursor) {
+  template <int COLUMNS> __device__ void weigh(float (&all_scores)[COLUMNS][TILES][4], const Cursor &cursor) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if (!has_columns(n)) continue;
       auto &scores = all_scores[n];
       if (!cursor.is_whole()) {
 #pragma unroll
@@ -287,7 +291,7 @@ template <bool IS_PREFIX> struct Attention {
       }
     }
   }
-  __device__ void multiply_values(const float (&weights)[COLUMNS][TILES][4]) {
+  template <int COLUMNS> __device__ void multiply_values(const float (&weights)[COLUMNS][TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       uint4 tile[4][VALUE_PIECES];
@@ -295,8 +299,9 @@ template <bool IS_PREFIX> struct Attention {
       for (int t = 0; t < 4; ++t)
 #pragma unroll
         for (int piece = 0; piece < VALUE_PIECES; ++piece)
-          tile[t][piece] = !IS_PREFIX ? values[i][t][piece] : read_shared(
-              stage + VALUES_AT + (i * TILE + 2 * member + t % 2 + t / 2 * 8) * VALUE_STRIDE + group * 16 + 128 * piece);
+          tile[t][piece] = IS_PREFIX ? read_shared(stage + value_at(i * TILE + 2 * member + t % 2 + t / 2 * 8,
+                                                                    group + 8 * piece))
+                                     : values[i][t][piece];
       u32 right[COLUMNS][2];
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n)
@@ -321,9 +326,16 @@ template <bool IS_PREFIX> struct Attention {
         }
 #pragma unroll
         for (int n = 0; n < COLUMNS; ++n)
-          if (has_columns(n)) mma(acc[n][d], left, right[n][0], right[n][1]);
+          mma(acc[n][d], left, right[n][0], right[n][1]);
       }
     }
+  }
+  // Computes the step in `stage` for the first COLUMNS of the warp.
+  template <int COLUMNS> __device__ void compute(const Cursor &cursor) {
+    float scores[COLUMNS][TILES][4];
+    multiply_keys(scores);
+    weigh(scores, cursor);
+    multiply_values(scores);
   }
   // The first of two dims: element 2 * r + i of acc[n][tile] is r behind it, of column 8 * n + 2 * member + i.
   __device__ int dim_of(int tile) const {
@@ -445,10 +457,9 @@ template <bool IS_PREFIX> struct Attention {
 };
 
 // Loads keys and values of the next step while this one is computed.
-__device__ __forceinline__ void attend_suffixes(const Params &params, int warp, const Header &header) {
-  const int index = warp / KV_HEADS, range = index - WARPS * header.num_prefixes;
-  Cursor<false> next(params, index);
-  Attention<false> attention(params, warp % KV_HEADS);
+__device__ __forceinline__ void attend_suffixes(const Params &params, const Range &mine, int range, int head) {
+  Cursor<false> next(params, mine);
+  Attention<false> attention(params, head);
   i64 places[PLACES];
   next.find(places);
   attention.read_keys(next, places);
@@ -466,7 +477,7 @@ __device__ __forceinline__ void attend_suffixes(const Params &params, int warp, 
     attention.multiply_values(scores);
     if (has_more) attention.read_values(next, places);
     if (!has_more || next.index != now.index) {
-      attention.end_row(now, range, header.suffix_steps);
+      attention.end_row(now, range, mine.header.suffix_steps);
       if (!has_more) break;
       attention.start(next.index);
     }
@@ -474,11 +485,10 @@ __device__ __forceinline__ void attend_suffixes(const Params &params, int warp, 
 }
 
 // Copies the steps that follow while one is computed.
-__device__ __forceinline__ void attend_prefixes(const Params &params, int program, const Header &header) {
-  const int range = program / KV_HEADS;
+__device__ __forceinline__ void attend_prefixes(const Params &params, const Range &mine, int range, int head) {
   const u32 memory = shared_memory();
-  Cursor<true> now(params, WARPS * range), next = now;
-  Attention<true> attention(params, program % KV_HEADS);
+  Cursor<true> now(params, mine), next = now;
+  Attention<true> attention(params, head);
   u32 to = 0, from = 0;
   auto copy = [&] {
     if (!next.is_done()) {
@@ -496,16 +506,12 @@ __device__ __forceinline__ void attend_prefixes(const Params &params, int progra
     await_copies<STAGES - 2>();
     __syncthreads();  // the step is there, and all warps are done with the one before, whose stage comes next
     copy();
-    if (attention.num_rows) {
-      attention.stage = memory + from * STAGE_BYTES;
-      float scores[PREFIX_COLUMNS][TILES][4];
-      attention.multiply_keys(scores);
-      attention.weigh(scores, now);
-      attention.multiply_values(scores);
-    }
+    attention.stage = memory + from * STAGE_BYTES;
+    if (attention.has_column(8)) attention.compute<2>(now);
+    else if (attention.num_rows) attention.compute<1>(now);
     from = from + 1 == STAGES ? 0 : from + 1;
     const bool is_last = now.at + 1 == now.end;
-    if (is_last || now.at + 1 == now.after) attention.end_team(now, range, header.prefix_steps);
+    if (is_last || now.at + 1 == now.after) attention.end_team(now, range, mine.header.prefix_steps);
     if (is_last) break;
     const int index = now.index;
     now.next();
@@ -520,13 +526,13 @@ attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, floa
   asm volatile("griddepcontrol.launch_dependents;");
   const Params params{q, k_cache, v_cache, out, partials, tables, plan, counters, scales, factor, stride_q,
                   stride_table, num_rows, num_ranges, window};
-  const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
-  if (warp / KV_HEADS >= num_ranges) return;
-  prefetch(params, warp, num_blocks);
+  const int warp = blockIdx.x * WARPS + threadIdx.x / 32, range = warp / KV_HEADS;
+  if (range >= num_ranges) return;
+  prefetch(params, Range(params, range), warp, num_blocks);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int4 found = __ldcg(reinterpret_cast<const int4 *>(Plan(plan, num_ranges, num_rows).header));
-  const Header header{found.x, found.y, found.z, found.w};
-  if (warp / KV_HEADS >= header.end) return;
-  if (warp / KV_HEADS < WARPS * header.num_prefixes) attend_prefixes(params, blockIdx.x, header);
-  else attend_suffixes(params, warp, header);
+  const Range mine(params, range);
+  const int first_suffix = WARPS * mine.header.num_prefixes;
+  if (range >= mine.header.end) return;
+  if (range < first_suffix) attend_prefixes(params, mine, blockIdx.x / KV_HEADS, blockIdx.x % KV_HEADS);
+  else attend_suffixes(params, mine, range - first_suffix, warp % KV_HEADS);
 }

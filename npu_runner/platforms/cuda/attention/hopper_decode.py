@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 
 class Shape(NamedTuple):
     """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
-    and steps that a warp has at least. The steps that shared memory has room for, where rows share blocks."""
+    steps that a warp has at least, and steps of shared blocks that a program has in shared memory."""
 
     tiles: int
     warps: int
@@ -36,18 +36,16 @@ class Shape(NamedTuple):
     stages: int
 
     def shared_bytes(self, item: int) -> int:
-        """Of the stages: for each token keys and values of a kv head, each in a row of its own stride."""
-        return self.stages * self.tiles * _TILE * (2 * _DIMS * item + 80)
+        """The bytes of the stages, each with a step's keys and values of one kv head; `item`: bytes of an element."""
+        return self.stages * self.tiles * _TILE * 2 * _DIMS * item
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
 # rows at which the kernel is faster than Triton's, which has more programs for small batches.
 SHAPES = {True: Shape(4, 4, 2, 1, 3), False: Shape(2, 4, 2, 2, 3)}
 LEAST_ROWS = {True: 12, False: 32}
-# The most rows of a step whose shared blocks are read once: a thread of the plan has one row.
-_MOST_GROUPED_ROWS = 1024
-# Query heads that a warp computes at once, where rows share blocks.
-_PREFIX_COLUMNS = 16
+# The most rows of a step whose shared blocks are read once, and the columns of 8 query heads that a warp then has.
+_MOST_GROUPED_ROWS, _PREFIX_COLUMNS = 1024, 2
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -75,6 +73,7 @@ class DecodeAttention:
         for is_fp8, shape in SHAPES.items():
             constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
                          "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
+                         "PREFIX_COLUMNS": _PREFIX_COLUMNS, "MOST_ROWS": _MOST_GROUPED_ROWS,
                          **{name.upper(): value for name, value in shape._asdict().items()}}
             self._kernels[is_fp8] = _DecodeKernel(
                 CompiledSource(_SOURCES, constants), "attend_decode", shape.shared_bytes(1 if is_fp8 else 2),
@@ -117,7 +116,7 @@ class DecodeAttention:
         part, num_parts = -(-self._group * (_DIMS + 2) // 4) * 4, 2 * num_ranges
         if not window and num_rows <= _MOST_GROUPED_ROWS:
             # A row of a group has two at least, and one more for each range that ends within its blocks.
-            num_parts += 2 * num_rows + num_ranges * (1 + _PREFIX_COLUMNS // self._group)
+            num_parts += 2 * num_rows + num_ranges * (1 + 8 * _PREFIX_COLUMNS // self._group)
         parts = torch.empty((num_parts, num_heads, part), dtype=torch.float32, device=q_BNH.device)
         kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
             q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, metadata.derived[key],

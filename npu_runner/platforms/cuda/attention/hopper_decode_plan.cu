@@ -7,7 +7,8 @@
 // into ranges of equal length, and so are prefixes.
 //
 // Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the
-// cache), TILES of 16 tokens that are read at once (a step), WARPS of a program, LEAST_STEPS of a range.
+// cache), TILES of 16 tokens that are read at once (a step), WARPS of a program, LEAST_STEPS of a range, PREFIX_COLUMNS
+// of 8 query heads that a warp has of a team's, MOST_ROWS of a step with groups (a thread has a row).
 
 constexpr int TILE = 16, STEP = TILES * TILE, DIMS = 128;
 constexpr int ITEM = IS_FP8 ? 1 : 2, HEAD_BYTES = DIMS * ITEM, ROW_BYTES = KV_HEADS * HEAD_BYTES;
@@ -19,13 +20,13 @@ constexpr int PARTIAL = (QUERY_HEADS * (DIMS + 2) + 3) / 4 * 4;
 constexpr int PLACES = BLOCK_SIZE % STEP == 0 ? 1 : TILES;
 // The most ranges of a suffix or of a prefix: one warp adds up their accumulators.
 constexpr int MOST_PARTIALS = 64;
-// Columns of query heads, 8 each, that a warp has of a team's, and the rows that fit.
-constexpr int PREFIX_COLUMNS = 2, WARP_ROWS = 8 * PREFIX_COLUMNS / QUERY_HEADS, TEAM_ROWS = WARPS * WARP_ROWS;
-// Groups: a thread has a row, so larger steps have none. A prefix has at least LEAST_SHARED tokens, and groups save at
-// least 1 of LEAST_SAVED tokens of a step. A prefix may end at one of LEVELS forks of the block tables.
-constexpr int MOST_ROWS = 1024, LEAST_SHARED = 128, LEAST_SAVED = 8, LEVELS = 3;
+// The most rows of a warp of a team, and of the team.
+constexpr int WARP_ROWS = 8 * PREFIX_COLUMNS / QUERY_HEADS, TEAM_ROWS = WARPS * WARP_ROWS;
+// A prefix has at least LEAST_SHARED tokens, and groups save at least 1 of LEAST_SAVED tokens of a step. A prefix may
+// end at one of LEVELS forks of the block tables.
+constexpr int LEAST_SHARED = 128, LEAST_SAVED = 8, LEVELS = 3;
 // A step of a prefix, and the way to the next row, in eighths of the time of a suffix's step.
-constexpr int PREFIX_TIME = 6, ROW_TIME = 24;
+constexpr int PREFIX_TIME = 4, ROW_TIME = 16;
 #define INFINITE __int_as_float(0x7F800000)
 
 struct Params {
@@ -288,20 +289,33 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
   }
 }
 
+// A range as the plan has it.
+struct Range {
+  Header header;
+  Begin begin;
+  Segment first;
+  int held;  // one of its first 32 block numbers in each thread
+  __device__ Range(const Params &params, int range) {
+    const Plan plan(params.plan, params.num_ranges, params.num_rows);
+    const int4 all = __ldcg(reinterpret_cast<const int4 *>(plan.header));
+    const int4 steps = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
+    const int4 segment = __ldcg(reinterpret_cast<const int4 *>(plan.firsts + range));
+    held = __ldcg(plan.blocks + range * 32 + threadIdx.x % 32);
+    header = Header{all.x, all.y, all.z, all.w};
+    begin = Begin{steps.x, steps.y, steps.z, steps.w};
+    first = Segment{segment.x, segment.y, segment.z, segment.w};
+  }
+};
+
 // Prefetches the first step of a range into the L2 cache. An earlier kernel may still write what this reads: block
 // numbers may be anything then, and keys and values are read again.
-__device__ __forceinline__ void prefetch(const Params &params, int warp, int num_blocks) {
+__device__ __forceinline__ void prefetch(const Params &params, const Range &range, int warp, int num_blocks) {
   constexpr int LINES = HEAD_BYTES / 128;
-  const int range = warp / KV_HEADS;
-  const Plan plan(params.plan, params.num_ranges, params.num_rows);
-  const int num_prefixes = __ldcg(&plan.header->num_prefixes);
-  const int4 begin = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
-  const int4 segment = __ldcg(reinterpret_cast<const int4 *>(plan.firsts + range));
-  const u32 block = min((u32)__ldcg(plan.blocks + range * 32), (u32)num_blocks - 1);
-  const bool is_prefix = range < WARPS * num_prefixes;
+  const bool is_prefix = warp / KV_HEADS < WARPS * range.header.num_prefixes;
   if (is_prefix && warp % WARPS) return;
   const int head = is_prefix ? warp / WARPS % KV_HEADS : warp % KV_HEADS;
-  const u32 first = (u32)(segment.y / STEP + begin.z - begin.y) * STEP % BLOCK_SIZE;
+  const u32 block = min((u32)__shfl_sync(~0u, range.held, 0), (u32)num_blocks - 1);
+  const u32 first = (u32)(range.first.first / STEP + range.begin.at - range.begin.start) * STEP % BLOCK_SIZE;
   for (int i = threadIdx.x % 32; i < 2 * LINES * STEP; i += 32) {
     const u8 *cache = i % 2 ? params.v_cache : params.k_cache;
     const u32 token = min(first + i / (2 * LINES), (u32)BLOCK_SIZE - 1);
@@ -319,46 +333,43 @@ template <bool IS_PREFIX> struct Cursor {
   int token, first, len;    // of the step, of the segment
   int more;                 // of the segment
   int held_from, held;      // block numbers from that one on, one in each thread
-  int4 upcoming;            // the next segment
-  int upcoming_held;
+  int next_held;            // the first ones of the next segment, from the last step on
 
-  __device__ Cursor(const Params &params, int range) : params(params) {
-    const Plan plan(params.plan, params.num_ranges, params.num_rows);
-    const int4 begin = __ldcg(reinterpret_cast<const int4 *>(plan.begins + range));
-    upcoming = __ldcg(reinterpret_cast<const int4 *>(plan.firsts + range));
-    upcoming_held = __ldcg(plan.blocks + range * 32 + threadIdx.x % 32);
-    index = begin.x;
-    start = begin.y;
-    at = begin.z;
-    end = begin.w;
-    enter();
+  __device__ Cursor(const Params &params, const Range &range) : params(params) {
+    index = range.begin.segment;
+    start = range.begin.start;
+    at = range.begin.at;
+    end = range.begin.end;
+    enter(range.first, range.held);
   }
   __device__ bool is_done() const { return at >= end; }
   // Whether the segment has the step's token `n`, and whether it has all of them.
   __device__ bool has(int n) const { return token + n >= first && token + n < len; }
   __device__ bool is_whole() const { return token >= first && token + STEP <= len; }
-  // Enters the upcoming segment, whose blocks are held from the step's on.
-  __device__ void enter() {
-    after = upcoming.x;
-    first = upcoming.y;
-    len = upcoming.z;
-    more = upcoming.w;
+  __device__ Segment segment(int index) const {
+    const int4 found = reinterpret_cast<const int4 *>(
+        Plan(params.plan, params.num_ranges, params.num_rows).segments)[index];
+    return Segment{found.x, found.y, found.z, found.w};
+  }
+  // This thread's block number of a segment, from place `from` of its table on.
+  __device__ int read_block(int index, int from, int len, int more) const {
+    const int mine = from + threadIdx.x % 32, row = IS_PREFIX ? more : index;
+    return mine * BLOCK_SIZE < len ? params.tables[(i64)row * params.stride_table + mine] : 0;
+  }
+  __device__ void enter(const Segment &segment, int its_held) {
+    after = segment.after;
+    first = segment.first;
+    len = segment.len;
+    more = segment.more;
     token = (first / STEP + at - start) * STEP;
     held_from = token / BLOCK_SIZE;
-    held = upcoming_held;
-    if (after < end)
-      upcoming = reinterpret_cast<const int4 *>(
-          Plan(params.plan, params.num_ranges, params.num_rows).segments)[index + 1];
+    held = its_held;
     look_ahead();
   }
   __device__ void look_ahead() {
-    if (at == after - 1 && after < end)
-      upcoming_held = block_of(index + 1, upcoming.y / STEP * STEP / BLOCK_SIZE, upcoming.z, upcoming.w);
-  }
-  // This thread's block number from `index` on, of a segment's.
-  __device__ int block_of(int segment, int index, int its_len, int its_more) {
-    const int mine = index + threadIdx.x % 32, row = IS_PREFIX ? its_more : segment;
-    return mine * BLOCK_SIZE < its_len ? params.tables[(i64)row * params.stride_table + mine] : 0;
+    if (at + 1 != after || after >= end) return;
+    const Segment next = segment(index + 1);
+    next_held = read_block(index + 1, next.first / STEP * STEP / BLOCK_SIZE, next.len, next.more);
   }
   __device__ void next() {
     ++at;
@@ -366,7 +377,7 @@ template <bool IS_PREFIX> struct Cursor {
     if (at == after && at < end) {
       ++index;
       start = after;
-      enter();
+      enter(segment(index), next_held);
     } else {
       look_ahead();
     }
@@ -376,7 +387,7 @@ template <bool IS_PREFIX> struct Cursor {
     const int at = token + tile * TILE, in_table = at / BLOCK_SIZE;
     if (in_table >= held_from + 32) {
       held_from = in_table;
-      held = block_of(index, in_table, len, more);
+      held = read_block(index, in_table, len, more);
     }
     const int block = __shfl_sync(~0u, held, in_table - held_from);
     return ((i64)block * BLOCK_SIZE + at % BLOCK_SIZE) * ROW_BYTES;
