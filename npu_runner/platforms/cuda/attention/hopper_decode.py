@@ -27,13 +27,16 @@ FP8 = torch.float8_e4m3fn
 
 class Shape(NamedTuple):
     """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
-    steps that a warp has at least, and steps of shared blocks that a program has in shared memory."""
+    steps that a warp has at least. Of blocks that rows share: steps that a program has in shared memory, and what
+    reading them once saves at least, in per cent of the context tokens and in steps for each range."""
 
     tiles: int
     warps: int
     programs: int
     least_steps: int
     stages: int
+    saved_percent: int
+    saved_steps: int
 
     def shared_bytes(self, item: int) -> int:
         """The bytes of the stages, each with a step's keys and values of one kv head; `item`: bytes of an element."""
@@ -42,7 +45,7 @@ class Shape(NamedTuple):
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
 # rows at which the kernel is faster than Triton's, which has more programs for small batches.
-SHAPES = {True: Shape(4, 4, 2, 1, 3), False: Shape(2, 4, 2, 2, 3)}
+SHAPES = {True: Shape(4, 4, 2, 1, 2, 75, 4), False: Shape(2, 4, 2, 2, 3, 40, 4)}
 LEAST_ROWS = {True: 12, False: 32}
 # The most rows of a step whose shared blocks are read once, and the columns of 8 query heads that a warp then has.
 _MOST_GROUPED_ROWS, _PREFIX_COLUMNS = 1024, 2

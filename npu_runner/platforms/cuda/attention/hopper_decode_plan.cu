@@ -8,7 +8,8 @@
 //
 // Constants of the host: QUERY_HEADS of a kv head (up to 8), KV_HEADS, BLOCK_SIZE (a multiple of 16), IS_FP8 (the
 // cache), TILES of 16 tokens that are read at once (a step), WARPS of a program, LEAST_STEPS of a range, PREFIX_COLUMNS
-// of 8 query heads that a warp has of a team's, MOST_ROWS of a step with groups (a thread has a row).
+// of 8 query heads that a warp has of a team's, MOST_ROWS of a step with groups (a thread has a row). Groups save at
+// least SAVED_PERCENT of a step's tokens, and SAVED_STEPS for each range.
 
 constexpr int TILE = 16, STEP = TILES * TILE, DIMS = 128;
 constexpr int ITEM = IS_FP8 ? 1 : 2, HEAD_BYTES = DIMS * ITEM, ROW_BYTES = KV_HEADS * HEAD_BYTES;
@@ -22,11 +23,11 @@ constexpr int PLACES = BLOCK_SIZE % STEP == 0 ? 1 : TILES;
 constexpr int MOST_PARTIALS = 64;
 // The most rows of a warp of a team, and of the team.
 constexpr int WARP_ROWS = 8 * PREFIX_COLUMNS / QUERY_HEADS, TEAM_ROWS = WARPS * WARP_ROWS;
-// A prefix has at least LEAST_SHARED tokens, and groups save at least 1 of LEAST_SAVED tokens of a step. A prefix may
-// end at one of LEVELS forks of the block tables.
-constexpr int LEAST_SHARED = 128, LEAST_SAVED = 8, LEVELS = 3;
-// A step of a prefix, and the way to the next row, in eighths of the time of a suffix's step.
-constexpr int PREFIX_TIME = 4, ROW_TIME = 16;
+// A prefix has at least LEAST_SHARED tokens, and ends at one of LEVELS forks of the block tables.
+constexpr int LEAST_SHARED = 128, LEVELS = 3;
+// Times in eighths of a suffix's step (H200): a prefix's step with one and with more columns of a warp, what it takes
+// longer where suffixes fill the memory's queue, and the way to the next row.
+constexpr int PREFIX_TIME = IS_FP8 ? 7 : 4, WIDE_PREFIX_TIME = IS_FP8 ? 9 : 7, QUEUE_TIME = 8, ROW_TIME = 16;
 #define INFINITE __int_as_float(0x7F800000)
 
 struct Params {
@@ -137,7 +138,8 @@ __device__ __forceinline__ int common_blocks(const int *table, const int *other,
 // Sorts rows into classes by their first block, and each class by the first block behind the common ones, LEVELS times.
 // For all rows with one first block it takes the level that saves the most blocks. Block 0 is the null block, which no
 // rows share. A row keeps a token for its suffix; table entries behind its context are undefined, and not used.
-__device__ __forceinline__ Group find_group(const int *lens, const int *tables, int stride_table, int num_rows) {
+__device__ __forceinline__ Group find_group(const int *lens, const int *tables, int stride_table, int num_rows,
+                                            int num_ranges) {
   constexpr int SLOTS = 2 * MOST_ROWS;
   constexpr u64 EMPTY = ~0ull;
   __shared__ u64 keys[SLOTS];
@@ -191,7 +193,7 @@ __device__ __forceinline__ Group find_group(const int *lens, const int *tables, 
   if (!__syncthreads_or(best.count > 1)) return alone;
   const bool is_spared = best.is_shared() && best.rank != best.first();
   const int tokens = sum_and_max(len, 0).x, spared = sum_and_max(is_spared ? best.blocks * BLOCK_SIZE : 0, 0).x;
-  return spared >= tokens / LEAST_SAVED ? best : alone;
+  return 100ll * spared >= (i64)SAVED_PERCENT * tokens && spared >= SAVED_STEPS * STEP * num_ranges ? best : alone;
 }
 
 // A program plans 32 ranges. All programs count all rows, and write the same segments.
@@ -204,7 +206,7 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
   const Plan plan(memory, num_ranges, num_rows);
   Group group{(int)threadIdx.x, 0, 1, 0};
   if (!window && num_rows <= MOST_ROWS && num_ranges >= 4 * WARPS)
-    group = find_group(lens, tables, stride_table, num_rows);
+    group = find_group(lens, tables, stride_table, num_rows, num_ranges);
   const bool is_shared = group.is_shared(), opens_team = is_shared && group.rank == group.first();
   const bool has_groups = __syncthreads_or(is_shared);
   const int prefix_len = is_shared ? group.blocks * BLOCK_SIZE : 0;
@@ -227,22 +229,26 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
   const int first_range = 32 * blockIdx.x, last_range = min(first_range + 32, num_ranges) - 1;
   if (has_groups) {
     const int row = threadIdx.x;
-    // Steps of prefixes, teams, rows of groups.
-    int sums[3] = {prefix_steps, opens_team, is_shared && group.rank == 0 ? group.count : 0}, totals[3];
+    const bool is_wide = divide_up(group.num_rows(), WARPS) * QUERY_HEADS > 8;
+    // Steps of prefixes, their time, teams, rows of groups.
+    int sums[4] = {prefix_steps, prefix_steps * (is_wide ? WIDE_PREFIX_TIME : PREFIX_TIME), opens_team,
+                   is_shared && group.rank == 0 ? group.count : 0}, totals[4];
     sum_up_to(sums, totals);
     // One range of prefixes is lost by rounding up at most, and one of suffixes.
-    const i64 suffix_time = 8 * (i64)all + ROW_TIME * num_rows, prefix_time = (i64)PREFIX_TIME * totals[0];
+    const i64 suffix_time = 8 * (i64)all + ROW_TIME * num_rows;
+    const i64 prefix_time = totals[1] + QUEUE_TIME * (i64)totals[0] * all / (all + WARPS * (i64)totals[0]);
     const i64 time = (WARPS * prefix_time + suffix_time) / (num_ranges - WARPS - 1) + 1;
-    header.prefix_steps = max((int)(time / PREFIX_TIME) + 1, divide_up(sum_and_max(0, prefix_steps).y, most));
+    header.prefix_steps = max((int)(totals[0] * time / prefix_time) + 1,
+                              divide_up(sum_and_max(0, prefix_steps).y, most));
     header.num_prefixes = divide_up(totals[0], header.prefix_steps);
     header.suffix_steps = max(divide_up(longest, most), divide_up(all, max(1, (int)(suffix_time / time))));
     header.suffix_steps = sum_and_max(0, header.suffix_steps).y;
-    if (is_shared && group.rank == 0) bases[row] = sums[2] - group.count;
+    if (is_shared && group.rank == 0) bases[row] = sums[3] - group.count;
     __syncthreads();
     const int base = is_shared ? bases[group.lead] : 0, start = sums[0] - prefix_steps;
     if (opens_team) {
       num_of_prefix[base + group.rank] = (sums[0] - 1) / header.prefix_steps - start / header.prefix_steps + 1;
-      const int team = sums[1] - 1, index = num_rows + team;
+      const int team = sums[2] - 1, index = num_rows + team;
       const Segment segment{sums[0], 0, prefix_len, row};
       plan.segments[index] = segment;
       plan.teams[team] = Team{base + group.rank, group.num_rows()};
