@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.cuda.paged_work import PagedWork, assert_close, need_hopper
-from tests.cuda.test_decode_attention import CACHES, FP8, make_work
+from tests.cuda.paged_work import CACHES, FP8, PagedWork, assert_close, make_work, need_hopper
 
 EACH_CACHE = pytest.mark.parametrize("cache_dtype", [FP8, None], ids=str)
 
