@@ -169,12 +169,11 @@ def test_few_shared_tokens_make_no_groups(device: torch.device) -> None:
     check(work, device, is_grouped=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_queries_far_apart_in_a_group(device: torch.device, dtype: torch.dtype) -> None:
+def test_queries_far_apart_in_a_group(device: torch.device) -> None:
     """Over e4m3, queries are scaled by column: small ones beside large ones keep their precision."""
-    work = make_work([300] * 16, dtype=dtype, cache_dtype=FP8, kv_scales=(0.37, 5.3))
+    work = make_work([300] * 16, cache_dtype=FP8, kv_scales=(0.37, 5.3))
     share(work, [["a"] * 4] * 16)
-    work.q_TNH *= (10.0 ** torch.arange(-4, 4)).repeat(2)[:, None, None].to(dtype)
+    work.q_TNH *= torch.tensor([1.0, 1e7]).repeat(8)[:, None, None].to(work.dtype)
     check(work, device)
 
 
