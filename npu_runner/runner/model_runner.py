@@ -23,7 +23,6 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.matchers import Matchers, Rule
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import pick_platform
-from npu_runner.request.limits import size
 from npu_runner.runner.assembly import RankAssembly
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.block_copies import copy_blocks
@@ -109,9 +108,6 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self._phase = phase
         self._report_phase(phase)
 
-    def _report_weights(self, num_read: int, num_bytes: int) -> None:
-        self._report(f"loading weights: {size(num_read)} of {size(num_bytes)}")
-
     # -- start-up --------------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
@@ -121,7 +117,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         logger.info("attention: %s", self.settings.attention_backend)
         if self.gated_delta is not None:
             logger.info("Gated DeltaNet: %s", self.gated_delta.name)
-        self.set_network(load(self.checkpoint, self.settings, context, self.platform.memory, self._report_weights))
+        self.set_network(load(self.checkpoint, self.settings, context, self.platform.memory, self._report))
         self.steps = self.make_steps()
 
     def get_model(self) -> nn.Module:
