@@ -188,7 +188,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         numbers_a_token = 0 if self.steps.accepts_ends else self.model_config.hidden_size + self.num_appended
         found = choose_long_prefills(self.steps, self.settings.long_prefill_sizes, self._meter,
                                      uses_mrope=self.uses_mrope, bytes_a_token=numbers_a_token * self.dtype.itemsize)
-        self.settings = dataclasses.replace(self.settings, long_prefill_sizes=found.sizes)
+        self.settings = dataclasses.replace(self.settings, long_prefill_sizes=tuple(found.sizes))
         return found
 
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
