@@ -48,12 +48,12 @@ class LongPrefills:
 
 def choose_long_prefills(steps: StepRunner, sizes: Sequence[int], meter: MemoryMeter, *, uses_mrope: bool,
                          bytes_a_token: int) -> LongPrefills:
-    """Those of `sizes`, in ascending order, up to the largest that is worth a graph; all ranks find the same.
+    """Keep `sizes`, which ascend, up to the largest that is worth a graph. All ranks keep the same.
 
     `bytes_a_token`: of the result that each graph keeps.
     """
     def judge(wanted: Sequence[int]) -> LongPrefills:
-        """`wanted` if the last of them is worth a graph, else none."""
+        """Keep all of `wanted` if the last of them is worth a graph, else none."""
         launching, whole, peak_bytes = _measure(steps, wanted[-1], meter, uses_mrope=uses_mrope)
         num_bytes = int(_POOL_MARGIN * peak_bytes) + len(wanted) * _BYTES_A_GRAPH + sum(wanted) * bytes_a_token
         reason = f"launching one of {wanted[-1]} takes {1e3 * launching:.1f} of {1e3 * whole:.1f} ms"

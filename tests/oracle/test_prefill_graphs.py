@@ -213,6 +213,8 @@ def test_a_long_graph_has_room_for_all_prompts_of_a_step(checkpoint: Any, platfo
         assert re.search(r"graphs of prefills of 1280, 1400 tokens took .*B, and [\d.]+ s of the start: launching one "
                          r"of 1400 takes [\d.]+ of [\d.]+ ms", info.ledger)
         assert ("graphs of long prefills" in info.ledger) == (platform_name == "cuda"), "where memory is measured"
+        prefills: Any = runner_of(llm).steps.prefills
+        assert prefills.long_cost[1] > 0
         spoil_the_null_block(llm)
         used.clear()
         prompts = many_prompts(90)
