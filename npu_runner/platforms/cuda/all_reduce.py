@@ -28,7 +28,8 @@ _EMPTY, _VECTOR_BYTES = 0xFFFFFFFF, 16
 # The fastest of those tried with two ranks. All blocks of a call run at once, beside what precedes and follows it.
 _THREADS, _BLOCKS, _BATCH = 512, 128, {2: 4, 3: 2, 4: 2}
 _MOST_PIECES = 4
-# One shot sends more bytes than two, and waits once less: about 1.5 us, in which NVLink carries these.
+# One shot sends more bytes than two, and waits once less: about 1.5 us, in which NVLink carries these. That is
+# computed: more than two GPUs have not been measured.
 _BYTES_OF_A_WAIT = 600_000
 
 
