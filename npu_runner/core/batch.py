@@ -118,7 +118,7 @@ class ScheduledBatch:
     prompt_states: list[PromptStates] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks of the KV cache: copied before the step's forward."""
-    borrowed_rows: list[int] = field(default_factory=list)
+    rows_on_shared_blocks: list[int] = field(default_factory=list)
     """Rows of one token that read it from another row's block in this step, and write their own to the null block."""
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     """(snapshot slot, slot) of the state pool: copied before the step's forward."""
@@ -226,15 +226,15 @@ class RunningTable:
         as sent."""
         news: list[tuple[int, int, int]] = []
         for seq in sequences:
-            slot, borrowed = seq.slot, seq.borrowed_block
-            blocks = [*seq.block_table[:-1], borrowed] if borrowed else seq.block_table
+            slot, shared = seq.slot, seq.shared_block
+            blocks = [*seq.block_table[:-1], shared] if shared else seq.block_table
             assert slot is not None, f"sequence {seq.seq_id} is in a step and holds no slot"
             first, first_null = int(self._num_blocks[slot]), int(self._num_null_blocks[slot])
             # Freed blocks may have another owner: they must not be found here.
             news += [(slot, column, 0) for column in range(first_null, min(first, seq.num_null_blocks))]
             news += zip(repeat(slot), range(first, len(blocks)), blocks[first:], strict=False)
-            # The sequence's own block in the place of a borrowed one is sent with its next step.
-            self._num_blocks[slot], self._num_null_blocks[slot] = len(blocks) - (borrowed > 0), seq.num_null_blocks
+            # The sequence's own block in the place of a shared one is sent with its next step.
+            self._num_blocks[slot], self._num_null_blocks[slot] = len(blocks) - (shared > 0), seq.num_null_blocks
         return np.array(news, dtype=np.int32) if news else NO_NEW_BLOCKS
 
     def unsent_decoding_entries(self, running: list[Sequence]) -> np.ndarray:
@@ -352,7 +352,7 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         image_slices=slices,
         prompt_scores=scores,
         prompt_states=states,
-        borrowed_rows=[row for row, (seq, _) in enumerate(chunks) if seq.borrowed_block],
+        rows_on_shared_blocks=[row for row, (seq, _) in enumerate(chunks) if seq.shared_block],
         state_loads=_state_loads(chunks, slots_B if state_slots is None else state_slots),
         state_saves=state_saves)
 

@@ -10,7 +10,7 @@ the window are freed while their sequence runs. With a window of w tokens, the t
 1 to p. A block that lies completely before the next token's window is never read again. Its entry in the block table
 becomes the null block.
 
-If a last block is shared in part, its tokens are copied into a block of the sequence's own (block_beginnings.py). The
+If a last block is shared in part, its tokens are copied into a block of the sequence's own (partial_blocks.py). The
 source is held until a step with the copy is launched. Where a model has states, or a head drafts, nothing is copied:
 snapshots lie at the ends of blocks.
 
@@ -29,7 +29,7 @@ from itertools import chain
 
 import numpy as np
 
-from npu_runner.core.block_beginnings import Beginning, BlockBeginnings
+from npu_runner.core.partial_blocks import PartialBlock, PartialBlocks
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import StateSnapshots
 
@@ -116,7 +116,7 @@ class BlockManager:
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
         can_copy = self.enable_prefix_caching and self.snapshots is None and not self._num_ahead
-        self._beginnings = BlockBeginnings(self.block_size) if can_copy else None
+        self._partial_blocks = PartialBlocks(self.block_size) if can_copy else None
         self.copies: list[tuple[int, int]] = []
         """(source, target) blocks of the step being put together, copied before its forward."""
         self._later_copies: list[tuple[int, int]] = []
@@ -174,22 +174,22 @@ class BlockManager:
         seq.block_table.extend(blocks)
         seq.num_computed_tokens = seq.num_cached_tokens = len(seq.block_table) * self.block_size
         seq.num_committed_blocks = len(seq.block_table)
-        if self._beginnings is not None:
-            self._match_beginning(seq, self._beginnings)
+        if self._partial_blocks is not None:
+            self._match_partial(seq, self._partial_blocks)
         self._record_peak()
 
-    def _match_beginning(self, seq: Sequence, beginnings: BlockBeginnings) -> None:
+    def _match_partial(self, seq: Sequence, partial: PartialBlocks) -> None:
         """Hold the block that has the next tokens of `seq`, if there is one: `start_copy` gives `seq` what it has."""
         start = seq.num_cached_tokens
         most = min(seq.most_cached_tokens - start, self.block_size - 1)
         if most <= 0:
             return
-        wanted = Beginning.from_sequence(seq, start, min(start + self.block_size, seq.num_tokens))
-        found = beginnings.find(self._parent(seq, start // self.block_size), wanted, most,
+        wanted = PartialBlock.from_sequence(seq, start, min(start + self.block_size, seq.num_tokens))
+        found = partial.find(self._parent(seq, start // self.block_size), wanted, most,
                                 can_be_new=start + most + 1 == seq.num_tokens)
         if found is not None:
             self._reference(found.block)
-            seq.copy_source, seq.borrowed_block = found.block, found.block if found.is_new else 0
+            seq.copy_source, seq.shared_block = found.block, found.block if found.is_new else 0
             seq.num_computed_tokens = seq.num_cached_tokens = start + found.num_tokens
 
     def start_copy(self, seq: Sequence) -> None:
@@ -198,7 +198,7 @@ class BlockManager:
         If that step writes the source, it is copied with the step behind.
         """
         if seq.copy_source:
-            copies = self._later_copies if seq.borrowed_block else self.copies
+            copies = self._later_copies if seq.shared_block else self.copies
             copies.append((seq.copy_source, seq.block_table[seq.num_cached_tokens // self.block_size]))
             seq.copy_source = 0
             self.free_behind_window([seq])
@@ -206,7 +206,7 @@ class BlockManager:
     def give_up_copy(self, seq: Sequence) -> None:
         """Let `seq`, which has not started, compute what it would copy: the source may be the block that is missing."""
         self._give_back([seq.copy_source])
-        seq.copy_source = seq.borrowed_block = 0
+        seq.copy_source = seq.shared_block = 0
         seq.num_computed_tokens = seq.num_cached_tokens = len(seq.block_table) * self.block_size
 
     def _cancel_copies(self, block: int) -> None:
@@ -274,8 +274,8 @@ class BlockManager:
         self._offered = []
         launched, self.copies, self._later_copies = self.copies, self._later_copies, []
         self._give_back(source for source, _ in launched)
-        if self._beginnings is not None:
-            self._beginnings.launch()
+        if self._partial_blocks is not None:
+            self._partial_blocks.launch()
         if self.snapshots is not None:
             self.snapshots.launch()
 
@@ -327,9 +327,9 @@ class BlockManager:
             block = self._block_of_hash.get(key)
             if block is not None:
                 self._withdraw(block)
-        if self._beginnings is not None:
+        if self._partial_blocks is not None:
             for index in range(num_tokens // self.block_size, len(seq.block_hashes) + 1):
-                self._beginnings.forget(self._parent(seq, index))
+                self._partial_blocks.forget(self._parent(seq, index))
         seq.num_committed_blocks = len(seq.block_table)
 
     def _withdraw(self, block: int) -> None:
@@ -339,15 +339,15 @@ class BlockManager:
             del self._block_of_hash[stale]
             if self.snapshots is not None:
                 self.snapshots.free(stale)
-        if self._beginnings is not None:
-            self._beginnings.withdraw(block)
+        if self._partial_blocks is not None:
+            self._partial_blocks.withdraw(block)
 
     def commit(self, seq: Sequence, num_tokens: int = 0) -> None:
         """Offer the full blocks of `seq` to other sequences, as far as their tokens are known. `num_tokens`: those that
         the step being planned computes count as computed."""
         num_full = min(seq.num_computed_tokens + num_tokens, seq.num_known_tokens - self._num_ahead) // self.block_size
-        if num_tokens and self._beginnings is not None and not seq.borrowed_block:
-            self._offer_beginnings(seq, self._beginnings, seq.num_computed_tokens + num_tokens)
+        if num_tokens and self._partial_blocks is not None and not seq.shared_block:
+            self._offer_partial(seq, self._partial_blocks, seq.num_computed_tokens + num_tokens)
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
         # Blocks freed behind the window before their tokens had arrived may have another owner.
@@ -360,13 +360,13 @@ class BlockManager:
                 self._offered.append(block)
         seq.num_committed_blocks = num_full
 
-    def _offer_beginnings(self, seq: Sequence, beginnings: BlockBeginnings, end: int) -> None:
+    def _offer_partial(self, seq: Sequence, partial: PartialBlocks, end: int) -> None:
         """Offer the blocks that a step fills with prompt tokens up to `end`, the last one if it is filled in part."""
         for index in range(max(seq.num_computed_tokens // self.block_size, seq.num_null_blocks),
                            self.num_blocks_for(end)):
             start, block = index * self.block_size, seq.block_table[index]
-            beginning = Beginning.from_sequence(seq, start, min(start + self.block_size, end))
-            if beginnings.offer(self._parent(seq, index), block, beginning):
+            offered = PartialBlock.from_sequence(seq, start, min(start + self.block_size, end))
+            if partial.offer(self._parent(seq, index), block, offered):
                 self._offered.append(block)
 
     def has_offered_all(self, seq: Sequence) -> bool:
@@ -404,7 +404,7 @@ class BlockManager:
         self._give_back(reversed(seq.block_table[seq.num_null_blocks:]))
         if seq.copy_source:
             self._give_back([seq.copy_source])
-        seq.copy_source = seq.borrowed_block = 0
+        seq.copy_source = seq.shared_block = 0
         seq.block_table.clear()
         seq.num_null_blocks = 0
         seq.num_computed_tokens = seq.num_committed_blocks = 0

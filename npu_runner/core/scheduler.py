@@ -103,7 +103,7 @@ class Scheduler(SequenceQueues):
         It will bring a token to those whose prompt it ends.
         """
         for seq, num in chunks:
-            seq.borrowed_block = 0
+            seq.shared_block = 0
             seq.num_computed_tokens += num
             self._offer(seq)
             if not seq.num_uncomputed_tokens:

@@ -60,7 +60,7 @@ class Sequence:
     """Tokens of the last prefill that came from the prefix cache."""
     copy_source: int = 0
     """Held for a copy of its first tokens, which count as cached; 0: none."""
-    borrowed_block: int = 0
+    shared_block: int = 0
     """The block that the sequence's last token reads in this step, in the place of its own one, which is copied later.
     """
     state_source: int | None = None
@@ -92,7 +92,7 @@ class Sequence:
         self.block_table = []
         self.num_null_blocks = 0
         self.num_computed_tokens = self.num_committed_blocks = self.num_cached_tokens = 0
-        self.copy_source = self.borrowed_block = 0
+        self.copy_source = self.shared_block = 0
         self.state_source, self.snapshot_positions = None, ()
         self.drafting = None
         self.forget_expected()

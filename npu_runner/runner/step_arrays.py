@@ -110,8 +110,8 @@ def slot_mapping(batch: ScheduledBatch, block_size: int, tables_SW: np.ndarray) 
         slots_T, places_T = batch.slots_B, batch.context_lens_B - 1
     blocks_T = tables_SW[slots_T, places_T // block_size]
     mapping_T = blocks_T * block_size + places_T % block_size
-    if batch.borrowed_rows:
-        rows = np.array(batch.borrowed_rows)
+    if batch.rows_on_shared_blocks:
+        rows = np.array(batch.rows_on_shared_blocks)
         mapping_T[np.cumsum(batch.query_lens_B)[rows] - 1] = rows % block_size
     return mapping_T.astype(np.int32)
 

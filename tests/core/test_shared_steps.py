@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from npu_runner.core.block_beginnings import Beginning, BlockBeginnings, Found
 from npu_runner.core.block_manager import BlockManager
+from npu_runner.core.partial_blocks import Found, PartialBlock, PartialBlocks
 from npu_runner.core.scheduler import SchedulerLimits
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import StateSnapshots
@@ -52,7 +52,7 @@ def test_a_source_is_held_until_its_copy_is_launched() -> None:
     batch = world.scheduler.schedule()
     assert batch is not None
     source, target = first.block_table[2], copy.block_table[2]
-    assert (batch.copies, batch.borrowed_rows) == ([], [1])
+    assert (batch.copies, batch.rows_on_shared_blocks) == ([], [1])
     assert [1, 2, source] not in batch.new_blocks_N3.tolist()[:3]
     assert batch.new_blocks_N3.tolist()[-1][1:] == [2, source], "it is read where it is"
     for seq in world.scheduler.complete():
@@ -81,8 +81,8 @@ def test_copies_for_a_sequence_that_ends_or_a_step_that_is_rolled_back_are_withd
             world.scheduler.rollback()
             assert world.blocks.num_used == 0
         assert not world.blocks.copies
-        assert world.blocks._beginnings is not None
-        assert bool(world.blocks._beginnings._parent_of) == (ends == "finish")
+        assert world.blocks._partial_blocks is not None
+        assert bool(world.blocks._partial_blocks._parent_of) == (ends == "finish")
 
 
 def test_a_source_that_is_the_last_free_block_is_not_copied() -> None:
@@ -106,7 +106,7 @@ def test_a_row_with_more_than_one_token_left_reads_no_block_of_its_step_in_part(
         if number:
             batch = world.scheduler.schedule()
             assert batch is not None
-            assert batch.borrowed_rows == []
+            assert batch.rows_on_shared_blocks == []
             assert batch.query_lens_B.tolist() == ([22, 6] if number == 1 else [3])
     assert len(batch.copies) == 1
 
@@ -164,7 +164,7 @@ def test_a_prompt_whose_tokens_are_all_wanted_is_computed_whole_and_others_share
     batch = world.scheduler.schedule()
     assert batch is not None
     assert batch.query_lens_B.tolist() == [20, 20, 1]
-    assert batch.borrowed_rows == [2]
+    assert batch.rows_on_shared_blocks == [2]
 
 
 def test_windows_share_and_give_back_what_lies_behind_them() -> None:
@@ -232,10 +232,10 @@ def test_a_row_that_fails_leaves_what_others_had_computed() -> None:
 
 
 def test_few_tokens_of_a_block_are_computed_unless_they_are_all_that_is_left() -> None:
-    beginnings = BlockBeginnings(64)
-    assert beginnings.offer(b"parent", 7, Beginning(list(range(64)), frozenset()))
-    beginnings.launch()
+    partial = PartialBlocks(64)
+    assert partial.offer(b"parent", 7, PartialBlock(list(range(64)), frozenset()))
+    partial.launch()
     for num_equal, most, found in ((15, 63, None), (16, 63, 16), (15, 15, 15), (3, 3, 3), (2, 3, None)):
-        wanted = Beginning([*range(num_equal), *[99] * (64 - num_equal)], frozenset())
-        place = beginnings.find(b"parent", wanted, most, can_be_new=False)
+        wanted = PartialBlock([*range(num_equal), *[99] * (64 - num_equal)], frozenset())
+        place = partial.find(b"parent", wanted, most, can_be_new=False)
         assert place == (None if found is None else Found(7, found, is_new=False)), (num_equal, most)

@@ -286,7 +286,7 @@ class World:
             needed = first_needed_block(start, self.window, self.block_size)
             for column, block in enumerate(sequence.block_table):
                 told = self.block_tables[int(batch.slots_B[row]), column]
-                if row in batch.borrowed_rows and column == len(sequence.block_table) - 1:
+                if row in batch.rows_on_shared_blocks and column == len(sequence.block_table) - 1:
                     assert told not in (0, block), "its own block has nothing yet"
                     continue
                 assert told == (0 if column < needed else block or told), "not what the scheduler has"
@@ -306,9 +306,9 @@ class World:
         end = int(batch.context_lens_B[row])
         tokens = [*self.tokens_of(sequence, end - len(drafts)), *drafts]
         places = range(end - int(batch.query_lens_B[row]), end)
-        assert row not in batch.borrowed_rows or len(places) == 1, "what another row writes is its last token alone"
+        assert row not in batch.rows_on_shared_blocks or len(places) == 1, "another row writes its last token"
         for slot, place in zip(self._slots(batch, row, places), places, strict=True):
-            if row in batch.borrowed_rows:
+            if row in batch.rows_on_shared_blocks:
                 continue
             assert slot >= self.block_size, "the null block is nobody's"
             self.cache[slot] = self._content(sequence, tokens[: place + 1])

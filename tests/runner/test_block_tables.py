@@ -54,7 +54,7 @@ class Device(World):
             # Blocks that the step itself gives up are still its own.
             expected = [0 if column < needed else block or found[column] for column, block in
                         enumerate(sequence.block_table)]
-            if row in step.batch.borrowed_rows:
+            if row in step.batch.rows_on_shared_blocks:
                 assert found[len(expected) - 1] not in (0, expected.pop()), "another row's"
             assert found[: len(expected)] == expected
             self.num_compared += 1
@@ -67,7 +67,7 @@ class Device(World):
         if batch.is_prefill:
             rows_T = np.repeat(np.arange(batch.batch_size), batch.query_lens_B)
             written = set(rows_T[arrays["slot_mapping"] >= self.block_size].tolist())
-            assert written == set(range(batch.batch_size)) - set(batch.borrowed_rows), "only those write nothing"
+            assert written == set(range(batch.batch_size)) - set(batch.rows_on_shared_blocks), "others write"
         bucket, slots_B = self.bucket, batch.slots_B
         if bucket is None or batch.is_prefill or batch.batch_size > bucket.batch_size:
             news = self.tables.news(batch.new_blocks_N3, slots_B)

@@ -1,5 +1,5 @@
-"""Finds a block whose first tokens are the next ones of a prompt, so that they are copied and not computed. Knows no
-scheduling policy, and nothing of which blocks are in use.
+"""Copy-on-write of a partly shared block: finds a block whose first tokens are the next ones of a prompt, so that they
+are copied and not computed. Knows no scheduling policy, and nothing of which blocks are in use.
 
 A whole block is found by its key (block_manager.py). Here a block is known by the key of the block before it and by its
 tokens, so a prompt may part from them anywhere within the block. Later slots of a block may be written at any time; the
@@ -22,21 +22,20 @@ _MOST_OF_A_PARENT = 4
 _LEAST_SHARE = 4
 
 
-class Beginning(NamedTuple):
-    """The first tokens of a block, and the images in it: (start, hash, place in time), `start` counted from the block.
-    """
+class PartialBlock(NamedTuple):
+    """The leading tokens of a block, and its images: (start, hash, place in time), `start` counted from the block."""
 
     tokens: list[int]
     images: frozenset[tuple[int, bytes, int | None]]
 
     @classmethod
-    def from_sequence(cls, seq: Sequence, start: int, end: int) -> Beginning:
+    def from_sequence(cls, seq: Sequence, start: int, end: int) -> PartialBlock:
         """The tokens [start, end) of `seq`, at most a block of them."""
         images = frozenset((span.start - start, seq.prompt.images[span.image_index].content_hash, span.later)
                            for span in seq.prompt.spans if span.start < end and span.start + span.num_tokens > start)
         return cls(seq.tokens(start, end), images)
 
-    def num_common(self, other: Beginning) -> int:
+    def num_common(self, other: PartialBlock) -> int:
         """Leading tokens that are equal, with equal images up to there."""
         most = min(len(self.tokens), len(other.tokens))
         if self.tokens[:most] != other.tokens[:most]:
@@ -53,29 +52,29 @@ class Found(NamedTuple):
     is_new: bool
 
 
-class BlockBeginnings:
+class PartialBlocks:
     """Blocks by the key of the block before; the latest few of each."""
 
     def __init__(self, block_size: int) -> None:
         self._least = max(1, block_size // _LEAST_SHARE)
-        self._of_parent: dict[bytes, dict[int, Beginning]] = {}
+        self._of_parent: dict[bytes, dict[int, PartialBlock]] = {}
         self._parent_of: dict[int, bytes] = {}
         self._new: set[int] = set()
 
-    def offer(self, parent: bytes, block: int, beginning: Beginning) -> bool:
-        """Make `block`, written by the step being put together, known. False if another block begins so."""
+    def offer(self, parent: bytes, block: int, offered: PartialBlock) -> bool:
+        """Make `block`, written by the step being put together, known. False if another one has its tokens."""
         known = self._of_parent.setdefault(parent, {})
-        if any(other != block and its.num_common(beginning) == len(beginning.tokens) for other, its in known.items()):
+        if any(other != block and its.num_common(offered) == len(offered.tokens) for other, its in known.items()):
             return False
         known.pop(block, None)
         if len(known) == _MOST_OF_A_PARENT:
             self.withdraw(next(iter(known)))
-        self._of_parent.setdefault(parent, known)[block] = beginning
+        self._of_parent.setdefault(parent, known)[block] = offered
         self._parent_of[block] = parent
         self._new.add(block)
         return True
 
-    def find(self, parent: bytes, wanted: Beginning, most: int, *, can_be_new: bool) -> Found | None:
+    def find(self, parent: bytes, wanted: PartialBlock, most: int, *, can_be_new: bool) -> Found | None:
         """The block with the most of the first `most` tokens of `wanted`. `can_be_new`: only the token behind these is
         left of the sequence."""
         best = None
