@@ -69,9 +69,10 @@ __device__ __forceinline__ u32 shared_memory() {
   extern __shared__ unsigned char memory[];
   return (u32)__cvta_generic_to_shared(memory);
 }
-// Copies 16 bytes to shared memory.
-__device__ __forceinline__ void copy_async(u32 to, const u8 *from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// Copies 16 bytes to shared memory; 0 where `is_there` is false.
+__device__ __forceinline__ void copy_async(u32 to, const u8 *from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for this thread's copies, but for its MOST newest groups.
@@ -147,18 +148,17 @@ template <bool IS_PREFIX> struct Attention {
     if (cursor.is_whole()) read_values_of<true>(cursor, places); else read_values_of<false>(cursor, places);
   }
   // Copies a step of a prefix to a stage, with all threads of the program.
-  __device__ void copy_step(u32 to, const i64 (&places)[PLACES]) {
+  __device__ void copy_step(u32 to, const Cursor &cursor, const i64 (&places)[PLACES]) {
     constexpr int PIECES = HEAD_BYTES / 16, TOKENS = 32 * WARPS / PIECES;
-    static_assert(TOKENS % 8 == 0 && TILE % TOKENS == 0, "a thread's pieces are swizzled alike, and lie in whole tiles");
     const int token = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
-    const i64 mine = token * ROW_BYTES + head * HEAD_BYTES + piece * 16;
-    const u8 *keys = params.k_cache + mine, *values = params.v_cache + mine;
-    const u32 key_to = to + key_at(token, piece), value_to = to + value_at(token, piece);
 #pragma unroll
     for (int i = 0; i < STEP / TOKENS; ++i) {
-      const i64 from = tile_at(places, i * TOKENS / TILE) + i * TOKENS % TILE * ROW_BYTES;
-      copy_async(key_to + i * TOKENS * HEAD_BYTES, keys + from);
-      copy_async(value_to + i * TOKENS * HEAD_BYTES, values + from);
+      const int at = i * TOKENS + token;
+      const i64 from = tile_at(places, i * TOKENS / TILE) + (i * TOKENS % TILE + token) * ROW_BYTES + head * HEAD_BYTES +
+                       piece * 16;
+      const bool is_there = cursor.has(at);
+      copy_async(to + key_at(at, piece), params.k_cache + from, is_there);
+      copy_async(to + value_at(at, piece), params.v_cache + from, is_there);
     }
   }
   // The row of the warp that has a column, and whether there is one.
@@ -260,7 +260,7 @@ template <bool IS_PREFIX> struct Attention {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       auto &scores = all_scores[n];
-      if (!IS_PREFIX && !cursor.is_whole()) {
+      if (!cursor.is_whole()) {
 #pragma unroll
         for (int e = 0; e < 4 * TILES; ++e)
           if (!cursor.has(e / 4 * TILE + group + e % 4 / 2 * 8)) scores[e / 4][e % 4] = -INFINITE;
@@ -494,7 +494,7 @@ __device__ __forceinline__ void attend_prefixes(const Params &params, const Rang
     if (!next.is_done()) {
       i64 places[PLACES];
       next.find(places);
-      attention.copy_step(memory + to * STAGE_BYTES, places);
+      attention.copy_step(memory + to * STAGE_BYTES, next, places);
       next.next();
     }
     commit_copies();

@@ -2,7 +2,7 @@
 // graphs follow the lengths of contexts and the block tables.
 //
 // Rows whose block tables begin with the same blocks form a group. The blocks that all its rows read whole are its
-// prefix, in whole steps, and the rest of each row is its suffix; a row without a group is all suffix. A program reads a prefix
+// prefix, and the rest of each row is the row's suffix; a row without a group is all suffix. A program reads a prefix
 // once for a team of rows, whose query heads its warps share; a warp reads a suffix. Suffixes are concatenated and cut
 // into ranges of equal length, and so are prefixes.
 //
@@ -209,7 +209,7 @@ plan_decode(const int *lens, const int *tables, int *memory, int stride_table, i
     group = find_group(lens, tables, stride_table, num_rows, num_ranges);
   const bool is_shared = group.is_shared(), opens_team = is_shared && group.rank == group.first();
   const bool has_groups = __syncthreads_or(is_shared);
-  const int prefix_len = is_shared ? group.blocks * BLOCK_SIZE / STEP * STEP : 0;
+  const int prefix_len = is_shared ? group.blocks * BLOCK_SIZE : 0;
   const int prefix_steps = opens_team ? steps_of(0, prefix_len) : 0;
   int all = 0, longest = 0, after = 0, steps = 0, len = 0;
   for (int begin = 0; begin < num_rows; begin += 1024) {
