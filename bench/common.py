@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import platform
 import statistics
 import subprocess
@@ -165,23 +166,29 @@ def _resident_bytes(pid: int) -> int:
         return 0  # it has just ended
 
 
-def measure_head_start(config: RunnerConfig, requests: Path) -> float:
-    """Seconds to prepare, one after the other, the rows that a job can have prepared before its model is loaded.
+def measure_head_start(config: RunnerConfig, requests: Path, media: Path | None = None) -> tuple[float, int]:
+    """Seconds to prepare, one after the other, the rows that a job can have prepared before its model is loaded, and
+    their number.
 
-    Images lie in the folder of `requests`.
+    `media`: the folder of the images; None: that of `requests`.
     """
     from npu_runner.batch.files.input_file import InputFile
-    from npu_runner.batch.job.row_server import CheckpointSide
+    from npu_runner.batch.job.options import BatchOptions
+    from npu_runner.batch.job.row_server import CheckpointSide, server_plan
     from npu_runner.batch.rows.preprocessing import RowPreprocessor
-    from npu_runner.prompts.media.media import MediaRules
-    from npu_runner.serving.workers.pool import PoolLimits
 
     with InputFile(str(requests), requests.parent) as file:
-        media = MediaRules(allowed_dir=requests.parent)
-        prepare = RowPreprocessor(source=file.source, processor=CheckpointSide(config).processor, media=media)
-        rows = list(islice(file.rows(), PoolLimits(num_workers=1, task_timeout_seconds=1.0).max_ready))
+        options = BatchOptions(input=str(requests), output=f"{requests}.none",
+                               allowed_media_dir=media or requests.parent)
+        plan = server_plan(config, options, file.source)
+        prepare = RowPreprocessor(source=file.source, processor=CheckpointSide(config).processor, media=plan.media)
+        rows = list(islice(file.rows(), plan.limits.max_ready))
         prepare(rows[0])  # imports
-        started = time.perf_counter()
-        for row in rows:
-            prepare(row)
-        return time.perf_counter() - started
+        seconds, num_bytes, number = 0.0, 0, 0
+        while number < len(rows) and num_bytes < plan.limits.max_ready_bytes:
+            started = time.perf_counter()
+            prepared = prepare(rows[number])
+            seconds += time.perf_counter() - started
+            number += 1
+            num_bytes += len(pickle.dumps(prepared))
+    return seconds, number
